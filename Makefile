@@ -1,0 +1,32 @@
+# Everything a fresh machine needs is done by `make train` and `make test`: both create .venv first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test quick lint bench clean
+
+# The environment: exact versions from constraints.txt, the package itself in editable form.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/python scripts/first_run.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess'
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .jax_cache

@@ -1,0 +1,52 @@
+"""Small runs on the embedded tabletop dataset, which `data prepare` writes: no download, no GPU."""
+
+from openpi_train.data import places
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.rlds import Rlds
+from openpi_train.experiment import EvalConfig, Experiment
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.nn.augment import ImageAugmentation
+from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.optim import LRSchedule
+from openpi_train.robots.tabletop import Tabletop
+
+_HOME = places.datasets() / "tabletop"
+_EXPERT = GemmaOverrides(width=96, depth=4, mlp_dim=192)
+
+pi0_bridge_traj_tiny = Experiment(
+    model=Pi0Config(
+        paligemma_variant="dummy",
+        action_expert_variant="dummy",
+        language=_EXPERT,
+        action_expert=_EXPERT,
+        siglip=SiglipConfig(width=96, depth=2, mlp_dim=192, num_heads=4, patch_size=8),
+        image_size=64,
+        action_dim=7,
+        action_horizon=10,
+        max_token_len=24,
+        vocab_size=512,
+        dtype="float32",
+        remat="none",
+    ),
+    objective=FlowMatching(num_flow_draws=4, augmentation=ImageAugmentation(crop_scale=1.0, rotation_degrees=0.0)),
+    data=DataConfig(
+        datasets=(Dataset(source=Rlds(path=str(_HOME)), robot=Tabletop(), asset_id="tabletop"),),
+        tokenizer=str(_HOME / "tokenizer.model"),
+    ),
+    lr_schedule=LRSchedule(warmup_steps=20, peak_lr=2e-3, decay_steps=300, decay_lr=2e-4),
+    ema_decay=0.98,
+    batch_size=32,
+    num_train_steps=300,
+    num_workers=0,
+    log_interval=10,
+    save_interval=100,
+    keep_period=None,
+    eval=EvalConfig(interval=100, num_rows=256),
+)
+"""A small pi0 (about 1 M parameters, two cameras) on the embedded tabletop dataset; what `make train` runs.
+
+Command: python -m openpi_train pi0_bridge_traj_tiny --exp-name x  (after: python -m openpi_train data prepare)
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""

@@ -1,0 +1,17 @@
+"""`python -m openpi_train ...` and the console script `openpi-train`. Everything is in `cli.py`.
+
+Kept thin: data workers are spawned processes that import this module again.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    from openpi_train.cli import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

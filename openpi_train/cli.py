@@ -1,0 +1,184 @@
+"""The command line: a first word that is a verb or an experiment. Read next: `registry.py`, `training/start.py`.
+
+Nothing heavy is imported before the arguments are understood, so that every verb's `--help` is quick.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from openpi_train.runtime.exits import USAGE, RunError, UsageError, run_guarded
+from openpi_train.runtime.world import WorldFlags
+
+USAGE_TEXT = """\
+usage: python -m openpi_train <experiment> --exp-name NAME [--any.field value ...]
+       python -m openpi_train my_runs.py:NAME --exp-name NAME
+       python -m openpi_train <verb> ...
+
+Train an experiment, or run one of the verbs:
+{verbs}
+
+`python -m openpi_train list` names the experiments; `<experiment> --help` explains every field.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line. Returns the exit code (`runtime/exits.py` says what each means)."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(), end="")
+        return 0 if argv else USAGE
+    verb, rest = argv[0], list(argv[1:])
+    if verb in VERBS:
+        return _reported(lambda: VERBS[verb](rest))
+    return _reported(lambda: train(verb, rest))
+
+
+def _reported(command: Callable[[], int]) -> int:
+    """The command's exit code; an error meant for the user is shown as its message alone."""
+    try:
+        return command()
+    except (RunError, FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RunError) else USAGE
+
+
+def train(name: str, argv: Sequence[str]) -> int:
+    """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
+    process, rest = _process_flags(argv)
+    experiment = parse_experiment(name, rest)
+    from openpi_train.training import start
+
+    if process.dry_run:
+        return start.dry_run(experiment, process.world, process.devices_per_process)
+    run_guarded(lambda: start.main(experiment, process.world, process.devices_per_process))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessFlags:
+    """Flags that say which process of the run this is; no part of the experiment."""
+
+    world: WorldFlags
+    devices_per_process: int | None
+    dry_run: bool
+
+
+def _process_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group(
+        "process flags (detected from RANK.., Slurm or Open MPI where not given; see docs/launching.md)"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num-processes", type=int, help="processes of the run")
+    group.add_argument("--process-id", type=int, help="this process, from 0")
+    group.add_argument("--devices-per-process", type=int, help="CPU devices to make in this process")
+    group.add_argument("--dry-run", action="store_true", help="print what the run needs, and start nothing")
+    return parser
+
+
+def _process_flags(argv: Sequence[str]) -> tuple[ProcessFlags, list[str]]:
+    flags, rest = _process_parser().parse_known_args(list(argv))
+    world = WorldFlags(coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id)
+    return ProcessFlags(world, flags.devices_per_process, flags.dry_run), rest
+
+
+def parse_experiment(name: str, argv: Sequence[str]):
+    """The experiment of this name with the flags of `argv` applied.
+
+    Exits with code 2 on an unknown flag, naming the closest ones; raises UnknownName for an unknown experiment.
+    """
+    from openpi_train import registry
+
+    if ".py" not in name and name not in registry.entries():
+        raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
+    default = registry.load(name)
+    import tyro
+
+    from openpi_train.experiment import Experiment
+
+    if any(word in ("-h", "--help") for word in argv):
+        print(_process_parser().format_help())
+    return tyro.cli(
+        Experiment,
+        default=default,
+        args=list(argv),
+        prog=f"python -m openpi_train {name}",
+        description=registry.description(name),
+    )
+
+
+def list_experiments(argv: Sequence[str]) -> int:
+    """`list`: every experiment with the first line of its description."""
+    argparse.ArgumentParser(prog="python -m openpi_train list", description="Name every experiment.").parse_args(argv)
+    from openpi_train import registry
+
+    found = registry.entries()
+    width = max(map(len, found), default=0)
+    for name, entry in found.items():
+        print(f"{name:<{width}}  {entry.summary}")
+    return 0
+
+
+def stats(argv: Sequence[str]) -> int:
+    """`stats <experiment>`: compute the norm stats and print a table per dimension."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openpi_train stats",
+        description="Norm statistics of an experiment's data, per dimension, written where training finds them. "
+        "Columns only: no image is decoded.",
+        epilog="Any field of the experiment may be set as in training: --data.datasets.0.source.path DIR",
+    )
+    parser.add_argument("experiment", help="a name from `list`, or file.py:name")
+    known, rest = parser.parse_known_args(argv)
+    experiment = parse_experiment(known.experiment, ["--exp-name", "stats", *rest])
+    from openpi_train.tools.stats import stats_table
+
+    print(stats_table(experiment.data, horizon=experiment.model.action_horizon, assets_dir=experiment.assets_dir))
+    return 0
+
+
+def data(argv: Sequence[str]) -> int:
+    """`data prepare|index|repack`: make the embedded dataset, build an index, repack for slow storage."""
+    from openpi_train.tools.data import main
+
+    return main(argv)
+
+
+def launch(argv: Sequence[str]) -> int:
+    """`launch local|manual`: start the processes of a run."""
+    from openpi_train.launch.cli import main
+
+    return main(list(argv))
+
+
+def convert(argv: Sequence[str]) -> int:
+    """`convert <experiment>`: export a run's parameters as an openpi checkpoint."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openpi_train convert",
+        description="Write a run's parameters and norm stats where openpi's reader expects them.",
+        epilog="The run is found as in training: convert pi0_bridge_traj --exp-name x --out DIR",
+    )
+    parser.add_argument("experiment", help="a name from `list`, or file.py:name")
+    parser.add_argument("--out", type=Path, required=True, help="directory to make")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument("--merge-lora", action="store_true", help="fold low-rank adapters into the weights")
+    known, rest = parser.parse_known_args(argv)
+    experiment = parse_experiment(known.experiment, rest)
+    from openpi_train.tools.convert import export
+
+    print(export(experiment, known.step, known.out, known.merge_lora))
+    return 0
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": list_experiments,
+    "launch": launch,
+    "stats": stats,
+    "data": data,
+    "convert": convert,
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {(verb.__doc__ or '').split(': ', 1)[-1].splitlines()[0]}" for name, verb in VERBS.items()]
+    return USAGE_TEXT.format(verbs="\n".join(lines))

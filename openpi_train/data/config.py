@@ -1,0 +1,64 @@
+"""What a run trains on, as values: datasets with their robots and weights, and how rows are made of them.
+
+Read next: `opened.py`, which turns a `DataConfig` into rows.
+"""
+
+import dataclasses
+import re
+from pathlib import PurePath
+from typing import Literal
+
+from openpi_train.data.normalize import Form
+from openpi_train.data.source import SourceConfig
+from openpi_train.robots.base import Robot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One dataset of the mixture."""
+
+    # Where the data lie and how they are read.
+    source: SourceConfig
+    # Whose data they are.
+    robot: Robot
+    # Share of the batch rows, relative to the other datasets' weights.
+    weight: float = 1.0
+    # Name of the norm stats; datasets of one name share them. None: taken from the source's path.
+    asset_id: str | None = None
+    # An openpi norm_stats.json (or its folder) to use as it is; None: computed from this dataset's training split.
+    norm_stats: str | None = None
+    # One instruction for all episodes in place of the recorded ones.
+    prompt: str | None = None
+
+    @property
+    def asset(self) -> str:
+        """The name of the norm stats: `asset_id`, or the last part of the source's path that is no version number."""
+        if self.asset_id is not None:
+            return self.asset_id
+        parts = [part for part in PurePath(str(getattr(self.source, "path", ""))).parts if part.strip("/.")]
+        named = [part for part in parts if not re.fullmatch(r"\d+(\.\d+)*", part)]
+        return named[-1] if named else type(self.source).__name__
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The datasets of a run and what is done with their rows."""
+
+    datasets: tuple[Dataset, ...]
+    # Share of the distinct episodes that is held out, chosen by the episodes' content.
+    validation_fraction: float = 0.05
+    # Form of normalisation; None: the one the model was designed for.
+    normalization: Form | None = None
+    # What an unreadable record does: end the run, or have its row replaced by another one of its dataset.
+    on_bad_record: Literal["error", "skip"] = "error"
+    # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`.
+    tokenizer: str = "google/paligemma-3b-pt-224"
+    # Never ask the hub (HF_HUB_OFFLINE=1 does the same).
+    offline: bool = False
+    # Norm stats of larger datasets are computed from this many samples, spread evenly.
+    max_norm_stats_samples: int = 1_000_000
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The camera slots that at least one robot fills, sorted."""
+        return tuple(sorted({slot for dataset in self.datasets for slot in dataset.robot.cameras}))

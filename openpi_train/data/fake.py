@@ -1,0 +1,81 @@
+"""A dataset made up in memory: random walks with random pictures, for the `debug` experiment and for tests.
+
+Read next: `source.py` for what a dataset promises.
+"""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from openpi_train.data.source import BadRecord, Source, SourceConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeData(SourceConfig):
+    """Episodes of a 7-dim arm: the state walks, the action is the next state's difference, as in BridgeData."""
+
+    num_episodes: int = 20
+    # Episodes have this many control steps, more or less a third.
+    episode_length: int = 30
+    image_height: int = 224
+    image_width: int = 224
+    cameras: tuple[str, ...] = ("observation/image_0",)
+    state_dim: int = 7
+    prompts: tuple[str, ...] = ("pick up the red cube", "put the cup on the plate", "close the drawer")
+    seed: int = 0
+    # Control steps whose frames raise BadRecord, to try what a run does about them.
+    bad_steps: tuple[int, ...] = ()
+
+    def open(self) -> Source:
+        """The episodes that the fields describe; equal fields give equal data."""
+        return _FakeSource(self)
+
+
+class _FakeSource(Source):
+    def __init__(self, config: FakeData):
+        self.config, self.cameras, self.prompts = config, config.cameras, config.prompts
+        self.fingerprint = hashlib.sha256(repr(dataclasses.replace(config, bad_steps=())).encode()).hexdigest()
+        random = np.random.default_rng(config.seed)
+        spread = config.episode_length // 3
+        lengths = random.integers(
+            config.episode_length - spread, config.episode_length + spread + 1, config.num_episodes
+        )
+        self.episode_ends = np.cumsum(lengths).astype(np.int64)
+        self.episode_ids = [f"{self.fingerprint[:16]}-{number}" for number in range(config.num_episodes)]
+        self.prompt_index = np.repeat(random.integers(len(config.prompts), size=config.num_episodes), lengths)
+        self.prompt_index = self.prompt_index.astype(np.int32)
+        self.columns = _walks(lengths, config.state_dim, random)
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        shape = (self.config.image_height, self.config.image_width, 3)
+        number = self.cameras.index(camera) if camera in self.cameras else None
+        if number is None:
+            raise KeyError(f"no camera {camera!r}; there are {self.cameras}")
+        frames = np.empty((len(steps), *shape), np.uint8)
+        for frame, step in zip(frames, np.asarray(steps).tolist(), strict=True):
+            if step in self.config.bad_steps:
+                raise BadRecord(f"{self.describe(step)}, {camera}: made unreadable on purpose")
+            random = np.random.default_rng((self.config.seed, number, step))
+            frame[...] = random.integers(0, 256, shape, np.uint8)
+        return frames
+
+    def describe(self, step: int) -> str:
+        episode = int(np.searchsorted(self.episode_ends, step, side="right"))
+        first = int(self.episode_ends[episode - 1]) if episode else 0
+        return f"fake data (seed {self.config.seed}), record {episode}, episode {episode}, step {step - first}"
+
+
+def _walks(lengths: np.ndarray, dims: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """A bounded random walk per episode; the last dim is a gripper between 0 and 1."""
+    states, actions = [], []
+    for length in lengths:
+        moves = random.normal(0.0, 0.02, (length, dims)).astype(np.float32)
+        walk = np.cumsum(moves, axis=0, dtype=np.float32)
+        gripper = (np.sin(np.arange(length + 1) / 5 + random.uniform(0, 6)) > 0).astype(np.float32)
+        walk[:, -1] = gripper[:-1]
+        action = np.concatenate([moves[1:], random.normal(0.0, 0.02, (1, dims)).astype(np.float32)])
+        action[:, -1] = gripper[1:]
+        states.append(walk)
+        actions.append(action)
+    return {"observation/state": np.concatenate(states), "action": np.concatenate(actions)}

@@ -1,0 +1,212 @@
+"""Batches on the devices: workers make this process's rows, one global array is assembled per entry, one step ahead.
+
+Nothing here holds state that matters: the batch at a step is a function of the step, so `seek` is an assignment.
+Read next: `rows.py` for where the rows come from, `training/loop.py` for who asks.
+"""
+
+import concurrent.futures
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.data.rows import Rows
+from openpi_train.data.source import BadRecord
+from openpi_train.data.workers import LocalBatches, block_sigterm, start_worker
+from openpi_train.runtime.exits import DataError
+from openpi_train.types import action_batch
+
+logger = logging.getLogger(__name__)
+
+# Batches that a worker (or, without workers, the reading threads together) may hold ready.
+_BATCHES_AHEAD = 2
+_MAX_THREADS = 16
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Feed:
+    """Global batches of `batch_size` rows, cut over the devices by `sharding` (of the batch axis).
+
+    Each process reads only the rows that its devices hold. `num_workers` 0 reads in threads, N in N processes (started
+    by spawning, so the main module must be importable). `assemble` makes the batch of the named global arrays.
+
+    Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
+    Raises ValueError where the batch does not divide. Call from one thread; `close` when done.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        batch_size: int,
+        sharding: jax.sharding.Sharding,
+        num_workers: int = 0,
+        assemble: Callable[[dict[str, jax.Array]], Any] = action_batch,
+    ):
+        self._rows, self._batch_size, self._sharding = rows, batch_size, sharding
+        self._num_workers, self._assemble = num_workers, assemble
+        self._row_numbers = _local_rows(sharding, batch_size)
+        self._step = 0
+        self._iterator: Any = None
+        self._ahead: concurrent.futures.Future | None = None
+        self._transfer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self.wait_s = 0.0
+        self.bad_records = 0
+
+    def start(self) -> None:
+        """Begin to read the next batch in the background (so that workers start while a step is being compiled)."""
+        self._ahead = self._ahead or self._transfer.submit(self._load)
+
+    def next(self, state: Any = None) -> Any:
+        """The batch of the next step. All processes must call it equally often, though it does not communicate.
+
+        Raises DataError where the data cannot be read or do not fit the model; the position then stays.
+        """
+        del state  # offline data does not depend on the policy
+        started = time.monotonic()
+        self.start()
+        assert self._ahead is not None
+        try:
+            batch, skipped = self._ahead.result()
+        except (ValueError, BadRecord) as error:
+            self._stop_reading()
+            raise DataError(str(error)) from error
+        self.wait_s += time.monotonic() - started
+        self._count(skipped)
+        self._step += 1
+        self._ahead = None
+        self.start()
+        return batch
+
+    def batch(self, step: int) -> Any:
+        """The batch of any step, made at once in this thread; the position stays. For evaluation on fixed rows."""
+        try:
+            element = LocalBatches(self._rows, self._batch_size, self._row_numbers)[step]
+        except (ValueError, BadRecord) as error:
+            raise DataError(str(error)) from error
+        self._count(element["skipped"])
+        return self._on_devices(element["columns"])
+
+    def position(self) -> dict[str, Any]:
+        """Where the feed stands, as JSON: the next step, and what the rows depend on."""
+        return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go to a `position`. Raises ValueError naming what differs where it was taken from other data."""
+        changed = _differences(position, {**self.position(), "step": position["step"]})
+        if changed:
+            raise ValueError(
+                "the data position belongs to other data than this run's, so its rows cannot be continued:\n  "
+                + "\n  ".join(changed)
+                + "\nrestore these settings, or start a new run from the checkpoint's weights"
+            )
+        self._stop_reading()
+        self._step = int(position["step"])
+
+    def rows(self, step: int) -> list[str]:
+        """Dataset, file, episode and control step of every row of the global batch at `step`."""
+        return self._rows.describe(step * self._batch_size + np.arange(self._batch_size))
+
+    def proportions(self) -> dict[str, float]:
+        """Each dataset's share of all rows up to the present step (0 rows: of the first batch)."""
+        return self._rows.proportions(max(1, self._step) * self._batch_size)
+
+    def close(self) -> None:
+        """Stop threads and worker processes."""
+        self._stop_reading()
+        self._transfer.shutdown()
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            concurrent.futures.wait([self._ahead])
+            self._ahead = None
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _load(self) -> tuple[Any, list[str]]:
+        if self._iterator is None:
+            self._iterator = self._start_reading(self._step)
+        element = next(self._iterator)
+        return self._on_devices(element["columns"]), element["skipped"]
+
+    def _start_reading(self, start: int) -> Any:
+        import grain
+
+        source = LocalBatches(self._rows, self._batch_size, self._row_numbers, start)
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        threads = max(1, threads // self._num_workers) if self._num_workers else threads
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_BATCHES_AHEAD, threads))
+        dataset = grain.MapDataset.source(source).to_iter_dataset(options)
+        if self._num_workers:
+            self._check_shared_memory()
+            block_sigterm()
+            # Spawned workers read whole batches in turn, so that their number cannot change any.
+            workers = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=_BATCHES_AHEAD)
+            dataset = dataset.mp_prefetch(workers, worker_init_fn=start_worker)
+        return iter(dataset)
+
+    def _check_shared_memory(self) -> None:
+        """Workers pass batches through /dev/shm, and die of SIGBUS where it is full (containers often give 64 MB)."""
+        row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._rows.spec.values())
+        needed = row_bytes * len(self._row_numbers) * self._num_workers * (_BATCHES_AHEAD + 2)
+        if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < needed:
+            raise ValueError(
+                f"{self._num_workers} data workers need about {needed >> 20} MB of {_SHARED_MEMORY}, which has "
+                f"{free >> 20} MB free; use --num-workers 0 (threads), or enlarge it (docker: --shm-size)"
+            )
+
+    def _on_devices(self, columns: dict[str, np.ndarray]) -> Any:
+        first_of = {int(number): place for place, number in enumerate(self._row_numbers)}
+
+        # CPU "devices" would use a worker's shared memory in place, and keep it for as long as the batch lives.
+        in_place = self._num_workers and any(device.platform == "cpu" for device in self._sharding.device_set)
+
+        def place(values: np.ndarray) -> jax.Array:
+            values = np.array(values) if in_place else values
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # no device of the mesh is left out
+                start, stop, _ = index[0].indices(self._batch_size)
+                return values[first_of[start] : first_of[start] + stop - start]
+
+            shape = (self._batch_size, *values.shape[1:])
+            return jax.make_array_from_callback(shape, self._sharding, part)
+
+        return self._assemble({name: place(values) for name, values in columns.items()})
+
+    def _count(self, skipped: list[str]) -> None:
+        for message in skipped:
+            self.bad_records += 1
+            logger.warning("bad record %d, its row replaced: %s", self.bad_records, message)
+
+
+def _local_rows(sharding: jax.sharding.Sharding, batch_size: int) -> np.ndarray:
+    """The rows of the global batch that this process's devices hold, ascending, int64."""
+    try:
+        parts = sharding.addressable_devices_indices_map((batch_size,))
+    except ValueError as error:
+        raise ValueError(
+            f"a batch of {batch_size} rows does not divide over the devices ({sharding}): "
+            "set --batch-size to a multiple of their number"
+        ) from error
+    spans = {index[0].indices(batch_size)[:2] for index in parts.values() if index is not None}
+    return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
+
+
+def _differences(saved: Any, present: Any, path: str = "") -> list[str]:
+    """One line for every entry in which two JSON values differ."""
+    if isinstance(saved, dict) and isinstance(present, dict):
+        names = sorted({*saved, *present})
+        return [line for name in names for line in _differences(saved.get(name), present.get(name), f"{path}.{name}")]
+    if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
+        pairs = enumerate(zip(saved, present, strict=True))
+        return [line for number, (a, b) in pairs for line in _differences(a, b, f"{path}.{number}")]
+    return [] if saved == present else [f"{path.lstrip('.')}: then {saved!r}, now {present!r}"]

@@ -1,0 +1,108 @@
+"""Encoded pictures in, uint8 arrays out, and back: JPEG by simplejpeg (libjpeg-turbo), everything else by pillow.
+
+Read next: `rlds.py` (reads encoded frames by offset).
+
+JPEG is decoded by libjpeg's accurate integer DCT, as pillow and OpenCV do. TensorFlow's default is the fast one, whose
+pixels differ by up to 17 of 255 on the Bridge sample (`tests/data/test_rlds_tensorflow.py` shows both equalities).
+"""
+
+import io
+from typing import Literal
+
+import numpy as np
+import simplejpeg
+from PIL import Image, UnidentifiedImageError
+
+from openpi_train.data.source import BadRecord, Source
+
+_JPEG_MAGIC = b"\xff\xd8\xff"
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Height and width that an encoded picture says it has, from its header alone. Raises ValueError."""
+    if data[:3] == _JPEG_MAGIC:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        return int(height), int(width)
+    with _opened(data) as picture:
+        return picture.height, picture.width
+
+
+def decode_into(data: bytes, out: np.ndarray) -> None:
+    """Decode one picture straight into `out`, uint8 [height, width, 3].
+
+    Gray and palette pictures become RGB; an alpha channel is dropped.
+    Raises ValueError where the bytes are damaged or the picture has another size.
+    """
+    if image_size(data) != out.shape[:2]:
+        raise ValueError(f"the picture is {_size(image_size(data))}, expected {_size(out.shape)}")
+    if data[:3] == _JPEG_MAGIC:
+        simplejpeg.decode_jpeg(data, colorspace="RGB", buffer=out)
+        return
+    with _opened(data) as picture:
+        if picture.mode.startswith(("I", "F")):
+            raise ValueError(f"the picture has pixel mode {picture.mode!r}, not 8 bits per channel")
+        try:
+            out[...] = np.asarray(picture.convert("RGB"))
+        except (OSError, SyntaxError) as error:  # pillow's words for torn data and for broken PNG chunks
+            raise ValueError(str(error)) from error
+
+
+def decode(data: bytes) -> np.ndarray:
+    """One encoded picture as uint8 [height, width, 3]. Raises ValueError as `decode_into` does."""
+    out = np.empty((*image_size(data), 3), np.uint8)
+    decode_into(data, out)
+    return out
+
+
+def encode(image: np.ndarray, encoding: Literal["jpeg", "png"] = "jpeg", quality: int = 95) -> bytes:
+    """Encode uint8 [height, width, 3] (PNG also [height, width] and [height, width, 1]).
+
+    JPEG keeps the full colour resolution (4:4:4), since small pictures of small objects lose much with less.
+    """
+    if image.dtype != np.uint8:
+        raise ValueError(f"an image of dtype {image.dtype} cannot be encoded; convert it to uint8 in 0..255 first")
+    if encoding == "jpeg":
+        return simplejpeg.encode_jpeg(np.ascontiguousarray(image), quality=quality, colorspace="RGB")
+    buffer = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def decode_frames(source: Source, steps: np.ndarray, camera: str, size: tuple[int, int]) -> np.ndarray:
+    """`Source.frames` for sources that store encoded pictures: one read and one decode for each step.
+
+    Args:
+        size: Height and width, used when `steps` is empty; else the first picture's own.
+    """
+    steps = np.asarray(steps).reshape(-1)
+    frames = np.empty((0, *size, 3), np.uint8)
+    for position, step in enumerate(steps.tolist()):
+        data = source.encoded(step, camera)
+        try:
+            if position == 0:
+                frames = np.empty((len(steps), *image_size(data), 3), np.uint8)
+            decode_into(data, frames[position])
+        except ValueError as error:
+            raise BadRecord(f"{source.describe(step)}, {camera}: cannot decode the image: {error}") from error
+    return frames
+
+
+def blank_cameras(source: Source, samples: int = 8) -> tuple[str, ...]:
+    """The cameras whose frames all show one constant colour, judged by a few steps spread over the dataset.
+
+    Flags such as Bridge's `has_image_3` cannot be trusted for this: they are False for real pictures too.
+    """
+    steps = np.unique(np.linspace(0, source.num_steps - 1, samples).astype(np.int64))
+    frames = {camera: source.frames(steps, camera) for camera in source.cameras}
+    return tuple(camera for camera, pixels in frames.items() if np.ptp(pixels.reshape(-1, 3), axis=0).max() == 0)
+
+
+def _opened(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{len(data)} bytes are no picture that pillow knows ({data[:8]!r}...)") from error
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]}x{shape[1]}"

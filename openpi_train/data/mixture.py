@@ -1,0 +1,72 @@
+"""Which dataset and which of its samples stands at a position of a weighted mixture: a pure function again.
+
+Positions are dealt in blocks. At every block's end each dataset has had its exact share of all positions so far, to
+within one sample; inside a block the datasets are shuffled. Read next: `rows.py`, which turns samples into rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from openpi_train.data import order
+
+_MIN_BLOCK = 256
+
+
+class Mixture:
+    """Datasets of given sizes, drawn with given weights (any positive numbers; they are normalised).
+
+    Raises ValueError for a weight that is not positive or a dataset without samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
+        self.sizes, self.seed = tuple(int(size) for size in sizes), int(seed)
+        if not self.sizes or len(self.sizes) != len(weights):
+            raise ValueError(
+                f"a mixture needs one weight per dataset: {len(self.sizes)} datasets, {len(weights)} weights"
+            )
+        for number, (size, weight) in enumerate(zip(self.sizes, weights, strict=True)):
+            if size <= 0:
+                raise ValueError(f"dataset {number} of the mixture has no samples; remove it, or check its split")
+            if not (np.isfinite(weight) and weight > 0):
+                raise ValueError(
+                    f"dataset {number} has weight {weight}; weights must be positive: leave it out instead"
+                )
+        self.weights = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
+        # Shares as borders: a dataset's count is a difference of floors, so it errs by less than 1, and all add up.
+        self._borders = np.concatenate([np.cumsum(self.weights)[:-1], [1.0]])
+        # With at least one expected sample per block and dataset, no such difference can shrink from block to block.
+        self.block = max(_MIN_BLOCK, int(np.ceil(1.0 / self.weights.min())) + 1)
+
+    def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The (dataset, epoch of that dataset, sample index in it) at each position [n]."""
+        block, place = np.divmod(position.astype(np.int64), self.block)
+        # One dataset needs no shuffle of datasets: its epochs then end exactly at multiples of its size.
+        shuffled = len(self.sizes) > 1
+        slot = order.permute(place, self.block, order.scramble(self.seed, 1, block)) if shuffled else place
+        before, after = self._dealt(block * self.block), self._dealt((block + 1) * self.block)
+        # Inside a block, slots [0, quota of 0) belong to dataset 0, the next ones to dataset 1, and so on.
+        upper = np.cumsum(after - before, axis=-1)
+        dataset = np.sum(slot[..., None] >= upper, axis=-1)
+        lower = np.concatenate([np.zeros_like(upper[..., :1]), upper[..., :-1]], axis=-1)
+        rank = slot - np.take_along_axis(lower, dataset[..., None], -1)[..., 0]
+        draw = np.take_along_axis(before, dataset[..., None], -1)[..., 0] + rank
+        epoch, index = np.empty_like(draw), np.empty_like(draw)
+        for number, size in enumerate(self.sizes):
+            mine = dataset == number
+            epoch[mine], index[mine] = order.sample_at(draw[mine], size, self.seed, stream=2 + number)
+        return dataset, epoch, index
+
+    def counts(self, num_positions: int) -> np.ndarray:
+        """How many of the first `num_positions` each dataset has supplied, int64 [datasets]."""
+        whole = num_positions // self.block * self.block
+        counts = self._dealt(np.asarray(whole))
+        if whole < num_positions:
+            dataset = self.locate(np.arange(whole, num_positions))[0]
+            counts = counts + np.bincount(dataset, minlength=len(self.sizes))
+        return counts
+
+    def _dealt(self, position: order.Integers) -> np.ndarray:
+        """Samples of each dataset before a block border, int64 [..., datasets]."""
+        floors = np.floor(np.asarray(position)[..., None] * self._borders).astype(np.int64)
+        return np.diff(floors, axis=-1, prepend=0)

@@ -1,0 +1,198 @@
+"""Norm stats computed from columns alone: no image is decoded, so all of BridgeData takes minutes.
+
+Two passes over the training windows, in blocks: sums and extremes, then centred squares (so that mean and std are
+exact) and a histogram for the quantiles. Read next: `normalize.py` for the guard and the file.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from openpi_train.data import files, order
+from openpi_train.data.normalize import FILE_NAME, NormStats, Stats, guard, read_norm_stats, write_norm_stats
+from openpi_train.data.windows import Windows
+
+logger = logging.getLogger(__name__)
+
+# Raise it when the computation changes, so that cached stats are computed anew.
+_VERSION = 1
+_BINS = 1 << 16
+_BLOCK_VALUES = 1 << 21
+_DETAILS, _EDITED = "norm_stats.details.json", "norm_stats.edited.json"
+
+# One row's weight, and a function that walks over blocks [rows, dims] (it is called twice).
+Stream = tuple[float, Callable[[], Iterable[np.ndarray]]]
+
+
+def summarize(streams: Sequence[Stream]) -> NormStats:
+    """Weighted statistics of all rows: population std; q01 and q99 to 1/65536 of the range.
+
+    A quantile is the least value whose cumulative weight reaches the share.
+    """
+    count, total, low, high = 0.0, 0.0, np.array(np.inf), np.array(-np.inf)
+    for weight, blocks in streams:
+        for block in blocks():
+            count += weight * len(block)
+            total += weight * block.sum(axis=0, dtype=np.float64)
+            low, high = np.minimum(low, block.min(axis=0)), np.maximum(high, block.max(axis=0))
+    if not count:
+        raise ValueError("norm stats of no data: the training split has no samples")
+    if not np.isfinite(total).all():
+        raise ValueError(f"the columns hold NaN or infinity in dims {np.flatnonzero(~np.isfinite(total)).tolist()}")
+    low, high, mean = low.astype(np.float64), high.astype(np.float64), np.asarray(total) / count
+    squares, histogram = np.zeros_like(mean), np.zeros((len(mean), _BINS))
+    scale = _BINS / np.where(high > low, high - low, 1.0)
+    row = np.arange(len(mean)) * _BINS
+    for weight, blocks in streams:
+        for block in blocks():
+            squares += weight * np.square(block - mean).sum(axis=0)
+            bins = np.minimum(((block - low) * scale).astype(np.int64), _BINS - 1)
+            filled = np.bincount((bins + row).ravel(), minlength=histogram.size)
+            histogram += weight * filled.reshape(histogram.shape)
+    share = np.cumsum(histogram, axis=1) / count
+
+    def quantile(level: float) -> np.ndarray:
+        # The tolerance keeps a share of exactly the level from being missed by rounding.
+        reached = np.argmax(share >= level - 1e-12, axis=1)
+        return low + reached / scale
+
+    return NormStats(
+        mean=mean, std=np.sqrt(squares / count), q01=quantile(0.01), q99=quantile(0.99), low=low, high=high
+    )
+
+
+def compute_norm_stats(
+    windows: Sequence[Windows], weights: Sequence[float], max_samples: int
+) -> tuple[dict[str, NormStats], dict[str, dict[str, str]]]:
+    """Statistics of `state` and `actions` over the samples of datasets that share them, weighted as they are mixed.
+
+    Actions count over whole chunks, as the model sees them, without the padding at an episode's end. A dataset of more
+    than `max_samples` samples is represented by that many, spread evenly. Degenerate dims are widened (see `guard`).
+
+    Returns: the stats, and notes per array and dim name on what was widened.
+    """
+    raw: dict[str, NormStats] = {}
+    for name, walk in (("state", _states), ("actions", _actions)):
+        streams: list[Stream] = []
+        for window, weight in zip(windows, weights, strict=True):
+            chosen = _chosen(len(window), max_samples)
+            streams.append((weight / max(1, len(chosen)), lambda walk=walk, w=window, c=chosen: walk(w, c)))
+        raw[name] = summarize(streams)
+    robot = windows[0].robot
+    names = {"state": robot.state_names, "actions": robot.action_names}
+    guarded = {name: guard(stats, names[name]) for name, stats in raw.items()}
+    return {name: stats for name, (stats, _) in guarded.items()}, {name: notes for name, (_, notes) in guarded.items()}
+
+
+def cached_norm_stats(
+    windows: Sequence[Windows], weights: Sequence[float], folder: Path, *, max_samples: int
+) -> dict[str, NormStats]:
+    """The stats in `folder` where they fit these data, else computed and written there.
+
+    Every process may call it at once: all write the same bytes, each file whole.
+    """
+    known = _read_cache(folder, _fingerprint(windows, weights, max_samples))
+    if known is not None:
+        logger.info("norm stats: using %s", folder / FILE_NAME)
+        return known
+    started = time.monotonic()
+    logger.info("norm stats: computing from %d samples (columns only)", sum(len(window) for window in windows))
+    stats, notes = compute_norm_stats(windows, weights, max_samples)
+    report_notes(notes, folder.name)
+    store_norm_stats(stats, notes, windows, weights, folder, max_samples=max_samples)
+    logger.info("norm stats: wrote %s after %.1f s", folder / FILE_NAME, time.monotonic() - started)
+    return stats
+
+
+def store_norm_stats(
+    stats: Stats,
+    notes: Mapping[str, Mapping[str, str]],
+    windows: Sequence[Windows],
+    weights: Sequence[float],
+    folder: Path,
+    *,
+    max_samples: int,
+) -> None:
+    """Write what `compute_norm_stats` returned, with the fingerprint of what it was computed from."""
+    extremes = {name: [entry.low, entry.high] for name, entry in stats.items()}
+    fingerprint = _fingerprint(windows, weights, max_samples)
+    written = write_norm_stats(folder, stats).read_bytes()
+    details = {"fingerprint": fingerprint, "extremes": extremes, "notes": notes, "sha256": _sha256(written)}
+    # Last: a folder without it, or with an older one, counts as not computed.
+    files.write_text(folder / _DETAILS, json.dumps(details, indent=2, default=np.ndarray.tolist))
+
+
+def report_notes(notes: Mapping[str, Mapping[str, str]], label: str) -> None:
+    """Warn of every degenerate dim by name, in one line per array."""
+    for name, dims in notes.items():
+        if dims:
+            listed = ", ".join(f"{dim} ({text})" for dim, text in dims.items())
+            logger.warning("norm stats of %s: nearly constant or seldom moving dims of %s: %s", label, name, listed)
+
+
+def _read_cache(folder: Path, fingerprint: str) -> dict[str, NormStats] | None:
+    if not (folder / _DETAILS).is_file() or not (folder / FILE_NAME).is_file():
+        return None
+    details = json.loads((folder / _DETAILS).read_text())
+    if details["fingerprint"] != fingerprint:
+        logger.info("norm stats: the data or its settings changed since %s was written", folder / FILE_NAME)
+        return None
+    if details["sha256"] != _sha256((folder / FILE_NAME).read_bytes()):
+        kept = shutil.copy2(folder / FILE_NAME, folder / _EDITED)
+        logger.warning(
+            "norm stats: %s was edited since it was computed; kept as %s and computed anew "
+            "(--data.datasets.N.norm-stats %s uses it as it is)", folder / FILE_NAME, _EDITED, kept,
+        )  # fmt: skip
+        return None
+    report_notes(details["notes"], folder.name)
+    stats = read_norm_stats(folder)
+    bounds = {name: [np.asarray(bound) for bound in pair] for name, pair in details["extremes"].items()}
+    return {name: dataclasses.replace(s, low=bounds[name][0], high=bounds[name][1]) for name, s in stats.items()}
+
+
+def _fingerprint(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> str:
+    """What the stats depend on; only the ratio of the weights matters."""
+    shares = [f"{weight / sum(weights):.12g}" for weight in weights]
+    parts = [
+        [w.source.fingerprint, repr(w.robot), w.horizon, w.split, w.validation_fraction, share]
+        for w, share in zip(windows, shares, strict=True)
+    ]
+    return _sha256(json.dumps([_VERSION, _BINS, max_samples, parts]).encode())
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _chosen(size: int, max_samples: int) -> np.ndarray:
+    if size <= max_samples:
+        return np.arange(size)
+    return np.sort(order.permute(np.arange(max_samples), size, key=0))
+
+
+def _states(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
+    for samples in _blocks(window, chosen, 1):
+        yield window.robot.to_model(window.steps.state[window.starts[samples]])[0]
+
+
+def _actions(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
+    for samples in _blocks(window, chosen, window.horizon):
+        _, actions, real = window.chunks(samples)
+        yield actions[real]
+
+
+def _blocks(window: Windows, chosen: np.ndarray, rows_per_sample: int) -> Iterator[np.ndarray]:
+    size = max(1, _BLOCK_VALUES // (rows_per_sample * len(window.robot.action_names)))
+    last_said = time.monotonic()
+    for start in range(0, len(chosen), size):
+        if time.monotonic() - last_said > 10:
+            last_said = time.monotonic()
+            logger.info("norm stats: %d of %d samples of this pass", start, len(chosen))
+        yield chosen[start : start + size]

@@ -1,0 +1,157 @@
+"""Norm stats: what they hold, both forms of normalisation, the guard against degenerate dims, and openpi's file.
+
+The forms and the file are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so that
+its checkpoints and assets serve here and ours there. Read next: `norm_stats.py`, which computes them from columns.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from openpi_train.data import files
+
+Form = Literal["z_score", "quantile"]
+FILE_NAME = "norm_stats.json"
+
+_EPSILON = 1e-6
+# The least scale that is divided by, as a share of the dim's own range: normalised values stay within about
+# 1 / share. BridgeData's rotations, which have rare wraps by 2 pi, lie at 0.0045 (std) and 0.025 (quantiles).
+_LEAST_STD_OF_RANGE = 2e-3
+_LEAST_QUANTILE_RANGE_OF_RANGE = 1e-2
+# ... and as a share of the median scale of all dims, for dims that do nothing but flicker.
+_LEAST_OF_TYPICAL = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormStats:
+    """Statistics per dim of one array (`state` or `actions`): float64 [dims] each.
+
+    `low` and `high` are the extremes, None where a file does not tell them.
+    """
+
+    mean: np.ndarray
+    std: np.ndarray
+    q01: np.ndarray
+    q99: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+Stats = Mapping[str, NormStats]
+
+
+def normalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
+    """The normalised x [..., d]; stats wider than x are cut to its width. Raises ValueError where x is wider."""
+    width = x.shape[-1]
+    if width > len(stats.mean):
+        raise ValueError(f"mismatched norm stats: the data has {width} dims, the norm stats {len(stats.mean)}")
+    if form == "z_score":
+        return (x - stats.mean[:width]) / (stats.std[:width] + _EPSILON)
+    q01, q99 = stats.q01[:width], stats.q99[:width]
+    return (x - q01) / (q99 - q01 + _EPSILON) * 2.0 - 1.0
+
+
+def unnormalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
+    """The inverse, for x [..., d] of at least the stats' width.
+
+    Further dims are padding: they pass in the quantile form, and are treated as mean 0 and std 1 in the other.
+    """
+    width = len(stats.mean)
+    if x.shape[-1] < width:
+        raise ValueError(f"mismatched norm stats: {x.shape[-1]} dims to un-normalise, the norm stats have {width}")
+    known, rest = x[..., :width], x[..., width:].astype(stats.std.dtype)
+    if form == "z_score":
+        return np.concatenate([known * (stats.std + _EPSILON) + stats.mean, rest * (1.0 + _EPSILON)], axis=-1)
+    known = (known + 1.0) / 2.0 * (stats.q99 - stats.q01 + _EPSILON) + stats.q01
+    return np.concatenate([known, rest], axis=-1)
+
+
+def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, str]]:
+    """The stats with degenerate dims widened, and for each such dim what was done.
+
+    A joint that rests in 98 of 100 steps has q01 = q99, and its motions would become targets in the thousands
+    (openpi#814). Its quantile range becomes its full range; a std or range that is still tiny beside those of the
+    other dims becomes a floor.
+    """
+    if len(names) != len(stats.mean):
+        raise ValueError(f"mismatched norm stats: {len(stats.mean)} dims for {len(names)} named ({', '.join(names)})")
+    notes: dict[str, list[str]] = {}
+
+    def note(where: np.ndarray, text: str, values: np.ndarray) -> None:
+        for dim in np.flatnonzero(where).tolist():
+            notes.setdefault(names[dim], []).append(text.format(values[dim]))
+
+    std, q01, q99 = stats.std, stats.q01, stats.q99
+    low, high = (q01, q99) if stats.low is None or stats.high is None else (stats.low, stats.high)
+    rare = (q99 - q01) < _LEAST_QUANTILE_RANGE_OF_RANGE * (high - low)
+    note(rare, "q99 - q01 = {:.2g}: replaced by the full range", q99 - q01)
+    q01, q99 = np.where(rare, low, q01), np.where(rare, high, q99)
+
+    # fmax passes over the NaN of files without quantiles.
+    floor = np.fmax(_LEAST_STD_OF_RANGE * (high - low), _LEAST_OF_TYPICAL * _typical(std))
+    note(std < floor, "std = {:.2g}: raised", std)
+    std = np.maximum(std, floor)
+
+    least_range = _LEAST_OF_TYPICAL * _typical(q99 - q01)
+    narrow = (q99 - q01) < least_range
+    note(narrow & ~rare, "q99 - q01 = {:.2g}: widened", q99 - q01)
+    middle = (q01 + q99) / 2
+    q01 = np.where(narrow, middle - least_range / 2, q01)
+    q99 = np.where(narrow, middle + least_range / 2, q99)
+    return dataclasses.replace(stats, std=std, q01=q01, q99=q99), {dim: "; ".join(text) for dim, text in notes.items()}
+
+
+def _typical(scale: np.ndarray) -> float:
+    moving = scale[scale > 0]
+    # Where nothing moves at all, 1 / share makes the floor 1: every value then becomes 0 (or stays near it).
+    return float(np.median(moving)) if moving.size else 1.0 / _LEAST_OF_TYPICAL
+
+
+def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
+    """The stats of openpi's `norm_stats.json` (the file, or the folder that holds it).
+
+    Raises FileNotFoundError, or ValueError for a file of another form.
+    """
+    path = Path(path).expanduser()
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"no norm stats at {path}; give a {FILE_NAME}, or none to have them computed")
+    try:
+        entries = json.loads(path.read_text())["norm_stats"]
+        stats = {name: _from_json(entry) for name, entry in entries.items()}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a norm_stats.json: {type(error).__name__}: {error}") from error
+    for name, entry in stats.items():
+        if not len(entry.mean) == len(entry.std) == len(entry.q01) == len(entry.q99):
+            raise ValueError(f"{path}: mean, std, q01 and q99 of {name} differ in width")
+    return stats
+
+
+def write_norm_stats(folder: str | Path, stats: Stats) -> Path:
+    """Write openpi's `norm_stats.json` into `folder`, whole or not at all."""
+    path = Path(folder) / FILE_NAME
+    files.write_text(path, json.dumps(norm_stats_json(stats), indent=2))
+    return path
+
+
+def norm_stats_json(stats: Stats) -> dict[str, Any]:
+    """The content of openpi's `norm_stats.json`."""
+    return {
+        "norm_stats": {name: {key: getattr(entry, key).tolist() for key in _PUBLIC} for name, entry in stats.items()}
+    }
+
+
+_PUBLIC = ("mean", "std", "q01", "q99")
+
+
+def _from_json(entry: Mapping[str, Sequence[float] | None]) -> NormStats:
+    mean, std = np.asarray(entry["mean"], np.float64), np.asarray(entry["std"], np.float64)
+    if entry.get("q01") is None or entry.get("q99") is None:
+        # openpi allows files without quantiles; they serve the z-score form only.
+        nothing = np.full_like(mean, np.nan)
+        return NormStats(mean=mean, std=std, q01=nothing, q99=nothing)
+    return NormStats(mean=mean, std=std, q01=np.asarray(entry["q01"], float), q99=np.asarray(entry["q99"], float))

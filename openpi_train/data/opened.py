@@ -1,0 +1,210 @@
+"""From a `DataConfig` to rows: open the sources, split, get norm stats, and join it all. Read next: `feed.py`."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.norm_stats import cached_norm_stats, report_notes
+from openpi_train.data.normalize import Form, NormStats, guard, read_norm_stats
+from openpi_train.data.rows import Rows, RowSpec, RowTransform
+from openpi_train.data.source import SourceConfig
+from openpi_train.data.transforms import Normalize
+from openpi_train.data.windows import Windows
+
+logger = logging.getLogger(__name__)
+
+# Held-out rows are the same for every run over the same data, whatever its seed.
+_VALIDATION_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedData:
+    """A run's data. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
+
+    train: Rows
+    validation: Rows | None
+    norm_stats: Mapping[str, Mapping[str, NormStats]]
+    normalization: Form
+    cameras: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything that the training rows depend on."""
+        return self.train.fingerprint
+
+    @property
+    def proportions(self) -> dict[str, float]:
+        """The mixture's normalised weights by dataset."""
+        weights = self.train.mixture.weights.tolist()
+        return {f"{number}_{name}": weights[number] for number, name in enumerate(self.train.names)}
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    horizon: int,
+    history: int = 1,
+    seed: int,
+    transforms: Sequence[RowTransform],
+    batch_spec: Callable[[int, Sequence[str]], Any],
+    normalization: Form,
+    assets_dir: str | Path,
+) -> OpenedData:
+    """Open every dataset of a run, computing norm stats under `assets_dir` where they are not there yet.
+
+    Args: `transforms` and `batch_spec` are the model config's; `normalization` the form it was designed for. Needs no
+    communication: every process may call it, and gets the same.
+
+    Raises FileNotFoundError or ValueError with what to do, on data, norm stats or a mixture that cannot be used.
+    """
+    if not config.datasets:
+        raise ValueError("the run has no dataset: give --data.datasets")
+    form = config.normalization or normalization
+    train = open_windows(config, horizon=horizon, history=history)
+    stats = _norm_stats(config, train, Path(assets_dir))
+    spec = row_spec(batch_spec(1, config.cameras))
+
+    def rows(windows: Sequence[Windows], seed: int) -> Rows | None:
+        members = [(window, dataset) for window, dataset in zip(windows, config.datasets, strict=True) if len(window)]
+        if not members:
+            return None
+        return Rows(
+            [window for window, _ in members],
+            [dataset.asset for _, dataset in members],
+            [dataset.weight for _, dataset in members],
+            [(Normalize(_needed(stats, dataset.asset, form), form), *transforms) for _, dataset in members],
+            spec=spec,
+            seed=seed,
+            on_bad_record=config.on_bad_record,
+            identity=_identity(members, stats, form),
+        )
+
+    training = rows(train, seed)
+    if training is None or len(training.windows) < len(config.datasets):
+        empty = [d.asset for w, d in zip(train, config.datasets, strict=True) if not len(w)]
+        raise ValueError(f"no training samples in {', '.join(empty)}: check its split and --data.validation-fraction")
+    validation = rows([window.in_split("validation") for window in train], _VALIDATION_SEED)
+    opened = OpenedData(
+        train=training, validation=validation, norm_stats=stats, normalization=form, cameras=config.cameras
+    )
+    _report(opened)
+    return opened
+
+
+def open_windows(config: DataConfig, *, horizon: int, history: int = 1) -> list[Windows]:
+    """The training windows of every dataset, in order."""
+    return [
+        Windows(
+            source=_source(dataset, config.on_bad_record).open(),
+            robot=dataset.robot,
+            horizon=horizon,
+            history=history,
+            validation_fraction=config.validation_fraction,
+            prompt=dataset.prompt,
+        )
+        for dataset in config.datasets
+    ]
+
+
+def _source(dataset: Dataset, on_bad_record: str) -> SourceConfig:
+    """The source's config; formats that find bad records while indexing are told what to do about them."""
+    if on_bad_record == "skip" and hasattr(dataset.source, "on_bad_record"):
+        return dataclasses.replace(dataset.source, on_bad_record=on_bad_record)  # pyright: ignore[reportCallIssue]
+    return dataset.source
+
+
+def assets(config: DataConfig, windows: Sequence[Windows]) -> dict[str, list[tuple[Windows, Dataset]]]:
+    """The datasets that share norm stats, by asset id. Raises ValueError where they cannot share them."""
+    groups: dict[str, list[tuple[Windows, Dataset]]] = {}
+    for window, dataset in zip(windows, config.datasets, strict=True):
+        groups.setdefault(dataset.asset, []).append((window, dataset))
+    for asset, members in groups.items():
+        names = {(window.robot.state_names, window.robot.action_names) for window, _ in members}
+        if len(names) > 1 or len({dataset.norm_stats for _, dataset in members}) > 1:
+            raise ValueError(
+                f"{len(members)} datasets share the norm stats {asset!r} but differ in their robots' dims or in "
+                "`norm_stats`; give each its own --data.datasets.N.asset-id"
+            )
+    return groups
+
+
+def row_spec(spec: Any) -> RowSpec:
+    """A model's batch spec for one row, by row entry, without the leading axis."""
+    from openpi_train.types import flatten_rows  # jax: only the main process comes here
+
+    return {
+        name: (tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name)
+        for name, leaf in flatten_rows(spec).items()
+        if name != "row"
+    }
+
+
+def _norm_stats(config: DataConfig, windows: Sequence[Windows], folder: Path) -> dict[str, dict[str, NormStats]]:
+    stats = {}
+    for asset, members in assets(config, windows).items():
+        given, robot = members[0][1].norm_stats, members[0][0].robot
+        if given is None:
+            weights = [dataset.weight for _, dataset in members]
+            stats[asset] = cached_norm_stats(
+                [window for window, _ in members], weights, folder / asset, max_samples=config.max_norm_stats_samples
+            )
+            continue
+        stats[asset], notes = {}, {}
+        loaded = read_norm_stats(given)
+        for name, dims in (("state", robot.state_names), ("actions", robot.action_names)):
+            if name not in loaded:
+                raise ValueError(f"norm stats {given} hold no {name!r}, only {sorted(loaded)}")
+            try:
+                stats[asset][name], notes[name] = guard(loaded[name], dims)
+            except ValueError as error:
+                raise ValueError(f"{given}, {name}: {error}; leave --data.datasets.N.norm-stats out") from error
+        report_notes(notes, asset)
+    return stats
+
+
+def _needed(stats: Mapping[str, Mapping[str, NormStats]], asset: str, form: Form) -> Mapping[str, NormStats]:
+    if form == "quantile" and any(np.isnan(entry.q01).any() for entry in stats[asset].values()):
+        raise ValueError(f"norm stats of {asset} have no quantiles; set --data.normalization z_score, or give none")
+    return stats[asset]
+
+
+def _identity(
+    members: Sequence[tuple[Windows, Dataset]], stats: Mapping[str, Mapping[str, NormStats]], form: Form
+) -> dict[str, Any]:
+    """What rows depend on. Computed stats follow from the rest, and may differ in the last bit between machines."""
+    window = members[0][0]
+    datasets = [
+        {
+            "source": window.source.fingerprint,
+            "robot": repr(dataset.robot),
+            "weight": dataset.weight,
+            "prompt": dataset.prompt,
+            "norm_stats": None if dataset.norm_stats is None else _digest(stats[dataset.asset]),
+        }
+        for window, dataset in members
+    ]
+    names = ("horizon", "history", "split", "validation_fraction")
+    return {"datasets": datasets, "normalization": form} | {name: getattr(window, name) for name in names}
+
+
+def _digest(stats: Mapping[str, NormStats]) -> str:
+    keys = ("mean", "std", "q01", "q99")
+    entries = {name: [getattr(entry, key).tolist() for key in keys] for name, entry in stats.items()}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _report(opened: OpenedData) -> None:
+    message = "data: %s, %d %s samples, %.1f %% of rows"
+    for split, rows in (("training", opened.train), ("held-out", opened.validation)):
+        if rows is None:
+            logger.warning("data: no %s rows; evaluation has nothing to run on", split)
+            continue
+        for number, window in enumerate(rows.windows):
+            logger.info(message, rows.names[number], len(window), split, 100 * rows.mixture.weights[number])

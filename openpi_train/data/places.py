@@ -1,0 +1,14 @@
+"""Where the project keeps what it makes for itself: `$OPENPI_TRAIN_HOME`, by default `~/.cache/openpi_train`."""
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """The project's own folder: datasets it writes, indexes, compiled programs."""
+    return Path(os.environ.get("OPENPI_TRAIN_HOME") or "~/.cache/openpi_train").expanduser()
+
+
+def datasets() -> Path:
+    """Where `data prepare` writes, and where the experiments look for it."""
+    return home() / "datasets"

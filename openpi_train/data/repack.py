@@ -1,0 +1,245 @@
+"""Repacks a source into step-level ArrayRecord files, for remote or slow storage, and reads them back.
+
+Read next: `tables.py` (columns and prompts beside the records), `rlds.py` (the format that needs no second copy).
+
+One record holds all cameras' pictures of one step, byte for byte as the source stores them: a step costs one read
+however many cameras a robot has. Columns, prompts and digests are copied, so the fingerprint stays the same.
+
+    <directory>/manifest.json      tables/ as in an index
+    <directory>/steps-00000.array_record ...   a record: one uint32 length per camera, then the pictures
+"""
+
+import dataclasses
+import errno
+import functools
+import json
+import logging
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from openpi_train.data import image, tables
+from openpi_train.data.source import BadRecord, Source, SourceConfig
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_PLAN = "plan.json"
+_REPORT_S = 5.0
+# No look-ahead and no threads of its own: both only slow random access down.
+_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+# JPEG and PNG do not compress further, and a group of one is read alone.
+_WRITER_OPTIONS = "group_size:1,uncompressed"
+# Steps kept after reading, so that a batch's second camera costs no second read.
+_RECENT_STEPS = 64
+_OPEN_FILES = 256
+
+
+def repack(source: Source, directory: str | Path, *, steps_per_file: int = 4096) -> Path:
+    """Write all of a source to `directory`; returns it.
+
+    A killed run is resumed by calling again: finished files are kept in `<directory>.partial` until all are there.
+
+    Raises FileExistsError where `directory` exists, BadRecord for a step that cannot be read, OSError (disk full).
+    """
+    final = Path(directory).expanduser()
+    if final.exists():
+        raise FileExistsError(f"{final} exists already; choose another directory, or move it aside first")
+    if source.num_steps == 0:
+        raise ValueError("the source has no steps to repack")
+    partial = final.with_name(final.name + ".partial")
+    plan = {"fingerprint": source.fingerprint, "cameras": list(source.cameras), "steps_per_file": steps_per_file}
+    with (
+        tables.explain_cache_errors(final.parent, "the directory to repack to"),
+        tables.locked(partial, f"repack of {final}"),
+    ):
+        if final.exists():
+            raise FileExistsError(f"{final} was finished by another process meanwhile")
+        _start_or_resume(partial, plan)
+        num_files = _write_files(source, partial, steps_per_file)
+        _write_tables(source, partial, plan, num_files)
+        os.replace(partial, final)
+        # Only now: a kill before would leave finished files that nothing says the origin of.
+        (final / _PLAN).unlink()
+        (final / "lock").unlink()
+    return final
+
+
+def _start_or_resume(partial: Path, plan: dict[str, Any]) -> None:
+    """Note what is being written, or check that the finished files there are of the same data, cut the same way."""
+    path = partial / _PLAN
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if found not in (None, plan):
+        raise ValueError(
+            f"{partial} holds the beginning of another repack ({found}, now {plan}); "
+            "remove it or choose another directory"
+        )
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(plan), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _write_files(source: Source, partial: Path, steps_per_file: int) -> int:
+    """Write the ArrayRecord files that are not there yet; returns how many there are in all."""
+    starts = range(0, source.num_steps, steps_per_file)
+    missing = [index for index in range(len(starts)) if not (partial / _file_name(index)).is_file()]
+    logger.info("repack: %d of %d files to write, %d steps in all", len(missing), len(starts), source.num_steps)
+    begin = last_report = time.monotonic()
+    for done, index in enumerate(missing):
+        steps = range(starts[index], min(starts[index] + steps_per_file, source.num_steps))
+        _write_file(source, partial / _file_name(index), steps)
+        now = time.monotonic()
+        if now - last_report > _REPORT_S:
+            last_report = now
+            left_s = (now - begin) / (done + 1) * (len(missing) - done - 1)
+            logger.info("repack: %d of %d files written, about %.0f s left", done + 1, len(missing), left_s)
+    return len(starts)
+
+
+def _write_file(source: Source, path: Path, steps: range) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    temporary = path.with_suffix(".tmp")
+    try:
+        writer = ArrayRecordWriter(str(temporary), _WRITER_OPTIONS)
+        for step in steps:
+            writer.write(_pack([source.encoded(step, camera) for camera in source.cameras]))
+        writer.close()
+    except RuntimeError as error:  # array_record knows no other exception
+        full = "No space left" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"cannot write {temporary}: {error}") from error
+    os.replace(temporary, path)
+
+
+def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files: int) -> None:
+    directory = partial / "tables"
+    for name in ("episode_ends", "prompt_index"):
+        array = getattr(source, name)
+        tables.write_array(directory, name, array.dtype, array.shape, _pieces(array))
+    ids = np.asarray(source.episode_ids)
+    tables.write_array(directory, "episode_ids", ids.dtype, ids.shape, [ids])
+    for name, column in source.columns.items():
+        tables.write_array(directory, f"columns/{name}", column.dtype, column.shape, _pieces(column))
+    tables.write_prompts(directory, source.prompts)
+    sizes = {camera: list(image.image_size(source.encoded(0, camera))) for camera in source.cameras}
+    manifest = {
+        "format": FORMAT,
+        **plan,
+        "cameras": sizes,
+        "num_files": num_files,
+        "num_steps": source.num_steps,
+        "num_episodes": source.num_episodes,
+        "tables": directory.name,
+        "files": tables.list_files(directory),
+        "records": {_file_name(index): (partial / _file_name(index)).stat().st_size for index in range(num_files)},
+    }
+    tables.write_manifest(partial, manifest)
+
+
+def _pieces(array: np.ndarray, rows: int = 1 << 18) -> Iterator[np.ndarray]:
+    return (array[start : start + rows] for start in range(0, len(array), rows))
+
+
+def _file_name(index: int) -> str:
+    return f"steps-{index:05d}.array_record"
+
+
+def _pack(pictures: list[bytes]) -> bytes:
+    return struct.pack(f"<{len(pictures)}I", *map(len, pictures)) + b"".join(pictures)
+
+
+def _unpack(record: bytes, count: int) -> list[bytes]:
+    lengths = struct.unpack_from(f"<{count}I", record)
+    offset, pictures = 4 * count, []
+    for length in lengths:
+        pictures.append(record[offset : offset + length])
+        offset += length
+    if offset != len(record):
+        raise ValueError(f"the record has {len(record)} bytes, its lengths add up to {offset}")
+    return pictures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepArray(SourceConfig):
+    """A dataset that `repack` wrote."""
+
+    # The directory that was given to `repack`.
+    path: str
+    # Verify the checksums of columns and prompts when they are opened.
+    check_crc: bool = True
+
+    def open(self) -> "StepArraySource":
+        """Open it. Raises FileNotFoundError where there is none, ValueError where a file is missing or damaged."""
+        root = Path(self.path).expanduser()
+        manifest = tables.read_manifest(root, format_version=FORMAT)
+        if manifest is None:
+            raise FileNotFoundError(f"{root} holds no repacked dataset (no {tables.MANIFEST} of format {FORMAT})")
+        for name, size in manifest["records"].items():
+            found = (root / name).stat().st_size if (root / name).is_file() else None
+            if found != size:
+                raise ValueError(f"{root / name} is torn or missing ({found} of {size} bytes); copy it again")
+        return StepArraySource(tables.open_tables(root, manifest, check_crc=self.check_crc))
+
+
+class StepArraySource(Source):
+    """An opened repacked dataset: the same steps, columns and frames as the source it was made from."""
+
+    def __init__(self, stored: tables.Tables):
+        self._root, self._manifest = stored.root, stored.manifest
+        self.fingerprint = stored.manifest["fingerprint"]
+        self.episode_ends = stored.arrays["episode_ends"]
+        self.episode_ids = cast(Sequence[str], stored.arrays["episode_ids"])
+        self.columns = stored.group("columns/")
+        self.prompts = stored.prompts
+        self.prompt_index = stored.arrays["prompt_index"]
+        self.cameras = tuple(stored.manifest["cameras"])
+        self._recent = functools.lru_cache(maxsize=_RECENT_STEPS)(self._pictures)
+
+    def __reduce__(self):
+        return _reopen, (self._root,)
+
+    def encoded(self, step: int, camera: str) -> bytes:
+        """The camera's picture at one step as stored."""
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} is not in 0..{self.num_steps - 1}")
+        if camera not in self.cameras:
+            raise KeyError(f"no camera {camera!r} in {self._root}; it has {list(self.cameras)}")
+        return self._recent(step)[self.cameras.index(camera)]
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`."""
+        height, width = self._manifest["cameras"].get(camera, (0, 0))
+        return image.decode_frames(self, steps, camera, (height, width))
+
+    def describe(self, step: int) -> str:
+        """See `Source.describe`."""
+        file, record = divmod(step, self._manifest["steps_per_file"])
+        episode = int(np.searchsorted(self.episode_ends, step, side="right"))
+        start = int(self.episode_ends[episode - 1]) if episode else 0
+        length = int(self.episode_ends[episode]) - start
+        return f"{self._root / _file_name(file)}, record {record}, episode {episode}, step {step - start} of {length}"
+
+    def _pictures(self, step: int) -> list[bytes]:
+        file, record = divmod(step, self._manifest["steps_per_file"])
+        try:
+            (data,) = _reader(self._root / _file_name(file), self._manifest["fingerprint"]).read([record])
+            return _unpack(data, len(self.cameras))
+        except (RuntimeError, IndexError, ValueError, struct.error) as error:
+            raise BadRecord(f"{self.describe(step)}: {error}") from error
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def _reader(path: Path, fingerprint: str) -> Any:
+    """This process's reader of a file; the fingerprint keeps apart datasets that had the same path in turn."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    return ArrayRecordReader(str(path), _READER_OPTIONS)
+
+
+def _reopen(root: Path) -> StepArraySource:
+    return StepArray(path=str(root), check_crc=False).open()

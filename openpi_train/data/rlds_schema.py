@@ -1,0 +1,216 @@
+"""What an RLDS dataset directory says about itself: where it lies, its shards, and which features its steps have.
+
+Read next: `rlds_index.py` (builds the index from it).
+
+tensorflow-datasets reads its own metadata here, without TensorFlow. It is imported inside the functions, since opening
+a dataset whose index exists needs none of this.
+"""
+
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+INFO_FILE = "dataset_info.json"
+FEATURES_FILE = "features.json"
+# A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of the index.
+WIDEST_COLUMN = 256
+# Relabelling changes these but not what was seen and done, so they are no part of an episode's identity.
+_RELABELLED = ("reward", "discount")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The features of a dataset's steps that an index holds.
+
+    Attributes:
+        columns: dtype name and shape per step of each numeric feature, by name (`observation/state`).
+        cameras: Height and width of each image feature; 0 where the dataset leaves it open.
+        prompt: The record's key of the instruction text (`steps/language_instruction`); empty where there is none.
+        identity: The columns that, with the images, make up an episode's digest.
+        skipped: Features left out, each with the reason.
+    """
+
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]
+    cameras: Mapping[str, tuple[int, int]]
+    prompt: str
+    identity: tuple[str, ...]
+    skipped: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One TFRecord file of a split and the number of episodes that dataset_info.json promises in it."""
+
+    name: str
+    num_episodes: int
+
+
+def find_version(path: str) -> Path:
+    """The directory with `dataset_info.json` at or below `path`: itself, or its newest version.
+
+    Raises FileNotFoundError where there is none.
+    """
+    directory = Path(path).expanduser()
+    if (directory / INFO_FILE).is_file():
+        return directory
+    versions = {tuple(map(int, child.parent.name.split("."))): child.parent for child in _version_infos(directory)}
+    if not versions:
+        raise FileNotFoundError(
+            f"{directory} holds no RLDS dataset: neither {INFO_FILE} nor a version folder such as 1.0.0 with one. "
+            "Give <data_dir>/<name>/<version> of a dataset that tensorflow-datasets wrote (local or mounted)."
+        )
+    newest = versions[max(versions)]
+    if len(versions) > 1:
+        others = ", ".join(sorted(folder.name for folder in versions.values() if folder != newest))
+        logger.info("%s has several versions: reading %s (also there: %s)", directory, newest.name, others)
+    return newest
+
+
+def _version_infos(directory: Path) -> Iterator[Path]:
+    for info in directory.glob(f"*/{INFO_FILE}"):
+        if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name):
+            yield info
+
+
+def load_builder(directory: Path) -> Any:
+    """The tensorflow-datasets builder of a dataset directory. Raises ValueError where its metadata will not parse."""
+    import tensorflow_datasets as tfds
+
+    if not (directory / FEATURES_FILE).is_file():
+        raise FileNotFoundError(
+            f"{directory} has {INFO_FILE} but no {FEATURES_FILE}; copy it from the original dataset"
+        )
+    try:
+        return tfds.builder_from_directory(directory)
+    except Exception as error:
+        raise ValueError(
+            f"tensorflow-datasets cannot read the metadata of {directory}: {type(error).__name__}: {error}. "
+            f"Compare {INFO_FILE} and {FEATURES_FILE} with the original dataset's."
+        ) from error
+
+
+def list_shards(builder: Any, split: str) -> list[Shard]:
+    """The shards of a split ("train", or joined: "train+val") in order. Raises ValueError for an unknown one."""
+    if builder.info.as_proto.file_format not in ("", "tfrecord"):
+        raise ValueError(
+            f"{builder.data_dir} has fileFormat {builder.info.as_proto.file_format!r}; only tfrecord is read"
+        )
+    splits = builder.info.splits
+    shards = []
+    for name in (part.strip() for part in split.split("+")):
+        if name not in set(splits.keys()):
+            allowed = ", ".join(f"{key} ({info.num_examples} episodes)" for key, info in splits.items())
+            raise ValueError(f"split {name!r} is not in {builder.data_dir}; it has {allowed}. Join splits as 'a+b'.")
+        info = splits[name]
+        shards += [Shard(file, count) for file, count in zip(info.filenames, info.shard_lengths, strict=True)]
+    return shards
+
+
+def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]) -> Schema:
+    """Sort the features of a dataset's steps into columns, cameras and the instruction.
+
+    Args:
+        builder: From `load_builder`.
+        prompt_feature: A text feature's name, "auto" (the one `*instruction*`) or "none".
+        wide_columns: Columns wider than `WIDEST_COLUMN` to keep all the same.
+
+    Raises ValueError for a dataset without steps, or where a feature that was named is not there.
+    """
+    import tensorflow_datasets as tfds
+
+    features = builder.info.features
+    if "steps" not in features or not hasattr(features["steps"], "feature"):
+        raise ValueError(f"{builder.data_dir} is no RLDS dataset: {FEATURES_FILE} has no `steps` dataset feature")
+    columns, cameras, texts, skipped, wide = {}, {}, [], {}, []
+    for name, leaf in _leaves(features["steps"].feature, tfds.features.FeaturesDict):
+        kind, detail = _classify(leaf, tfds.features)
+        if kind == "camera":
+            cameras[name] = detail
+        elif kind == "text":
+            texts.append(name)
+        elif kind == "skipped":
+            skipped[name] = detail
+        elif math.prod(detail[1]) > WIDEST_COLUMN and name not in wide_columns:
+            wide.append(name)
+            skipped[name] = f"{math.prod(detail[1])} numbers wide; name it in wide_columns to keep it"
+        else:
+            columns[name] = detail
+    unknown = sorted(set(wide_columns) - set(columns))
+    if unknown:
+        raise ValueError(
+            f"wide_columns {unknown} are no numeric features of {builder.data_dir}; it has {sorted(columns)}"
+        )
+    prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
+    identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
+    return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, identity, skipped)
+
+
+def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    return dtype != "bool" and math.prod(shape) <= WIDEST_COLUMN and name not in _RELABELLED
+
+
+def _leaves(feature: Any, branch: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, child in feature.items():
+        if isinstance(child, branch):
+            yield from _leaves(child, branch, f"{prefix}{name}/")
+        else:
+            yield prefix + name, child
+
+
+def _classify(leaf: Any, kinds: Any) -> tuple[str, Any]:
+    """("camera", size), ("column", (dtype, shape)), ("text", None) or ("skipped", why)."""
+    if isinstance(leaf, kinds.Image):
+        if leaf.shape[-1] == 3 and np.dtype(leaf.np_dtype) == np.uint8:
+            return "camera", (leaf.shape[0] or 0, leaf.shape[1] or 0)
+        return "skipped", f"an image of {leaf.shape[-1]} channels, {np.dtype(leaf.np_dtype)}; cameras are RGB uint8"
+    info = leaf.get_serialized_info()
+    if not hasattr(info, "np_dtype") or None in info.shape:
+        return "skipped", f"a {type(leaf).__name__} of variable or nested shape"
+    dtype = np.dtype(info.np_dtype)
+    if dtype.kind in "OSU":
+        return ("text", None) if _is_text(leaf) else ("skipped", "bytes, neither a text nor an image")
+    return "column", ("float32" if dtype.kind not in "biu" else dtype.name, tuple(info.shape))
+
+
+def _is_text(leaf: Any) -> bool:
+    """Whether a feature is one string; a number stored compressed is not, though its stored form is."""
+    return leaf.shape == () and np.dtype(leaf.np_dtype).kind in "OSU"
+
+
+def _metadata_texts(features: Any, kinds: Any) -> list[str]:
+    if "episode_metadata" not in features:
+        return []
+    return [
+        f"episode_metadata/{name}"
+        for name, leaf in _leaves(features["episode_metadata"], kinds.FeaturesDict)
+        if _is_text(leaf)
+    ]
+
+
+def _choose_prompt(wanted: str, texts: list[str], of_episode: list[str], where: Any) -> str:
+    """The record's key of the instruction feature; empty for "none". Raises ValueError where the choice is open."""
+    if wanted == "none":
+        return ""
+    every = [*(f"steps/{name}" for name in texts), *of_episode]
+    if wanted != "auto":
+        for key in (f"steps/{wanted}", wanted):
+            if key in every:
+                return key
+        raise ValueError(f"prompt_feature {wanted!r} is not in {where}; its text features are {[*texts, *of_episode]}")
+    candidates = [name for name in texts if "instruction" in name.rsplit("/", 1)[-1]]
+    exact = [name for name in candidates if name.rsplit("/", 1)[-1] == "language_instruction"]
+    if len(exact) == 1 or len(candidates) == 1:
+        return f"steps/{(exact or candidates)[0]}"
+    found = f"several instruction features {candidates}" if candidates else "no `*instruction*` text feature"
+    raise ValueError(
+        f"{where} has {found}; set prompt_feature to one of its text features {[*texts, *of_episode]}, "
+        "or to 'none' for empty prompts"
+    )

@@ -1,0 +1,123 @@
+"""Positions to model-ready rows: a pure function of (seed, position, data), computed by any process or worker.
+
+Rows are plain dictionaries of numpy arrays, so that data workers need neither jax nor a device.
+Read next: `opened.py` (who makes `Rows`), `feed.py` (who asks for them).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from openpi_train.data import order
+from openpi_train.data.mixture import Mixture
+from openpi_train.data.source import BadRecord
+from openpi_train.data.windows import Windows
+
+Row = dict[str, Any]
+RowTransform = Callable[[Row], Row]
+# Shape and dtype of every entry of a row, as the model wants it.
+RowSpec = Mapping[str, tuple[tuple[int, ...], str]]
+
+_MAX_RETRIES = 100
+_RETRY_STREAM = 1 << 32
+
+
+class Rows:
+    """The rows of one split of a mixture, at every position of an endless, reshuffled pass.
+
+    Args: one of `windows`, `names`, `weights` and `transforms` (row to row, in order) for each dataset; `spec` is what
+    a finished row must be; `identity` says in JSON what the rows depend on beside the seed.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Windows],
+        names: Sequence[str],
+        weights: Sequence[float],
+        transforms: Sequence[Sequence[RowTransform]],
+        *,
+        spec: RowSpec,
+        seed: int,
+        on_bad_record: Literal["error", "skip"] = "error",
+        identity: Mapping[str, Any] | None = None,
+    ):
+        self.windows, self.names, self.transforms = tuple(windows), tuple(names), tuple(map(tuple, transforms))
+        self.mixture = Mixture([len(window) for window in windows], weights, seed)
+        self.spec, self.on_bad_record = dict(spec), on_bad_record
+        self.identity = {"seed": seed, **(identity or {})}
+
+    @property
+    def num_samples(self) -> int:
+        """Distinct samples over all datasets."""
+        return sum(self.mixture.sizes)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of `identity`: equal rows at equal positions have equal fingerprints."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+
+    def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
+        """The stacked rows at `positions` [n], and a message for every bad record that had its row replaced.
+
+        Raises BadRecord (unless they are skipped), and ValueError where a row does not fit the model.
+        """
+        dataset, _, index = self.mixture.locate(positions)
+        columns = {name: np.empty((len(positions), *shape), dtype) for name, (shape, dtype) in self.spec.items()}
+        skipped: list[str] = []
+        for number, position in enumerate(positions.tolist()):
+            row = self._row(int(dataset[number]), int(index[number]), position, skipped)
+            for name, column in columns.items():
+                column[number] = row[name]
+        return columns, skipped
+
+    def describe(self, positions: np.ndarray) -> list[str]:
+        """Which sample stands at each position: dataset, file, record, episode, step."""
+        dataset, epoch, index = self.mixture.locate(positions)
+        places = zip(dataset.tolist(), epoch.tolist(), index.tolist(), strict=True)
+        return [f"{self.names[d]}: {self.windows[d].describe(i)} (epoch {e})" for d, e, i in places]
+
+    def proportions(self, num_positions: int) -> dict[str, float]:
+        """Each dataset's realised share of the first `num_positions` rows."""
+        counts = self.mixture.counts(num_positions)
+        return {f"{number}_{name}": int(counts[number]) / num_positions for number, name in enumerate(self.names)}
+
+    def _row(self, dataset: int, index: int, position: int, skipped: list[str]) -> Row:
+        error: BadRecord | None = None
+        for retry in range(_MAX_RETRIES):
+            try:
+                return self._finished(dataset, index)
+            except BadRecord as bad:
+                if self.on_bad_record == "error":
+                    raise BadRecord(f"{bad} (--data.on-bad-record skip replaces such rows by others)") from bad
+                error = bad
+                skipped.append(str(bad))
+            # The stand-in too is a function of seed, position and attempt alone.
+            draw = order.scramble(self.mixture.seed, _RETRY_STREAM, position, retry)
+            index = int(draw % np.uint64(self.mixture.sizes[dataset]))
+        raise BadRecord(f"{_MAX_RETRIES} rows in turn could not be read from {self.names[dataset]}; the last: {error}")
+
+    def _finished(self, dataset: int, index: int) -> Row:
+        row = self.windows[dataset].row(index)
+        for transform in self.transforms[dataset]:
+            row = transform(row)
+        for name, (shape, dtype) in self.spec.items():
+            if name not in row:
+                row[name] = self._absent(name, shape, dtype, dataset, row)
+            value = np.asarray(row[name])
+            if value.shape != shape or value.dtype != dtype:
+                raise ValueError(
+                    f"{name} of {self.names[dataset]} is {value.dtype} {list(value.shape)} per row; the model takes "
+                    f"{dtype} {list(shape)} ({self.windows[dataset].describe(index)})"
+                )
+        return row
+
+    def _absent(self, name: str, shape: tuple[int, ...], dtype: str, dataset: int, row: Row) -> np.ndarray:
+        """A camera that this robot lacks and another one of the mixture has: black, and masked."""
+        if name.startswith(("image/", "image_mask/")):
+            return np.zeros(shape, dtype)
+        raise ValueError(
+            f"rows of {self.names[dataset]} have no {name}, which the model takes; they have {sorted(row)}"
+        )

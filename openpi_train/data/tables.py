@@ -1,0 +1,194 @@
+"""A directory of memory-mapped arrays with a manifest: what an index and a repacked dataset keep beside the images.
+
+Read next: `rlds_index.py` and `repack.py` (the two writers), `rlds.py` (the reader).
+
+    <root>/manifest.json        replaced atomically, last: what it names is complete
+    <root>/<tables>/*.npy       the arrays; `columns/observation/state.npy`, `episode_ends.npy`, ...
+    <root>/<tables>/prompts.json
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_PROMPTS = "prompts.json"
+_CONTENT = ("episode_ends", "episode_ids", "prompt_index")
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts."""
+
+    root: Path
+    manifest: dict[str, Any]
+    arrays: Mapping[str, np.ndarray]
+    prompts: Sequence[str]
+
+    def group(self, prefix: str) -> dict[str, np.ndarray]:
+        """The arrays below a folder, by the rest of their names."""
+        return {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
+
+
+def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
+    """Write `<name>.npy` of a known shape from the pieces of its first axis, one after the other.
+
+    Plain writes and no memory map: on a full disk a write raises, while a store to a mapped page kills the process.
+    """
+    path = directory / f"{name}.npy"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dtype, rows = np.dtype(dtype), 0
+    with open(path, "wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in chunks:
+            file.write(np.ascontiguousarray(chunk, dtype).tobytes())
+            rows += len(chunk)
+    assert rows == shape[0], f"{path} got {rows} rows of {shape[0]}"
+
+
+def write_prompts(directory: Path, prompts: Sequence[str]) -> None:
+    """Store the distinct texts."""
+    (directory / _PROMPTS).write_text(json.dumps(list(prompts), ensure_ascii=False), encoding="utf-8")
+
+
+def list_files(directory: Path) -> dict[str, dict[str, int]]:
+    """Size and CRC32C of every file of a finished tables directory, by relative name, for the manifest."""
+    files = sorted(path for path in directory.rglob("*") if path.suffix in (".npy", ".json") and path.is_file())
+    return {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "crc32c": _file_crc(path)} for path in files
+    }
+
+
+def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
+    """Put the manifest in place in one rename, so that a reader sees the old one or the new one."""
+    temporary = root / f".{MANIFEST}.{os.getpid()}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, root / MANIFEST)
+
+
+def read_manifest(root: Path, *, format_version: int) -> dict[str, Any] | None:
+    """The manifest, or None where there is none of this format version."""
+    try:
+        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return manifest if manifest.get("format") == format_version else None
+
+
+def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tables:
+    """Map all arrays that the manifest names.
+
+    Raises ValueError naming the file that is missing, has another size, or (with `check_crc`) other bytes.
+    """
+    directory = root / manifest["tables"]
+    arrays = {}
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected["bytes"] or (check_crc and _file_crc(path) != expected["crc32c"]):
+            what = "is missing" if found is None else f"is damaged ({found} of {expected['bytes']} bytes)"
+            raise ValueError(f"{path} {what}; delete {root} and start again to have it built anew")
+        if path.suffix == ".npy":
+            arrays[name.removesuffix(".npy")] = np.load(path, mmap_mode="r")
+    return Tables(root, manifest, arrays, json.loads((directory / _PROMPTS).read_text(encoding="utf-8")))
+
+
+def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:
+    """sha256 of what the tables say, wherever the dataset lies and however its files are cut.
+
+    Covers columns, prompts and episode digests (which cover the images), but no byte offsets and no file names.
+    """
+    digest = hashlib.sha256(json.dumps([list(prompts), sorted(cameras)]).encode())
+    for name in (*sorted(directory.glob("columns/**/*.npy")), *(directory / f"{name}.npy" for name in _CONTENT)):
+        array = np.load(name, mmap_mode="r")
+        digest.update(f"{name.relative_to(directory)} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def put_in_place(temporary: Path, final: Path) -> str:
+    """Rename a finished tables directory to its name, replacing an equal older one; returns that name."""
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    return final.name
+
+
+@contextlib.contextmanager
+def explain_cache_errors(root: Path, setting: str) -> Iterator[None]:
+    """Turn a full disk or an unwritable `root` into an OSError that says which setting to change.
+
+    Errors about files that lie elsewhere pass unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons = {
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EROFS: "the file system is read-only",
+            errno.EACCES: "writing there is not permitted",
+            errno.EPERM: "writing there is not permitted",
+        }
+        path = Path(error.filename) if isinstance(error.filename, str) else root
+        elsewhere = not (path.is_relative_to(root) or root.is_relative_to(path))
+        if error.errno not in reasons or elsewhere:
+            raise
+        raise OSError(
+            error.errno, f"cannot write {root}: {reasons[error.errno]}. Make room there or point {setting} elsewhere"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(root: Path, purpose: str, poll_s: float = 0.5, report_s: float = 30.0) -> Iterator[None]:
+    """Hold the directory's lock; wait with a log line, naming the holder, while another process has it.
+
+    The lock is the kernel's (`flock`): it goes when its holder dies, so that none is ever stale.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "lock", "a+", encoding="utf-8") as file:
+        start, next_report = time.monotonic(), 0.0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - start
+                if waited >= next_report:
+                    file.seek(0)
+                    holder = file.read().strip() or "another process"
+                    logger.info("%s: waiting for %s (%.0f s so far)", purpose, holder, waited)
+                    next_report = waited + report_s
+                time.sleep(poll_s)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}")
+        file.flush()
+        yield
+
+
+def _file_crc(path: Path) -> int:
+    crc = google_crc32c.Checksum()
+    with open(path, "rb") as file:
+        for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
+            crc.update(chunk)
+    return int.from_bytes(crc.digest(), "big")

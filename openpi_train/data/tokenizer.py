@@ -1,0 +1,163 @@
+"""Prompts to tokens with a SentencePiece model: PaliGemma's from a file or the hub, or a small one trained here.
+
+The prompt formats are openpi's (`models/tokenizer.py`). Read next: `transforms.py` (`TokenizePrompt`).
+"""
+
+import io
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+from openpi_train.data import files
+
+logger = logging.getLogger(__name__)
+
+# The name of the built-in tokenizer with a piece per byte, for runs on made-up data.
+BYTES = "bytes"
+
+_STATE_BINS = 256
+# 256 bytes, 4 special pieces, and the space, which SentencePiece writes as a character of its own.
+_LEAST_VOCAB, _SPACE = 261, "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class Tokenizer:
+    """A SentencePiece model and the prompt formats of pi0 and pi0.5. Picklable.
+
+    Raises ValueError where `model` is not a SentencePiece model; `name` is for messages.
+    """
+
+    def __init__(self, model: bytes, name: str = "tokenizer"):
+        self.name = name
+        self._model = model
+        self._truncated: set[str] = set()
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            loaded = self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            loaded = False
+        if not loaded:
+            raise ValueError(f"{name} is not a SentencePiece model ({len(model)} bytes); give its `.model` file")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self._model, self.name)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, {self.vocab_size} pieces)"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of pieces; tokens are below it."""
+        return self._processor.vocab_size()
+
+    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+        """The tokens of a text as it stands."""
+        return self._processor.encode(text, add_bos=bos, add_eos=eos)
+
+    def decode(self, tokens: Iterable[Any]) -> str:
+        """The text of tokens; special ones vanish."""
+        return self._processor.decode([int(token) for token in tokens])
+
+    def prompt(self, text: str, max_len: int, state: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 [max_len] and mask bool [max_len] of an instruction, cut or padded with 0.
+
+        Without `state`, pi0's format; with it (normalised, [s]), pi0.5's, which writes it in 256 bins over [-1, 1].
+        """
+        text = text.strip().replace("_", " ").replace("\n", " ")
+        if state is None:
+            # The newline is encoded apart, as openpi does: it must be a token of its own.
+            tokens = self.encode(text, bos=True) + self.encode("\n")
+        else:
+            digits = " ".join(map(str, discretize(state)))
+            tokens = self.encode(f"Task: {text}, State: {digits};\nAction: ", bos=True)
+        if len(tokens) > max_len:
+            self._warn_of_truncation(text, len(tokens), max_len)
+        tokens = tokens[:max_len]
+        padded = np.zeros(max_len, np.int32)
+        padded[: len(tokens)] = tokens
+        return padded, np.arange(max_len) < len(tokens)
+
+    def _warn_of_truncation(self, text: str, length: int, max_len: int) -> None:
+        if text in self._truncated:
+            return
+        self._truncated.add(text)
+        logger.warning(
+            "prompt of %d tokens cut to %d: %r; raise --model.max-token-len to %d", length, max_len, text[:200], length
+        )
+
+
+def discretize(state: np.ndarray) -> np.ndarray:
+    """A normalised state in 256 bins over [-1, 1]: -1 below, 255 in the last bin and above."""
+    return np.digitize(state, np.linspace(-1, 1, _STATE_BINS + 1)[:-1]) - 1
+
+
+def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer in the file `name`, or else `tokenizer.model` of the hub repository `name`; `bytes` is built in.
+
+    Args: `offline` looks only at what the hub's client has cached (HF_HUB_OFFLINE does too); `max_vocab_size` is the
+    model's vocabulary.
+
+    Raises FileNotFoundError where neither is there, ValueError where it is no tokenizer or has too many pieces.
+    """
+    if name == BYTES:
+        return Tokenizer(_train([" "], 0), name)
+    path = Path(name).expanduser()
+    path = path / "tokenizer.model" if path.is_dir() else path
+    if not path.is_file():
+        told_so = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        path = _from_hub(name, offline or told_so)
+    tokenizer = Tokenizer(path.read_bytes(), name)
+    if max_vocab_size is not None and tokenizer.vocab_size > max_vocab_size:
+        raise ValueError(
+            f"tokenizer {name} has {tokenizer.vocab_size} pieces, the model's vocabulary only {max_vocab_size}: "
+            "give the tokenizer that belongs to the model (--data.tokenizer)"
+        )
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], path: str | Path, vocab_size: int) -> Tokenizer:
+    """Train a byte-pair SentencePiece model, write it to `path` and return it.
+
+    Lossless: every text comes back exactly. Special pieces as PaliGemma's: pad 0, eos 1, bos 2, unk 3. `vocab_size` is
+    an upper limit (256 bytes, 4 special pieces and the characters are always in).
+    """
+    model = _train(texts, vocab_size)
+    files.write_bytes(Path(path), model)
+    return Tokenizer(model, str(path))
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=max(vocab_size, _LEAST_VOCAB), model_type="bpe",
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, hard_vocab_limit=False, minloglevel=2,
+        # SentencePiece's defaults are lossy: they fold characters, spaces and newlines.
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False, byte_fallback=True,
+        required_chars=_SPACE,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def _from_hub(name: str, offline: bool) -> Path:
+    how = (
+        "give the path of a SentencePiece model with --data.tokenizer (PaliGemma's is `tokenizer.model` of "
+        "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
+    )
+    if name.count("/") != 1 or name.startswith((".", "~", "/")) or name.endswith(".model"):
+        raise FileNotFoundError(f"no tokenizer at {name}: {how}")
+    try:
+        import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"tokenizer {name} is no file here, and huggingface_hub, which could fetch it from the hub, is not "
+            f"installed: pip install 'openpi_train[hub]', or {how}"
+        ) from error
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "tokenizer.model", local_files_only=offline))
+    except (OSError, ValueError) as error:  # the hub's errors derive from these
+        state = "offline and not cached" if offline else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise FileNotFoundError(f"cannot get tokenizer {name} from the hub ({state}): {how}") from error

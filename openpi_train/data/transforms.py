@@ -1,0 +1,99 @@
+"""The host's steps from a robot's row to a model's: small picklable callables, row in, row out, used by training and
+serving alike. Absent entries (no actions when serving) are passed over. Read next: the `transforms` of a model config.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.normalize import Form, Stats, normalize, unnormalize
+from openpi_train.data.resize import resize_with_pad
+from openpi_train.data.tokenizer import Tokenizer
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalize:
+    """Normalise `state` and `actions`, float32. Raises ValueError where the stats are narrower than the data."""
+
+    stats: Stats
+    form: Form
+
+    def __call__(self, row: Row) -> Row:
+        changed = {name: normalize(row[name], stats, self.form) for name, stats in self.stats.items() if name in row}
+        return row | {name: value.astype(np.float32) for name, value in changed.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnormalize:
+    """The inverse of `Normalize`, for rows at least as wide as the stats, float32."""
+
+    stats: Stats
+    form: Form
+
+    def __call__(self, row: Row) -> Row:
+        changed = {name: unnormalize(row[name], stats, self.form) for name, stats in self.stats.items() if name in row}
+        return row | {name: value.astype(np.float32) for name, value in changed.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeImages:
+    """Bring every `image/<slot>` to size x size pixels, padded with black."""
+
+    size: int
+
+    def __call__(self, row: Row) -> Row:
+        images = {name: value for name, value in row.items() if name.startswith("image/")}
+        return row | {name: resize_with_pad(value, self.size, self.size) for name, value in images.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizePrompt:
+    """`prompt` -> `prompt_tokens` int32 [max_len] and `prompt_mask` bool [max_len].
+
+    `discrete_state` (pi0.5) writes the normalised, unpadded present `state` into the prompt: use it before `PadDims`.
+    """
+
+    tokenizer: Tokenizer
+    max_len: int
+    discrete_state: bool = False
+
+    def __call__(self, row: Row) -> Row:
+        if "prompt" not in row:
+            raise ValueError("the row has no prompt; give the dataset one with --data.datasets.N.prompt")
+        row = dict(row)
+        state = None
+        if self.discrete_state:
+            state = row["state"] if row["state"].ndim == 1 else row["state"][-1]
+        tokens, mask = self.tokenizer.prompt(row.pop("prompt"), self.max_len, state)
+        return row | {"prompt_tokens": tokens, "prompt_mask": mask}
+
+
+@dataclasses.dataclass(frozen=True)
+class PadDims:
+    """Pad `state` and `actions` with zeros to the model's width; `dim_mask` [action_dim] is True on the robot's dims.
+
+    Raises ValueError where the robot has more dims than the model.
+    """
+
+    action_dim: int
+
+    def __call__(self, row: Row) -> Row:
+        row = dict(row)
+        if "actions" in row:
+            row["dim_mask"] = np.arange(self.action_dim) < row["actions"].shape[-1]
+        for name in ("state", "actions"):
+            if name in row:
+                row[name] = self._padded(name, row[name])
+        return row
+
+    def _padded(self, name: str, value: np.ndarray) -> np.ndarray:
+        missing = self.action_dim - value.shape[-1]
+        if missing < 0:
+            raise ValueError(
+                f"the robot's {name} has {value.shape[-1]} dims, the model takes {self.action_dim}: "
+                f"set --model.action-dim {value.shape[-1]} or more"
+            )
+        return np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)])

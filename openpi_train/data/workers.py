@@ -1,0 +1,65 @@
+"""What data worker processes run: whole local batches by number. Must import neither jax nor a dataset library.
+
+Read next: `feed.py`, which starts the workers.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from openpi_train.data.rows import Rows
+
+# grain reads absl flags in its workers and in whoever starts them, and absl wants them parsed first; no main of ours
+# does. (UnparsedFlagAccessError; seen with grain 0.2.18.)
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+
+_ENDLESS = 1 << 40
+
+
+class LocalBatches:
+    """A grain data source: element k is this process's part of the global batch at step `start + k`.
+
+    `row_numbers` are the rows of the global batch that this process's devices hold.
+    """
+
+    def __init__(self, rows: Rows, batch_size: int, row_numbers: np.ndarray, start: int = 0):
+        self.rows, self.batch_size, self.row_numbers, self.start = rows, batch_size, row_numbers, start
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        step = self.start + int(index)
+        columns, skipped = self.rows.batch(step * self.batch_size + self.row_numbers)
+        return {"columns": columns | {"row": self.row_numbers.astype(np.int32)}, "skipped": skipped}
+
+
+def start_worker(index: int, count: int) -> None:
+    """Ignore SIGTERM, and end with the process that started this one, however that ends.
+
+    Slurm sends SIGTERM to every process of a job, while the main one still needs batches to finish its step.
+    """
+    del index, count
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def block_sigterm() -> None:
+    """Block SIGTERM in this thread and in the processes it starts, which are vulnerable until `start_worker` runs."""
+    # It would unblock the signal on its own start.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

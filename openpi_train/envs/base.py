@@ -1,0 +1,66 @@
+"""What every environment promises: batched episodes of named tasks, told in words and judged by a binary success.
+
+Read next: `tabletop.py` (the embedded one), `rollout.py` (runs a policy in any of them). An environment may be pure
+JAX or wrap a simulator: its states are opaque to callers, and every method works on a whole batch of episodes.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+
+from openpi_train.types import pytree
+
+
+@pytree
+class EnvObservation:
+    """What the robot sees and feels in each episode of a batch, in the robot's own units.
+
+    `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose words are the prompt.
+    """
+
+    images: Mapping[str, UInt8[Array, "b height width 3"]]
+    state: Float[Array, "b s"]
+    task: Int[Array, " b"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Env(abc.ABC):
+    """A world with tasks. A frozen value; everything that changes is in the states it hands out."""
+
+    # Image features of an observation, by the names that datasets of this environment use.
+    cameras: ClassVar[tuple[str, ...]]
+    action_dim: ClassVar[int]
+    state_dim: ClassVar[int]
+    # Control steps per second.
+    control_hz: ClassVar[float]
+    # Control steps after which an episode that has not succeeded counts as failed.
+    max_steps: ClassVar[int]
+
+    @property
+    @abc.abstractmethod
+    def tasks(self) -> tuple[str, ...]:
+        """A short name per task; a task's number is its place here."""
+
+    @abc.abstractmethod
+    def instruction(self, task: int) -> str:
+        """The task in words, as a policy is told."""
+
+    @abc.abstractmethod
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+        """Fresh episodes: each row's initial state is a function of its key and task alone, and not yet a success."""
+
+    @abc.abstractmethod
+    def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
+        """The states one control step later."""
+
+    @abc.abstractmethod
+    def observe(self, states: Any) -> EnvObservation:
+        """What each episode's robot sees now."""
+
+    @abc.abstractmethod
+    def success(self, states: Any) -> Bool[Array, " b"]:
+        """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""

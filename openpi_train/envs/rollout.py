@@ -1,0 +1,80 @@
+"""Closed loop: a policy acts in a batch of episodes until they succeed or time is up.
+
+Read next: `base.py` for what an environment is. Nothing here knows which environment or policy it runs.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from openpi_train import keys as row_randomness
+from openpi_train.envs.base import Env, EnvObservation
+
+# Observations of b episodes and one key per episode -> action chunks [b, h, a] in the robot's units.
+Policy = Callable[[EnvObservation, Key[Array, " b"]], Float[Array | np.ndarray, "b h a"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a batch of episodes ended.
+
+    `success` bool [b]; `steps` int [b], the control steps until success (all of them where there was none); `states`,
+    the environment's last states.
+    """
+
+    success: np.ndarray
+    steps: np.ndarray
+    states: Any
+
+
+def rollout(
+    policy: Policy,
+    env: Env,
+    keys: Key[Array, " b"],
+    tasks: Int[Array | np.ndarray, " b"],
+    *,
+    execute: int,
+    max_steps: int | None = None,
+) -> Outcome:
+    """The outcome of one episode per key, each a function of its own key and task and of the policy alone.
+
+    Args:
+        execute: How many actions of each chunk are carried out before the policy is asked again.
+        max_steps: Control steps before an episode counts as failed; the environment's own by default.
+
+    Raises:
+        ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
+    """
+    limit = env.max_steps if max_steps is None else max_steps
+    states = env.reset(row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks))
+    policy_keys = row_randomness.for_purpose(keys, "env/policy")
+    done = np.zeros(len(tasks), bool)
+    steps = np.full(len(tasks), limit)
+    taken = 0
+    while taken < limit and not done.all():
+        now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(policy_keys, taken)
+        chunk = _checked(policy(env.observe(states), now), env, len(tasks), execute)
+        for number in range(min(execute, limit - taken)):
+            states = env.step(states, chunk[:, number])
+            taken += 1
+            new = np.asarray(env.success(states)) & ~done
+            steps[new] = taken
+            done |= new
+    return Outcome(success=done, steps=steps, states=states)
+
+
+def _checked(chunk: Any, env: Env, num_rows: int, execute: int) -> Any:
+    shape = np.shape(chunk)
+    if len(shape) != 3 or shape[0] != num_rows or shape[2] != env.action_dim:
+        raise ValueError(
+            f"the policy gave actions of shape {shape}; "
+            f"{num_rows} episodes need ({num_rows}, horizon, {env.action_dim})"
+        )
+    if not 1 <= execute <= shape[1]:
+        raise ValueError(f"execute {execute} is not between 1 and the policy's chunk length {shape[1]}")
+    return chunk

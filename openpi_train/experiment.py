@@ -1,0 +1,162 @@
+"""`Experiment`: the one frozen dataclass that is a run, and the checks across its fields.
+
+Field names are openpi's (`TrainConfig` at 15a9616) where openpi has the field, so its command lines paste over.
+Read next: `registry.py` (where experiments come from), `training/run.py` (what becomes of one).
+"""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from openpi_train.data.config import DataConfig
+from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
+from openpi_train.models.base import ModelConfig
+from openpi_train.objectives.base import Objective
+from openpi_train.optim import AdamW, LRSchedule, OptimizerConfig
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.strategy import ShardingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out evaluation during training. Rows, noise and times are the same at every evaluation."""
+
+    # Optimizer steps between evaluations; 0 evaluates only before the first and after the last step.
+    interval: int = 1_000
+    # Held-out rows per evaluation (rounded up to whole batches; fewer where there are fewer).
+    num_rows: int = 256
+    # Denoising steps of the sampler that the open-loop action error uses.
+    num_sample_steps: int = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A run. Every field is a flag: `--batch-size 64`, `--model.action-horizon 16`, `--data.datasets.0.source.path`."""
+
+    # Set by the registry: the name in configs/.
+    name: Annotated[str, tyro.conf.Suppress] = ""
+    # The run's name (required): its directory is <checkpoint_base_dir>/<experiment>/<exp_name>.
+    exp_name: str = ""
+
+    model: ModelConfig
+    objective: Objective
+    data: DataConfig
+    # Start weights.
+    weight_loader: WeightLoader = dataclasses.field(default_factory=CheckpointWeightLoader)
+    lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamW)
+    # Decay of the exponential moving average of the trainable parameters; None keeps none.
+    ema_decay: float | None = 0.99
+    # Regex of parameter paths to keep fixed, beside those that the model keeps fixed itself (LoRA).
+    freeze: str | None = None
+
+    seed: int = 42
+    # Rows per optimizer step, over all devices.
+    batch_size: int = 32
+    # Micro-batches per optimizer step: less memory, same result.
+    grad_accum: int = 1
+    num_train_steps: int = 30_000
+    # Data worker processes per training process; 0 reads in threads.
+    num_workers: int = 2
+
+    # Devices that share one copy of the state; the rest are replicas.
+    fsdp_devices: int = 1
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+
+    log_interval: int = 100
+    save_interval: int = 1_000
+    # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
+    keep_period: int | None = 5_000
+    # How many of the newest checkpoints are kept.
+    keep_last: int = 1
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
+    on_nan: Literal["stop", "skip"] = "stop"
+
+    # Continue the run of this name from its newest good checkpoint.
+    resume: bool = False
+    # Move an existing run of this name aside and start anew.
+    overwrite: bool = False
+    wandb_enabled: bool = False
+    tensorboard: bool = True
+    project_name: str = "openpi"
+    checkpoint_base_dir: str = "./checkpoints"
+    assets_base_dir: str = "./assets"
+
+    @property
+    def assets_dir(self) -> Path:
+        """Where the norm stats of this experiment's datasets lie."""
+        return Path(self.assets_base_dir) / self.name
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether training leaves the parameter alone. `freeze` matches our path or the published name."""
+        if self.model.frozen(path):
+            return True
+        if self.freeze is None:
+            return False
+        pattern = re.compile(self.freeze)
+        return bool(pattern.fullmatch(path) or pattern.fullmatch(self.model.public_name(path)))
+
+    def check(self, num_devices: int) -> None:
+        """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
+        problems = [*self.lr_schedule.check(), *self._check_batch(num_devices), *self._check_flags()]
+        missing = self.objective.needs - self.model.provides
+        if missing:
+            problems.append(
+                f"objective {type(self.objective).__name__} needs {', '.join(sorted(missing))}, which model "
+                f"{type(self.model).__name__} does not provide (it has: {', '.join(sorted(self.model.provides))})"
+            )
+        if problems:
+            raise UsageError("\n".join(problems))
+
+    def _check_batch(self, num_devices: int) -> list[str]:
+        problems = []
+        if num_devices % self.fsdp_devices:
+            divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+            problems.append(
+                f"--fsdp-devices {self.fsdp_devices} does not divide the {num_devices} devices of this run; "
+                f"allowed: {divisors}"
+            )
+        unit = num_devices * self.grad_accum
+        if self.batch_size < 1 or self.batch_size % unit:
+            below, above = self.batch_size // unit * unit, math.ceil(max(self.batch_size, 1) / unit) * unit
+            choice = f"{below} or {above}" if below else f"{above}"
+            times = f" x --grad-accum {self.grad_accum}" if self.grad_accum > 1 else ""
+            problems.append(
+                f"--batch-size {self.batch_size} is not a multiple of the {num_devices} devices{times}; try {choice}"
+            )
+        return problems
+
+    def _check_flags(self) -> list[str]:
+        problems = []
+        if not self.exp_name:
+            problems.append("--exp-name NAME is missing: the run's directory is named after it")
+        if self.resume and self.overwrite:
+            problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
+        for name in ("num_train_steps", "log_interval", "save_interval", "grad_accum", "keep_last"):
+            if getattr(self, name) < 1:
+                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        if self.freeze is not None:
+            try:
+                re.compile(self.freeze)
+            except re.error as error:
+                problems.append(f"--freeze {self.freeze!r} is no regular expression: {error}")
+        return problems
+
+
+def as_json(value: Any) -> Any:
+    """A config as plain JSON values, every dataclass with its class name, for `experiment.json`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"__class__": type(value).__name__, **fields}
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value

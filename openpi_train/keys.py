@@ -1,0 +1,22 @@
+"""Randomness per row: a key is a function of (seed, step, row, purpose) and of nothing else.
+
+So neither gradient accumulation nor the number of devices or processes can change what a row draws.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+
+def row_keys(seed: Array | int, step: Array | int, rows: Int[Array, " b"]) -> Key[Array, " b"]:
+    """One key per row of a global batch."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows))
+
+
+def for_purpose(keys: Key[Array, " b"], purpose: str) -> Key[Array, " b"]:
+    """The rows' keys for one named use ("noise", "time", "augment/base_0_rgb"); uses never share a stream."""
+    number = zlib.crc32(purpose.encode())
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)

@@ -1,0 +1,84 @@
+"""What to start, where, and with which environment: pure data, no process. Read next: `local.py`, which starts it.
+
+Every launcher describes its run as a `LaunchSpec` and asks `commands` what that means for each process.
+"""
+
+import dataclasses
+import shlex
+import sys
+
+
+class LaunchError(Exception):
+    """The launch cannot be done as asked; the message says what to change. Exit code 2."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """A run of `processes_per_host` processes on each of `hosts`; the first host is the master."""
+
+    arguments: tuple[str, ...]
+    """What follows `python -m openpi_train` in every process."""
+    processes_per_host: int
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    """Addresses, or any labels for hosts other than the first, whose address all must be able to reach."""
+    port: int = 29500
+    """Port of the master for jax's coordinator; the one after it is for the rendezvous."""
+    devices_per_process: int | None = None
+    """CPU devices that each process makes; None leaves the devices to jax."""
+    token: str = ""
+    """Word that keeps processes of other jobs out."""
+    program: tuple[str, ...] = (sys.executable, "-m", "openpi_train")
+
+    def __post_init__(self):
+        if self.processes_per_host < 1 or not self.hosts:
+            raise LaunchError(f"{self.processes_per_host} processes on {len(self.hosts)} hosts: there must be one")
+        if not 1 <= self.port <= 65534:
+            raise LaunchError(f"port {self.port} is not from 1 to 65534")
+        if self.devices_per_process is not None and self.devices_per_process < 1:
+            raise LaunchError(f"{self.devices_per_process} devices per process: there must be at least one")
+        if not self.arguments:
+            raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessCommand:
+    """One process: the host it belongs on, its command line, and what it needs in its environment besides the usual."""
+
+    host: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+    @property
+    def rank(self) -> int:
+        return int(self.env["RANK"])
+
+    def line(self) -> str:
+        """A shell line that starts the process by hand."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+def commands(spec: LaunchSpec) -> list[ProcessCommand]:
+    """The processes of a run, host by host, in the order of their ranks."""
+    return [
+        ProcessCommand(host, (*spec.program, *spec.arguments), _environment(spec, node, local))
+        for node, host in enumerate(spec.hosts)
+        for local in range(spec.processes_per_host)
+    ]
+
+
+def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
+    environment = {
+        "RANK": node * spec.processes_per_host + local,
+        "WORLD_SIZE": len(spec.hosts) * spec.processes_per_host,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": spec.processes_per_host,
+        "NODE_RANK": node,
+        "MASTER_ADDR": spec.hosts[0],
+        "MASTER_PORT": spec.port,
+    }
+    if spec.devices_per_process is not None:
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": spec.devices_per_process}
+    if spec.token:
+        environment["OPENPI_TRAIN_JOB_TOKEN"] = spec.token
+    return {name: str(value) for name, value in environment.items()}

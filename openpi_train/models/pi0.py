@@ -1,0 +1,221 @@
+"""The config of pi0 and pi0.5: sizes, published names, frozen parameters, host steps and FLOP counts.
+
+Field names and defaults are openpi's where openpi has the field. Read next: `pi0_network.py` (the network itself),
+`pi0_names.py`, `nn/gemma.py` for the variants.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from openpi_train.models import pi0_names
+from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.pi0_network import Pi0
+from openpi_train.nn.activations import Stack
+from openpi_train.nn.gemma import GemmaConfig, GemmaOverrides
+from openpi_train.nn.layers import Remat
+from openpi_train.nn.lora import merge_lora
+from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.types import ActionBatch, action_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pi0Config(ModelConfig):
+    """pi0, or pi0.5 with `pi05`. Any size of the named variants can be changed by itself:
+    `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+
+    # The flow time steers the action expert's norms, the state is spelled out in the prompt (pi0.5).
+    pi05: bool = False
+    # Width of state and actions; shorter ones are padded with zeros.
+    action_dim: int = 32
+    # Steps of an action chunk.
+    action_horizon: int = 50
+    # Prompt tokens, padding included; None means 48, or 200 with `pi05`.
+    max_token_len: int | None = None
+    # Whether the prompt holds the discretised state; None means as `pi05`.
+    discrete_state_input: bool | None = None
+    # Type of the activations. Parameters are float32.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    paligemma_variant: str = "gemma_2b"
+    action_expert_variant: str = "gemma_300m"
+    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+    action_expert: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+    siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
+    vocab_size: int = 257_152
+    # Height and width of the images in pixels.
+    image_size: int = 224
+    # What the backward pass recomputes: nothing, all but the products with weights, or whole layers.
+    remat: Remat = "full"
+
+    def __post_init__(self):
+        language, action = self.experts.values()
+        problems = self.siglip.check(self.image_size)
+        for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
+            first, second = getattr(language, name), getattr(action, name)
+            if first != second:
+                problems.append(f"the experts attend jointly but {name} is {first} in `language`, {second} in `action`")
+        for expert, config in self.experts.items():
+            if config.num_heads % config.num_kv_heads:
+                problems.append(f"{expert}: num_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
+            if config.head_dim % 2 or config.width % 2:
+                problems.append(f"{expert}: head_dim {config.head_dim} and width {config.width} must be even")
+        if problems:
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    @property
+    def experts(self) -> dict[str, GemmaConfig]:
+        """The sizes of both experts, overrides applied."""
+        return {
+            "language": self.language.apply(self.paligemma_variant),
+            "action": self.action_expert.apply(self.action_expert_variant),
+        }
+
+    @property
+    def prompt_length(self) -> int:
+        """`max_token_len` with its default filled in."""
+        if self.max_token_len is not None:
+            return self.max_token_len
+        return 200 if self.pi05 else 48
+
+    @property
+    def state_in_prompt(self) -> bool:
+        """`discrete_state_input` with its default filled in."""
+        return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
+
+    @property
+    def normalization(self) -> Literal["z_score", "quantile"]:
+        return "quantile" if self.pi05 else "z_score"
+
+    def build(self, rngs: nnx.Rngs) -> Pi0:
+        experts = self.experts
+        return Pi0(
+            language=experts["language"],
+            action=experts["action"],
+            siglip=self.siglip,
+            image_size=self.image_size,
+            vocab_size=self.vocab_size,
+            action_dim=self.action_dim,
+            action_horizon=self.action_horizon,
+            adaptive=self.pi05,
+            dtype=jnp.dtype(self.dtype),
+            remat=self.remat,
+            rngs=rngs,
+        )
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        return action_batch(
+            {
+                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
+                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
+                "state": spec(jnp.float32, self.action_dim),
+                "prompt_tokens": spec(jnp.int32, self.prompt_length),
+                "prompt_mask": spec(jnp.bool_, self.prompt_length),
+                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.action_horizon),
+                "dim_mask": spec(jnp.bool_, self.action_dim),
+                "row": spec(jnp.int32),
+            }
+        )
+
+    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        # Imported here: image and tokenizer libraries are only needed where rows are made.
+        from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
+
+        return (
+            ResizeImages(self.image_size),
+            TokenizePrompt(tokenizer, self.prompt_length, self.state_in_prompt),
+            PadDims(self.action_dim),
+        )
+
+    def public_name(self, path: str) -> str:
+        return pi0_names.public_name(path)
+
+    def frozen(self, path: str) -> bool:
+        """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""
+        parts = path.split("/")
+        if parts[0] != "transformer" or parts[-1] in ("lora_a", "lora_b"):
+            return False
+        expert = "action" if "action" in parts else "language"
+        return self.experts[expert].lora.enabled
+
+    def without_lora(self) -> "Pi0Config":
+        """The config of the model that `merge_lora` gives the parameters of."""
+
+        def plain(overrides: GemmaOverrides) -> GemmaOverrides:
+            return dataclasses.replace(overrides, lora_attention_rank=0, lora_mlp_rank=0)
+
+        return dataclasses.replace(self, language=plain(self.language), action_expert=plain(self.action_expert))
+
+    def merge_lora(self, params: Mapping[str, Array]) -> dict[str, Array]:
+        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
+
+        def scale(name: str) -> float:
+            expert = "action" if "/action/" in name else "language"
+            return 1.0 if "/mlp/" in name else self.experts[expert].lora.attention_scale
+
+        return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
+
+    def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
+        """Tokens of one row: in the prefix (images, prompt) and in the suffix (state, `draws` noisy chunks)."""
+        prefix = cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length
+        return prefix, draws * self.action_horizon + (0 if self.pi05 else 1)
+
+    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
+        """Forward FLOPs for one row, two per multiply-add, in matrix products only.
+
+        Args:
+            cameras: camera slots that the run fills.
+            draws: flow draws that share the row's prefix.
+        """
+        language, action = self.experts.values()
+        prefix, suffix = self.num_tokens(cameras, draws)
+        attention = 4 * (prefix + suffix) ** 2 * language.num_heads * language.head_dim * language.depth
+        width, steps = action.width, draws * self.action_horizon
+        heads = 2 * steps * self.action_dim * width  # multiply-adds
+        if self.pi05:
+            num_norms = 2 * action.depth + 1
+            heads += draws * width * width * (2 + 3 * num_norms)
+        else:
+            heads += self.action_dim * width + steps * 3 * width * width
+        return (
+            cameras * self.siglip.flops(self.image_size, language.width)
+            + prefix * language.flops_per_token()
+            + suffix * action.flops_per_token()
+            + attention
+            + 2 * heads
+        )
+
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1) -> float:
+        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        num_tokens = self.num_tokens(cameras, draws)
+        total = 0.0
+        for expert, tokens in zip(self.experts.values(), num_tokens, strict=True):
+            heads = {"num_heads": expert.num_heads, "query_dim": expert.num_heads * expert.head_dim}
+            sizes = {"width": expert.width, "depth": expert.depth, "mlp_dim": expert.mlp_dim}
+            key_dim = expert.num_kv_heads * expert.head_dim
+            stack = Stack(tokens=tokens, key_dim=key_dim, gated=True, **sizes, **heads)
+            total += stack.bytes(self.remat, itemsize, attended_tokens=sum(num_tokens))
+        tower, tokens = self.siglip, self.siglip.num_tokens(self.image_size)
+        stack = Stack(
+            tokens=tokens,
+            width=tower.width,
+            depth=tower.depth,
+            mlp_dim=tower.mlp_dim,
+            query_dim=tower.width,
+            key_dim=tower.width,
+            num_heads=tower.num_heads,
+            gated=False,
+        )
+        return total + cameras * stack.bytes(self.remat, itemsize, attended_tokens=tokens)

@@ -1,0 +1,65 @@
+"""Published names of pi0's parameters: the tree of openpi's checkpoints. Layouts are equal, so only names change.
+
+Read next: `pi0.py`, and `interop/openpi.py`, which reads and writes files under these names.
+"""
+
+import re
+
+_IMAGE = {
+    "patch_embedding": "embedding",
+    "position_embedding": "pos_embedding",
+    "norm": "Transformer/encoder_norm",
+    "head": "head",
+    "layers/attention_norm": "Transformer/encoderblock/LayerNorm_0",
+    "layers/attention": "Transformer/encoderblock/MultiHeadDotProductAttention_0",
+    "layers/mlp_norm": "Transformer/encoderblock/LayerNorm_1",
+    "layers/mlp/up": "Transformer/encoderblock/MlpBlock_0/Dense_0",
+    "layers/mlp/down": "Transformer/encoderblock/MlpBlock_0/Dense_1",
+}
+# {i} is "" for the language expert and "_1" for the action expert.
+_EXPERT = {
+    "attention_norm": "pre_attention_norm{i}",
+    "mlp_norm": "pre_ffw_norm{i}",
+    "query": "attn/q_einsum{i}",
+    "key_value": "attn/kv_einsum{i}",
+    "query_key_value": "attn/qkv_einsum{i}",
+    "output": "attn/attn_vec_einsum{i}",
+    "mlp/gate_up": "mlp{i}/gating_einsum",
+    "mlp/down": "mlp{i}/linear",
+}
+_SUFFIX = {"language": "", "action": "_1"}
+
+
+def public_name(path: str) -> str:
+    """openpi's name for a parameter of ours; the heads around the transformer have the same name in both."""
+    root, _, rest = path.partition("/")
+    if root == "image_encoder":
+        return f"PaliGemma/img/{_replace_prefix(rest, _IMAGE)}"
+    if root == "transformer":
+        return f"PaliGemma/llm/{_transformer_name(rest)}"
+    return path
+
+
+def _transformer_name(path: str) -> str:
+    if path == "token_embedding":
+        return "embedder/input_embedding"
+    if match := re.fullmatch(r"final_norm/(\w+)/(.*)", path):
+        return f"final_norm{_SUFFIX[match[1]]}/{_norm_leaf(match[2])}"
+    match = re.fullmatch(r"layers/experts/(\w+)/(.*)", path)
+    if match is None:
+        raise KeyError(f"no published name for the transformer parameter {path!r}")
+    name = _replace_prefix(match[2], _EXPERT).format(i=_SUFFIX[match[1]])
+    if name.startswith("mlp"):  # openpi's MLP holds its weights itself: no level for `w`, factors by suffix
+        name = re.sub(r"/(lora_[ab])$", r"_\1", name.removesuffix("/weight"))
+    return f"layers/{_norm_leaf(re.sub('/weight$', '/w', name))}"
+
+
+def _norm_leaf(name: str) -> str:
+    return name.replace("modulation/", "Dense_0/")
+
+
+def _replace_prefix(path: str, table: dict[str, str]) -> str:
+    for ours in sorted(table, key=len, reverse=True):
+        if path == ours or path.startswith(f"{ours}/"):
+            return table[ours] + path.removeprefix(ours)
+    raise KeyError(f"no published name for the parameter {path!r}")

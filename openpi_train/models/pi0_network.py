@@ -1,0 +1,179 @@
+"""pi0 and pi0.5: a vision-language model whose action expert predicts the velocity of a flow over action chunks.
+
+Follows openpi's `models/pi0.py` at 15a9616 number for number (Black et al. 2024; Physical Intelligence 2025 for
+pi0.5). Where we differ: an absent camera has no tokens, and several flow draws may share one prefix.
+
+Read next: `pi0.py`, which describes and builds this module, `nn/gemma.py`, `objectives/flow_matching.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from openpi_train.nn.attention import block_mask
+from openpi_train.nn.gemma import Gemma, GemmaConfig
+from openpi_train.nn.layers import Remat, sincos_encoding
+from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
+from openpi_train.types import Observation
+
+# Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
+_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
+
+
+class Pi0(nnx.Module):
+    """The network. Tokens: images and prompt (prefix, seen by all), then [state and] noisy actions (suffix).
+
+    Args:
+        language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
+        adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
+        dtype: type of the activations; flow time, state and action projections are float32 always.
+    """
+
+    def __init__(
+        self,
+        *,
+        language: GemmaConfig,
+        action: GemmaConfig,
+        siglip: SiglipConfig,
+        image_size: int,
+        vocab_size: int,
+        action_dim: int,
+        action_horizon: int,
+        adaptive: bool,
+        dtype: Any,
+        remat: Remat,
+        rngs: nnx.Rngs,
+    ):
+        self.action_horizon = action_horizon
+        self.adaptive = adaptive
+        width = action.width
+        self.image_encoder = Siglip(siglip, image_size, language.width, dtype=dtype, remat=remat, rngs=rngs)
+        self.transformer = Gemma(
+            {"language": language, "action": action},
+            vocab_size,
+            {"action": width} if adaptive else {},
+            dtype=dtype,
+            remat=remat,
+            rngs=rngs,
+        )
+
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, dtype=jnp.float32, rngs=rngs)
+
+        self.action_in_proj = linear(action_dim, width)
+        if adaptive:
+            self.time_mlp_in = linear(width, width)
+            self.time_mlp_out = linear(width, width)
+        else:
+            self.state_proj = linear(action_dim, width)
+            self.action_time_mlp_in = linear(2 * width, width)
+            self.action_time_mlp_out = linear(width, width)
+        self.action_out_proj = linear(width, action_dim)
+
+    def velocity(
+        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> Float[Array, "b r h a"]:
+        """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix and see only theirs.
+
+        `time` is 1 at noise and 0 at actions.
+        """
+        _, suffix = self.outputs(observation, noisy_actions, time)
+        return self._read_out(suffix, noisy_actions.shape)
+
+    def outputs(
+        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> tuple[Float[Array, "b p d"], Float[Array, "b t w"]]:
+        """The transformer's last activations on the prefix and on the suffix, in `dtype`."""
+        prefix, prefix_mask = self.embed_prefix(observation)
+        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
+        mask, positions = self.layout(prefix_mask, num_draws=time.shape[1])
+        tokens = {"language": prefix, "action": suffix}
+        result = self.transformer(tokens, positions, mask, condition)
+        return result["language"], result["action"]
+
+    def sample_actions(
+        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
+    ) -> Float[Array, "b h a"]:
+        """Actions that the flow leads to from `noise`, by `num_steps` Euler steps; the prefix is computed once."""
+        prefix, prefix_mask = self.embed_prefix(observation)
+        num_prefix = prefix.shape[1]
+        mask, positions = self.layout(prefix_mask, num_draws=1)
+        cache = self.transformer.keys_and_values(
+            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
+        )
+        step_size = -1.0 / num_steps
+
+        def euler(_, carry):
+            actions, time = carry
+            draw = actions[:, None]  # b 1 h a
+            suffix, condition = self.embed_suffix(observation.state, draw, jnp.broadcast_to(time, (draw.shape[0], 1)))
+            result = self.transformer(
+                {"action": suffix}, positions[:, num_prefix:], mask[:, num_prefix:], condition, cache
+            )
+            velocity = self._read_out(result["action"], draw.shape)
+            return actions + step_size * velocity[:, 0], time + step_size
+
+        actions, _ = jax.lax.fori_loop(0, num_steps, euler, (noise.astype(jnp.float32), jnp.float32(1.0)))
+        return actions
+
+    def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
+        """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
+        slots = sorted(observation.images)
+        tokens, masks = [], []
+        if slots:
+            images = jnp.stack([float_images(observation.images[slot]) for slot in slots], axis=1)
+            b, cameras = images.shape[:2]
+            # One pass for all cameras. Rows stay outermost, so a batch cut over devices moves nowhere.
+            encoded = self.image_encoder(images.reshape(b * cameras, *images.shape[2:]))
+            tokens.append(encoded.reshape(b, cameras * encoded.shape[1], encoded.shape[2]))
+            masks += [jnp.repeat(observation.image_masks[slot][:, None], encoded.shape[1], axis=1) for slot in slots]
+        tokens.append(self.transformer.embed(observation.prompt_tokens))
+        masks.append(observation.prompt_mask)
+        return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
+
+    def embed_suffix(
+        self, state: Float[Array, "b s"], noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> tuple[Float[Array, "b t w"], Mapping[str, Float[Array, "b r w"]]]:
+        """The state's token (pi0 only), then the action tokens draw after draw, float32; and experts' conditions."""
+        tokens = self.action_in_proj(noisy_actions)  # b r h w
+        time_encoding = sincos_encoding(time, tokens.shape[-1], _MIN_PERIOD, _MAX_PERIOD)  # b r w
+        flat = (tokens.shape[0], -1, tokens.shape[-1])
+        if self.adaptive:
+            hidden = nnx.swish(self.time_mlp_in(time_encoding))
+            return tokens.reshape(flat), {"action": nnx.swish(self.time_mlp_out(hidden))}
+        times = jnp.broadcast_to(time_encoding[:, :, None], tokens.shape)
+        hidden = nnx.swish(self.action_time_mlp_in(jnp.concatenate([tokens, times], axis=-1)))
+        tokens = self.action_time_mlp_out(hidden).reshape(flat)
+        return jnp.concatenate([self.state_proj(state)[:, None], tokens], axis=1), {}
+
+    def layout(self, prefix_mask: Bool[Array, "b p"], num_draws: int) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
+        """Which token sees which, and every token's position, over prefix and suffix.
+
+        The prefix sees itself; the state also the prefix; an action both and the actions of its own draw. Masked
+        prefix tokens are seen by none and take up no position, and all draws stand at the same positions: so neither
+        an absent camera nor another draw can change a velocity.
+        """
+        b, num_prefix = prefix_mask.shape
+        num_state = 0 if self.adaptive else 1
+        counts = [num_prefix, num_state, num_draws * self.action_horizon]
+        block = np.repeat([0, 1, 2], counts)
+        draw = np.repeat(np.arange(1, num_draws + 1), self.action_horizon)
+        branch = np.concatenate([np.zeros(num_prefix + num_state, np.int32), draw])
+        offset = [
+            *range(num_state),
+            *(num_state + step for _ in range(num_draws) for step in range(self.action_horizon)),
+        ]
+
+        valid = jnp.concatenate([prefix_mask, jnp.ones((b, len(offset)), bool)], axis=1)
+        place = jnp.cumsum(prefix_mask, axis=1, dtype=jnp.int32)
+        positions = jnp.concatenate([place - 1, place[:, -1:] + jnp.asarray(offset, jnp.int32)], axis=1)
+        return block_mask(valid, block, branch), positions
+
+    def _read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:
+        b, draws, horizon, _ = shape
+        return self.action_out_proj(suffix[:, -draws * horizon :]).reshape(b, draws, horizon, -1)

@@ -1,0 +1,98 @@
+"""Weights with an optional low-rank addition (LoRA, Hu et al. 2021), in openpi's form, and how it is folded in.
+
+Two things are openpi's own and kept so that its checkpoints mean the same here: the MLP's addition is never scaled
+by alpha / rank, and the attention output's factors are summed over heads one by one (see `merge_lora`).
+
+Read next: `gemma.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+_initializer = nnx.initializers.normal(stddev=0.01)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Ranks of the additions to the attention and MLP weights of every layer; rank 0 means none.
+
+    `alpha` scales the attention's addition: by alpha / rank, or by alpha / sqrt(rank) with `rslora`. It does not
+    touch the MLP's, exactly as in openpi.
+    """
+
+    attention_rank: int = 0
+    mlp_rank: int = 0
+    alpha: float = 1.0
+    rslora: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return self.attention_rank > 0 or self.mlp_rank > 0
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor on the attention weights' addition."""
+        rank = max(self.attention_rank, 1)
+        return self.alpha / math.sqrt(rank) if self.rslora else self.alpha / rank
+
+
+class LoraWeight(nnx.Module):
+    """A weight whose last two axes are (in, out), with factors `lora_a` (in, rank) and `lora_b` (rank, out)."""
+
+    def __init__(
+        self, shape: tuple[int, ...], initializer: nnx.Initializer, rank: int, scale: float = 1.0, *, rngs: nnx.Rngs
+    ):
+        self.rank = rank
+        self.scale = scale
+        self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
+        if rank:
+            self.lora_a = nnx.Param(_initializer(rngs.params(), (*shape[:-1], rank), jnp.float32))
+            self.lora_b = nnx.Param(_initializer(rngs.params(), (*shape[:-2], rank, shape[-1]), jnp.float32))
+
+    def __call__(self, x: Array, base: str, down: str = "", up: str = "", index: int | None = None) -> Array:
+        """einsum(base, x, weight) + scale * einsum(up, einsum(down, x, lora_a), lora_b), in the type of `x`.
+
+        `index` takes one entry of the weights' first axis. `down` and `up` are used only where there are factors.
+        """
+
+        def cast(param):
+            value = param[...] if index is None else param[index]
+            return value.astype(x.dtype)
+
+        result = jnp.einsum(base, x, cast(self.weight))
+        if not self.rank:
+            return result
+        low = jnp.einsum(up, jnp.einsum(down, x, cast(self.lora_a)), cast(self.lora_b))
+        return result + (low if self.scale == 1.0 else low * self.scale)
+
+
+def merge_lora(
+    params: Mapping[str, Array], scale: Callable[[str], float], heads_axis: Callable[[str], int | None]
+) -> dict[str, Array]:
+    """Parameters by path with every pair of factors folded into its weight, in float32, and removed.
+
+    Args:
+        params: all parameters; a weight is `<path>/weight`, its factors `<path>/lora_a` and `<path>/lora_b`.
+        scale: `<path>` -> factor of the addition.
+        heads_axis: `<path>` -> the axis of `lora_b` to sum out first, or None. openpi's attention output multiplies
+            (sum over heads of x A) by (sum over heads of B), so each head's weight gains A times that *sum*.
+    """
+    merged = {path: value for path, value in params.items() if not path.endswith(("/lora_a", "/lora_b"))}
+    for name in (path.removesuffix("/lora_a") for path in params if path.endswith("/lora_a")):
+        factor_a, factor_b = (jnp.asarray(params[f"{name}/{factor}"], jnp.float32) for factor in ("lora_a", "lora_b"))
+        if (axis := heads_axis(name)) is not None:
+            factor_b = jnp.sum(factor_b, axis=axis, keepdims=True)
+        weight = params[f"{name}/weight"]
+        merged[f"{name}/weight"] = _add_product(weight, factor_a, factor_b, scale(name))
+    return merged
+
+
+def _add_product(weight: Array, a: Float[Array, "..."], b: Float[Array, "..."], scale: float) -> Array:
+    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return (jnp.asarray(weight, jnp.float32) + scale * product).astype(weight.dtype)

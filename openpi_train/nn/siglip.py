@@ -1,0 +1,146 @@
+"""SigLIP's vision transformer (Zhai et al. 2023), as PaliGemma uses it: one token per patch, no pooling.
+
+Read next: `models/pi0.py`, which places the tokens before the prompt.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, UInt8
+
+from openpi_train.nn.layers import LayerNorm, Remat, scan_layers, stack_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiglipConfig:
+    """Sizes of the image tower; the defaults are So400m/14. `patch_size` is in pixels."""
+
+    width: int = 1152
+    depth: int = 27
+    mlp_dim: int = 4304
+    num_heads: int = 16
+    patch_size: int = 14
+
+    def check(self, image_size: int) -> list[str]:
+        """What does not fit, as sentences."""
+        problems = []
+        if self.width % self.num_heads:
+            problems.append(f"siglip.width {self.width} is not a multiple of siglip.num_heads {self.num_heads}")
+        if image_size % self.patch_size:
+            problems.append(f"image_size {image_size} is not a multiple of siglip.patch_size {self.patch_size}")
+        return problems
+
+    def num_tokens(self, image_size: int) -> int:
+        """Tokens that one square image of `image_size` pixels becomes."""
+        return (image_size // self.patch_size) ** 2
+
+    def flops(self, image_size: int, out_width: int) -> float:
+        """Forward FLOPs for one image, two per multiply-add."""
+        tokens = self.num_tokens(image_size)
+        weights = 4 * self.width**2 + 2 * self.width * self.mlp_dim
+        layer = 2 * tokens * weights + 4 * tokens**2 * self.width
+        ends = 2 * tokens * self.width * (3 * self.patch_size**2 + out_width)
+        return float(self.depth * layer + ends)
+
+
+def float_images(images: UInt8[Array, "*b 3"] | Float[Array, "*b 3"]) -> Float[Array, "*b 3"]:
+    """float32 images in [-1, 1] from shipped uint8 ones; float images are taken to be so already."""
+    if images.dtype == jnp.uint8:
+        return images.astype(jnp.float32) / 255.0 * 2.0 - 1.0
+    return images.astype(jnp.float32)
+
+
+class PatchEmbedding(nnx.Module):
+    """A convolution whose stride is its size, done as one matrix product (so is its gradient). In float32."""
+
+    def __init__(self, config: SiglipConfig, *, rngs: nnx.Rngs):
+        shape = (config.patch_size, config.patch_size, 3, config.width)
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(config.width))
+
+    def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b t d"]:
+        b, height, width, _ = images.shape
+        size = self.kernel.shape[0]
+        patches = images.reshape(b, height // size, size, width // size, size, 3)
+        x = jnp.einsum("biyjxc,yxcd->bijd", patches, self.kernel[...].astype(jnp.float32)) + self.bias[...]
+        return x.reshape(b, -1, x.shape[-1])
+
+
+class SelfAttention(nnx.Module):
+    """Attention of all patches to all patches, in `dtype` throughout (softmax too, as openpi's tower does)."""
+
+    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+        heads = (config.num_heads, config.width // config.num_heads)
+        xavier = nnx.initializers.xavier_uniform()
+
+        def into_heads():
+            return nnx.LinearGeneral(config.width, heads, kernel_init=xavier, dtype=dtype, rngs=rngs)
+
+        self.query, self.key, self.value = into_heads(), into_heads(), into_heads()
+        self.out = nnx.LinearGeneral(heads, config.width, axis=(-2, -1), kernel_init=xavier, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        query, key, value = self.query(x), self.key(x), self.value(x)  # b t n c
+        query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+        weights = jax.nn.softmax(jnp.einsum("btnc,bsnc->bnts", query, key), axis=-1)
+        return self.out(jnp.einsum("bnts,bsnc->btnc", weights, value))
+
+
+class Mlp(nnx.Module):
+    """Two dense layers around a (tanh-approximated) GELU."""
+
+    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+        def dense(inputs: int, outputs: int) -> nnx.Linear:
+            xavier, small = nnx.initializers.xavier_uniform(), nnx.initializers.normal(stddev=1e-6)
+            return nnx.Linear(inputs, outputs, kernel_init=xavier, bias_init=small, dtype=dtype, rngs=rngs)
+
+        self.up = dense(config.width, config.mlp_dim)
+        self.down = dense(config.mlp_dim, config.width)
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Layer(nnx.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.attention_norm = LayerNorm(config.width)
+        self.attention = SelfAttention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = LayerNorm(config.width)
+        self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Siglip(nnx.Module):
+    """Images to tokens of the language model's width. Patches and positions in float32, the layers in `dtype`."""
+
+    def __init__(
+        self, config: SiglipConfig, image_size: int, out_width: int, *, dtype: Any, remat: Remat, rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.remat: Remat = remat
+        self.patch_embedding = PatchEmbedding(config, rngs=rngs)
+        positions = (1, config.num_tokens(image_size), config.width)
+        self.position_embedding = nnx.Param(
+            nnx.initializers.normal(stddev=config.width**-0.5)(rngs.params(), positions, jnp.float32)
+        )
+        self.layers = stack_layers(lambda rngs: Layer(config, dtype=dtype, rngs=rngs), config.depth, rngs)
+        self.norm = LayerNorm(config.width)
+        # openpi's head starts at zero; the norm that follows then multiplies its first gradients by 1000
+        # (1 / sqrt(1e-6)), which clipping turns into a stand-still of everything else in a run without start weights.
+        self.head = nnx.Linear(config.width, out_width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b t d"]:
+        """One token per patch, row by row, in `dtype`; images are float32 in [-1, 1]."""
+        x = self.patch_embedding(images)
+        x = (x + self.position_embedding[...]).astype(self.dtype)
+        x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
+        return self.head(self.norm(x))

@@ -1,0 +1,144 @@
+"""Finds experiments: by name in `configs/`, or as `file.py:name`. Listing reads the files without running them.
+
+An experiment is a top-level assignment in a config file; the string below it is its description:
+
+    pi0_bridge_traj = Experiment(model=..., ...)
+    '''Full pi0 on BridgeData V2. Command, hardware, time, result.'''
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openpi_train.experiment import Experiment
+
+CONFIGS = "openpi_train_configs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One named experiment: where it is defined, and what its author says of it."""
+
+    name: str
+    file: Path
+    description: str
+
+    @property
+    def summary(self) -> str:
+        """The description's first line."""
+        return self.description.strip().split("\n", 1)[0]
+
+
+class UnknownName(ValueError):
+    """A name that is not there; the message gives the closest ones."""
+
+
+def entries() -> dict[str, Entry]:
+    """Every experiment in `configs/`, by name, in file order."""
+    found: dict[str, Entry] = {}
+    for file in sorted(_configs_directory().glob("*.py")):
+        for entry in read_entries(file):
+            if entry.name in found:
+                raise ValueError(f"experiment {entry.name!r} is defined twice: in {found[entry.name].file} and {file}")
+            found[entry.name] = entry
+    return found
+
+
+def read_entries(file: Path) -> list[Entry]:
+    """The described top-level assignments of a config file. The file is parsed, not run.
+
+    Raises ValueError where it does not parse.
+    """
+    try:
+        body = ast.parse(file.read_text(), filename=str(file)).body
+    except SyntaxError as error:
+        raise ValueError(f"{file} line {error.lineno} does not parse: {error.msg}") from error
+    result = []
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
+            continue
+        match following:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                result.append(Entry(node.targets[0].id, file, text))
+    return result
+
+
+def load(name: str) -> "Experiment":
+    """The experiment of this name, or of `path/to/file.py:name`.
+
+    Raises UnknownName with the closest names, FileNotFoundError, or ValueError where it is no Experiment.
+    """
+    from openpi_train.experiment import Experiment
+
+    if ".py" in name:
+        file, _, attribute = name.partition(":")
+        experiment = getattr(_import_file(Path(file)), attribute, None) if attribute else None
+        if experiment is None:
+            names = ", ".join(entry.name for entry in read_entries(Path(file))) or "none with a description below it"
+            raise UnknownName(f"{name!r}: give the experiment as file.py:name; {file} has {names}")
+        short = attribute
+    else:
+        known = entries()
+        if name not in known:
+            raise UnknownName(unknown(name, known, "experiment"))
+        module = importlib.import_module(f"{_configs_package()}.{known[name].file.stem}")
+        experiment, short = getattr(module, name), name
+    if not isinstance(experiment, Experiment):
+        raise ValueError(f"{name!r} is a {type(experiment).__name__}, not an Experiment")
+    return dataclasses.replace(experiment, name=short)
+
+
+def description(name: str) -> str:
+    """What the author of an experiment says of it; empty where it has no description."""
+    if ".py" in name:
+        file, _, attribute = name.partition(":")
+        return next((entry.description for entry in read_entries(Path(file)) if entry.name == attribute), "")
+    return entries()[name].description
+
+
+def unknown(name: str, known, what: str) -> str:
+    """The message for a name that is not known: the closest ones, or all."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    if close:
+        return f"unknown {what} {name!r}; did you mean {' or '.join(close)}? (all: python -m openpi_train list)"
+    return f"unknown {what} {name!r}; known: {', '.join(known)}"
+
+
+def _configs_directory() -> Path:
+    spec = importlib.util.find_spec(_configs_package())
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _configs_package() -> str:
+    """`openpi_train_configs` where the project is installed, else the checkout's `configs/` under that name."""
+    if CONFIGS not in sys.modules and importlib.util.find_spec(CONFIGS) is None:
+        init = Path(__file__).resolve().parent.parent / "configs" / "__init__.py"
+        spec = importlib.util.spec_from_file_location(CONFIGS, init, submodule_search_locations=[str(init.parent)])
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[CONFIGS] = module
+        spec.loader.exec_module(module)
+    return CONFIGS
+
+
+def _import_file(file: Path):
+    """Import an experiment file that lies outside the package, from its own folder.
+
+    The folder stays on `sys.path`, which spawned data workers inherit: classes defined in the file can be unpickled.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"experiment file {str(file)!r} does not exist (looked in {Path.cwd()})")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.import_module(file.stem)
+    if Path(module.__file__ or "").resolve() != file.resolve():
+        raise ValueError(f"{file} has the name of another module ({module.__file__}); rename the file")
+    return module

@@ -1,0 +1,246 @@
+"""Process 0's side of the rendezvous: who has come, and may the run start? Read next: `rendezvous.py`, the other side.
+
+The door stays open for the life of the run, so that a stray second process 2 is turned away with a reason. jax itself
+would end the process 2 that is already training.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+
+from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.waiting import Wait
+from openpi_train.runtime.world import listen_host
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 10.0
+_HELLO_LIMIT_BYTES = 1 << 20
+_MOST_DIFFERENCES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a process says of itself. All processes must say the same `facts` (versions, code, configuration)."""
+
+    process_index: int
+    process_count: int
+    host: str
+    token: str
+    facts: dict[str, str]
+    local_name_is_loopback: bool = False
+
+    def who(self) -> str:
+        return f"process {self.process_index} on {self.host}"
+
+
+@dataclasses.dataclass
+class Guest:
+    """One connection to process 0. `hello` is None until its line has come; `gone` once the other end has closed."""
+
+    connection: socket.socket
+    hello: Hello | None = None
+    gone: bool = False
+    same_machine: bool = True
+
+    def answer(self, error: str | None, lost: bool = False) -> None:
+        with contextlib.suppress(OSError):  # it left: its own log says why
+            self.connection.sendall(json.dumps({"error": error, "lost": lost}).encode() + b"\n")
+
+
+class Door:
+    """Process 0's side: listens, hears every guest in a thread of its own, and tells all of them one verdict."""
+
+    def __init__(self, own: Hello, host: str, port: int):
+        self.own = own
+        self.arrivals: queue.Queue[Guest] = queue.Queue()
+        self.started = False
+        # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
+        listen(host, port).close()
+        self.listener = listen(host, port + 1)
+        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    def gather(self, timeout_s: float, cpu_collectives: bool) -> None:
+        """Wait for all guests and give the verdict. Raises like `meet`."""
+        guests: dict[int, Guest] = {}
+        error, kind = None, UsageError
+        wait = Wait(timeout_s)
+        while len(guests) < self.own.process_count - 1 and error is None:
+            if wait.is_over():
+                error, kind = f"{self._missing(guests)}, which never came within {timeout_s:.0f} s", PeerLostError
+                break
+            wait.report(lambda: self._missing(guests))
+            try:
+                error = self._receive(self.arrivals.get(timeout=0.2), guests)
+            except queue.Empty:
+                continue
+        if error is None and cpu_collectives:
+            error = _unreachable_names([self.own, *(_hello(guest) for guest in guests.values())], guests.values())
+        self.started = error is None
+        for guest in guests.values():
+            guest.answer(error, lost=kind is PeerLostError)
+        if error is not None:
+            self._close(error)
+            raise kind(error)
+
+    def _close(self, error: str) -> None:
+        self.listener.close()
+        while not self.arrivals.empty():  # those who came while the verdict fell
+            self.arrivals.get().answer(error)
+
+    def _receive(self, guest: Guest, guests: dict[int, Guest]) -> str | None:
+        """Take in one arrival or departure; what makes the whole run impossible comes back as text."""
+        hello = _hello(guest)
+        present = guests.get(hello.process_index)
+        if guest.gone:
+            if present is guest:
+                del guests[hello.process_index]
+                logger.warning("%s left before all had come; still waiting for it", hello.who())
+            return None
+        error = _disagreement(self.own, hello, _hello(present) if present else None)
+        if error is None:
+            guests[hello.process_index] = guest
+        else:
+            guest.answer(error)
+        return error
+
+    def _missing(self, guests: Mapping[int, Guest]) -> str:
+        count = self.own.process_count
+        missing = [str(index) for index in range(1, count) if index not in guests]
+        present = [self.own.who(), *(_hello(guest).who() for _, guest in sorted(guests.items()))]
+        noun = "process" if len(missing) == 1 else "processes"
+        here = ", ".join(present)
+        return f"waiting for {len(missing)} of {count} processes (here: {here}): {noun} {', '.join(missing)}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return  # closed: the meeting failed
+            threading.Thread(target=self._hear, args=(Guest(connection),), daemon=True).start()
+
+    def _hear(self, guest: Guest) -> None:
+        """Read one guest's line, hand it on, and notice when the guest leaves. Garbage ends here."""
+        with guest.connection as connection:
+            try:
+                guest.same_machine = connection.getpeername()[0] == connection.getsockname()[0]
+                connection.settimeout(_HELLO_TIMEOUT_S)
+                guest.hello = _parse_hello(_read_line(connection))
+                connection.settimeout(None)
+                self._admit(guest, guest.hello)
+            except (ValueError, TimeoutError) as error:
+                logger.warning("ignored a stranger on the rendezvous port: %s", error or "it said nothing")
+            except OSError:
+                pass  # the connection broke, which is a way of leaving
+        if guest.hello is not None:
+            guest.gone = True
+            self.arrivals.put(guest)
+
+    def _admit(self, guest: Guest, hello: Hello) -> None:
+        if hello.token != self.own.token:
+            logger.warning("turned away %s, which belongs to another job", hello.who())
+            guest.answer(f"the run at this address is another job (process 0 on {self.own.host}): use another port")
+        elif self.started:
+            logger.warning("turned away %s: all processes are here already", hello.who())
+            guest.answer(
+                f"the run at this address has started already with all its {self.own.process_count} processes: end it "
+                "first, or use another port"
+            )
+        else:
+            self.arrivals.put(guest)
+            while _connection_is_open(guest.connection):
+                pass
+
+
+def _disagreement(own: Hello, hello: Hello, present: Hello | None) -> str | None:
+    """Why `hello` cannot join process 0's run, in which `present` has its id already; None if it can."""
+    if hello.process_count != own.process_count:
+        return (
+            f"process 0 on {own.host} was started for {own.process_count} processes and {hello.who()} for "
+            f"{hello.process_count}: give all of them the same number"
+        )
+    if hello.process_index == 0 or present is not None:
+        other = present.host if present else own.host
+        return f"process id {hello.process_index} was given twice, on {other} and on {hello.host}: give each its own"
+    different = [
+        f"{name} is {own.facts.get(name, 'absent')} there and {hello.facts.get(name, 'absent')} here"
+        for name in sorted(own.facts.keys() | hello.facts.keys())
+        if own.facts.get(name) != hello.facts.get(name)
+    ]
+    if len(different) > _MOST_DIFFERENCES:
+        different[_MOST_DIFFERENCES:] = [f"and {len(different) - _MOST_DIFFERENCES} more"]
+    if different:
+        there = f"process 0 on {own.host} (there) and {hello.who()} (here)"
+        return f"{there} do not run the same: {'; '.join(different)}. Make them equal on all hosts."
+    return None
+
+
+def _unreachable_names(hellos: Iterable[Hello], guests: Iterable[Guest]) -> str | None:
+    """Why gloo could not connect these hosts: it listens on whatever address the host name resolves to."""
+    bad = sorted({hello.host for hello in hellos if hello.local_name_is_loopback})
+    if not bad or all(guest.same_machine for guest in guests):
+        return None
+    return (
+        f"the host name of {', '.join(bad)} resolves to a loopback address there, where CPU collectives (gloo) would "
+        "listen: give the host name its network address in /etc/hosts"
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, on loopback only if `host` is. Raises UsageError if the port is taken."""
+    address = (listen_host(host), port)
+    try:
+        if address[0]:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            return socket.create_server(address, family=family, backlog=1024)
+        try:
+            return socket.create_server(address, family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            return socket.create_server(address, backlog=1024)  # a kernel without IPv6
+    except OSError as error:
+        raise UsageError(
+            f"port {port} on {socket.gethostname()} cannot be used for the run's coordinator ({error.strerror}): "
+            "another program or an earlier run has it; end that one or give another port"
+        ) from None
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """One line from a peer that may be anybody. Raises ValueError if it is too long or breaks off."""
+    received = b""
+    while not received.endswith(b"\n"):
+        part = connection.recv(65536)
+        if not part or len(received) + len(part) > _HELLO_LIMIT_BYTES:
+            raise ValueError(f"{len(received) + len(part)} bytes that are no line")
+        received += part
+    return received
+
+
+def _connection_is_open(connection: socket.socket) -> bool:
+    """Block until the other end says something (True) or leaves (False)."""
+    return bool(connection.recv(4096))
+
+
+def _parse_hello(line: bytes) -> Hello:
+    try:
+        fields = json.loads(line)
+        hello = Hello(**fields)
+        whole = isinstance(hello.process_index, int) and isinstance(hello.process_count, int)
+        if not whole or not 0 <= hello.process_index < hello.process_count or not isinstance(hello.facts, dict):
+            raise ValueError("wrong types or numbers")
+    except (ValueError, TypeError):
+        raise ValueError(f"{line[:60]!r} is no hello of ours") from None
+    return hello
+
+
+def _hello(guest: Guest) -> Hello:
+    assert guest.hello is not None, "only guests that said hello are handed on"
+    return guest.hello

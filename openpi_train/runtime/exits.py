@@ -1,0 +1,165 @@
+"""Why a run ended: the exit codes, an error class for each, and the guard around `main`. Read next: `world.py`.
+
+Launchers, the Slurm script and CI act on these numbers, so they never change meaning.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
+
+DONE = 0
+BUG = 1  # an exception that nobody planned for: the traceback is the message
+USAGE = 2
+DATA = 3
+CHECKPOINT = 4
+NUMBERS = 5
+PEER_LOST = 70
+PREEMPTED = 75
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+class RunError(Exception):
+    """An error whose message is meant for the user; shown without a traceback. Raise one of the leaves below."""
+
+    exit_code = BUG
+
+
+class UsageError(RunError):
+    """The command line, the configuration or the environment asks for something that cannot be."""
+
+    exit_code = USAGE
+
+
+class DataError(RunError):
+    """A dataset, a record or a statistics file is absent, torn or not what the configuration says."""
+
+    exit_code = DATA
+
+
+class CheckpointError(RunError):
+    """No usable checkpoint where one was asked for, or no room to write one."""
+
+    exit_code = CHECKPOINT
+
+
+class NumbersError(RunError):
+    """A loss or gradient is NaN or infinite."""
+
+    exit_code = NUMBERS
+
+
+class PeerLostError(RunError):
+    """Another process, or the network to it, is gone or does not answer in time."""
+
+    exit_code = PEER_LOST
+
+
+class Preempted(RunError):
+    """The run was asked to stop and has saved everything: start it again to continue. `session.stop()` comes first."""
+
+    exit_code = PREEMPTED
+
+
+# What gloo, NCCL and jax's coordination service write when a peer is gone (gloo's arrive as a builtin ValueError).
+_PEER_LOST_SIGNS = (
+    "Gloo all-",
+    "Gloo reduce",
+    "Gloo collective",
+    "Gloo context initialization failed",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "coordination service",
+    "CoordinationService",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL operation",
+)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that tells a launcher what `error`, or one of its causes, means."""
+    for cause in _chain(error):
+        if isinstance(cause, RunError):
+            return cause.exit_code
+        if isinstance(cause, KeyboardInterrupt):
+            return INTERRUPTED
+        from_runtime = isinstance(cause, RuntimeError | ValueError | OSError)
+        if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
+            return PEER_LOST
+    return BUG
+
+
+_linger_s = 0.0
+
+
+def linger_before_failing(seconds: float) -> None:
+    """Have this process wait so long between its last words and its end, if it does not end well.
+
+    For process 0, which serves the coordination of all: when it goes, jax aborts the others before they can say what
+    they know.
+    """
+    global _linger_s
+    _linger_s = seconds
+
+
+def run_guarded(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and end the process with the exit code that its result or exception means.
+
+    Unless all is well the process leaves through `os._exit`: Python's atexit would wait for minutes in jax's
+    shutdown barrier for peers that are themselves stuck in a collective, waiting for this process.
+    """
+    faulthandler.enable()
+    # `kill -USR2 <process>` prints where every thread is. SIGUSR1 stays free for preemption notices.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    try:
+        code = main() or DONE
+    except SystemExit as ending:  # argparse and tyro end this way, and have said why
+        code = ending.code or DONE
+    except BaseException as error:
+        code = exit_code_of(error)
+        _report(error, code)
+    if code == DONE:
+        sys.exit(DONE)
+    if isinstance(code, str):
+        logger.error("%s", code)
+    _leave(code if isinstance(code, int) else BUG)
+
+
+def _report(error: BaseException, code: int) -> None:
+    if isinstance(error, Preempted):
+        logger.info("%s", error)
+    elif isinstance(error, RunError):
+        logger.error("%s", error)
+        logger.debug("raised here:", exc_info=error)
+    elif code == INTERRUPTED:
+        logger.error("interrupted by Ctrl-C")
+    elif code == PEER_LOST:
+        logger.error("another process or the network to it was lost", exc_info=error)
+    else:
+        logger.error("ended by an unexpected error", exc_info=error)
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all
+            stream.flush()
+    time.sleep(_linger_s)
+    os._exit(code)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

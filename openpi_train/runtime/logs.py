@@ -1,0 +1,63 @@
+"""Where log lines go: a file per process, and one terminal. Read next: `exits.py`, which writes the last line.
+
+Every process writes everything to `<run_dir>/logs/process_<k>.log`. On the terminal process 0 shows what the project
+says at INFO and what libraries say at WARNING; the other processes show only errors.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname).1s process {process_index} %(name)s: %(message)s"
+_TERMINAL_FORMAT = "%(asctime)s %(levelname).1s {who}%(message)s"
+_MARK = "openpi_train_handler"
+
+
+def configure(process_index: int, run_dir: Path | None = None) -> None:
+    """Send this process's log lines to the terminal and, once `run_dir` is known, also to its log file.
+
+    Call it twice: at start without a folder, and again when the run directory is agreed on. Every process calls it.
+    """
+    root = logging.getLogger()
+    # Also the plain one that absl installs when a library logs before us: every line would appear twice.
+    ours_or_plain = [one for one in root.handlers if getattr(one, _MARK, False) or type(one) is logging.StreamHandler]
+    for handler in ours_or_plain:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    _add(root, _terminal(process_index))
+    if run_dir is not None:
+        _add(root, _file(process_index, run_dir))
+
+
+def log_path(run_dir: Path, process_index: int) -> Path:
+    """The log file of one process of a run."""
+    return run_dir / "logs" / f"process_{process_index}.log"
+
+
+def _terminal(process_index: int) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    who = "" if process_index == 0 else f"process {process_index}: "
+    handler.setFormatter(logging.Formatter(_TERMINAL_FORMAT.format(who=who), datefmt="%H:%M:%S"))
+    handler.setLevel(logging.INFO if process_index == 0 else logging.ERROR)
+    handler.addFilter(_quiet_libraries)
+    return handler
+
+
+def _file(process_index: int, run_dir: Path) -> logging.Handler:
+    path = log_path(run_dir, process_index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_FORMAT.format(process_index=process_index)))
+    return handler
+
+
+def _add(root: logging.Logger, handler: logging.Handler) -> None:
+    setattr(handler, _MARK, True)
+    root.addHandler(handler)
+
+
+def _quiet_libraries(record: logging.LogRecord) -> bool:
+    # Orbax and jax report their own steps at INFO, several lines per save: those belong in the file.
+    return record.levelno >= logging.WARNING or record.name.startswith(("openpi_train", "__main__"))

@@ -1,0 +1,110 @@
+"""All processes meet before jax starts, so that whatever keeps them apart has a name. Read next: `door.py`, process 0.
+
+jax aborts the process, uncatchably and naming nothing, when a peer is late, a port is taken or a host name does not
+resolve, and it accepts peers that disagree on the world size. So first every process says who it is to process 0 over
+plain TCP, one port above the coordinator's, and process 0 tells all of them the same verdict. One JSON line each way:
+a `Hello` from the process, `{"error": null or text, "lost": whether somebody never came}` back. The token keeps jobs
+apart; it is no protection from an attacker, and jax's own service has none either: use a trusted network.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Mapping
+
+from openpi_train.runtime.door import Door, Hello
+from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.waiting import Wait
+from openpi_train.runtime.world import World, is_loopback, split_address
+
+
+def meet(world: World, facts: Mapping[str, str], *, timeout_s: float = 300.0, cpu_collectives: bool = False) -> None:
+    """Return once all processes of `world` have met and agree; every process must call it.
+
+    Args:
+        facts: what must be equal everywhere; a difference is reported by its key and both values.
+        cpu_collectives: whether devices will talk through gloo, which needs a host name that other hosts can reach.
+
+    Raises:
+        UsageError: they disagree, an id is used twice, a port is taken, or a host name does not resolve.
+        PeerLostError: not all came within `timeout_s`.
+    """
+    assert world.coordinator is not None
+    hello = Hello(
+        process_index=world.process_index,
+        process_count=world.process_count,
+        host=socket.gethostname(),
+        token=world.token,
+        facts=dict(facts),
+        local_name_is_loopback=_name_is_loopback(),
+    )
+    host, port = split_address(world.coordinator)
+    if world.process_index == 0:
+        Door(hello, host, port).gather(timeout_s, cpu_collectives)
+    else:
+        _visit(hello, host, port, timeout_s)
+
+
+def _visit(own: Hello, host: str, port: int, timeout_s: float) -> None:
+    """The side of all other processes: knock until process 0 opens, say hello, wait for the verdict."""
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise UsageError(
+            f"the coordinator's host name {host!r} does not resolve on {own.host} ({error}): give its address, or a "
+            "name that every host knows"
+        ) from None
+    where = f"process 0 at {host}, port {port + 1}"
+    wait = Wait(timeout_s)
+    while True:
+        try:
+            connection = socket.create_connection((host, port + 1), timeout=2.0)
+            break
+        except OSError as error:
+            reason = str(error)
+        if wait.is_over():
+            raise PeerLostError(
+                f"{own.who()} could not reach {where} within {timeout_s:.0f} s ({reason}): is it running, is the "
+                "address right, and does the firewall let this port and the one below through?"
+            )
+        wait.report(lambda: f"{own.who()} waits for {where}")
+        time.sleep(0.2)
+    with connection:
+        connection.sendall(json.dumps(dataclasses.asdict(own)).encode() + b"\n")
+        verdict = _await_verdict(connection, own, where, timeout_s)
+    if verdict["error"] is not None:
+        raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+
+
+def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> dict:
+    # Process 0 may have begun to wait for the others only now, and it must be the one to say who is missing.
+    wait = Wait(timeout_s + 15.0)
+    connection.settimeout(1.0)
+    received = b""
+    while not received.endswith(b"\n"):
+        try:
+            part = connection.recv(4096)
+        except TimeoutError:
+            if wait.is_over():
+                raise PeerLostError(f"{where} took {own.who()} in but never gave the sign to start") from None
+            wait.report(lambda: f"{own.who()} is connected and waits until all {own.process_count} processes are here")
+            continue
+        except OSError:
+            part = b""
+        if not part:
+            raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why")
+        received += part
+    with contextlib.suppress(ValueError):
+        verdict = json.loads(received)
+        if isinstance(verdict, dict) and verdict.keys() == {"error", "lost"}:
+            return verdict
+    raise UsageError(f"another program answers for {where}: use another port")
+
+
+def _name_is_loopback() -> bool:
+    try:
+        return is_loopback(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        return False  # a name that does not resolve is gloo's to report

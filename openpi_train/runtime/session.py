@@ -1,0 +1,198 @@
+"""Start and stop jax as one of N processes. Read next: `world.py` (who am I), `rendezvous.py` (do all agree).
+
+`jax.distributed.initialize` is called for one process too: a plain process would add up numbers in another order, and
+a run would then depend on the number of processes and not on its mesh alone; and SIGTERM would not be caught.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import openpi_train
+from openpi_train.runtime import agree, exits, xla
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.world import World, listen_host, split_address
+
+logger = logging.getLogger(__name__)
+
+_LINGER_S = 1.0  # enough for the others to fail of the same cause by themselves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the processes wait for each other, in seconds."""
+
+    rendezvous_s: float = 300.0
+    """For all processes to be started."""
+    connect_s: int = 60
+    """For jax's own handshake, once all have met."""
+    heartbeat_s: int = 40
+    """Silence after which a process counts as lost; outlasts a short break of the network."""
+    shutdown_s: int = 60
+    """For jax's own farewell, once all have finished."""
+
+
+def start(
+    world: World,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    devices_per_process: int | None = None,
+    timeouts: Timeouts | None = None,
+) -> World:
+    """Meet the other processes, start jax with them, and return `world` with the coordinator that is in use.
+
+    Every process must call it, once, before anything touches a device.
+
+    Args:
+        facts: what must be equal on all processes besides the code and the library versions: the configuration, as
+            nested dictionaries of JSON values. A difference is reported by its path.
+        devices_per_process: number of CPU devices to make; for runs without accelerators.
+
+    Raises:
+        UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be shared out.
+        PeerLostError: a process did not come in time.
+    """
+    timeouts = timeouts or Timeouts()
+    for note in world.notes:
+        logger.warning("%s", note)
+    if devices_per_process is not None:
+        jax.config.update("jax_num_cpu_devices", devices_per_process)
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    kind = xla.device_kind(platforms, os.environ)
+    for line in xla.apply_settings(kind, os.environ):
+        logger.info("environment: %s", line)
+    _use_compilation_cache()
+    if world.process_count > 1:
+        exits.linger_before_failing(_LINGER_S if world.process_index == 0 else 0.0)
+        meet(
+            world, software() | flat_facts(facts or {}), timeout_s=timeouts.rendezvous_s, cpu_collectives=kind == "cpu"
+        )
+    else:
+        world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
+    _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts)
+    _report(world)
+    return world
+
+
+def stop(timeout_s: float = 300.0) -> None:
+    """Leave the run in order: returns once all processes have called it.
+
+    Only for runs that end well; after an exception `exits.run_guarded` ends the process without it.
+
+    Raises:
+        PeerLostError: a process did not call it within `timeout_s`.
+    """
+    agree.barrier("the end of the run", timeout_s)
+    jax.distributed.shutdown()
+
+
+def software() -> dict[str, str]:
+    """Versions and code of this process, which must be equal on all hosts of a run."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    code = hashlib.sha256()
+    root = Path(openpi_train.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        code.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    versions = {f"version of {package}": importlib.metadata.version(package) for package in packages}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {**versions, "version of python": python, "code of openpi_train": code.hexdigest()[:12]}
+
+
+def flat_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Nested facts as one dictionary of texts: {"a": {"b": 1}} gives {"a.b": "1"}."""
+    flat: dict[str, str] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": text for inner, text in flat_facts(value).items()}
+        else:
+            flat[name] = str(value)
+    return flat
+
+
+def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
+    """The GPUs of this host that are this process's, None for all that it can see.
+
+    One process per host takes all; several take equal shares in order. A process that knows its local index but not
+    how many share the host takes one, as the launchers that set only LOCAL_RANK expect.
+
+    Raises:
+        UsageError: the GPUs cannot be shared out equally.
+    """
+    count = xla.num_gpus(environ)
+    if world.local_count == 1:
+        return None
+    if "CUDA_VISIBLE_DEVICES" in environ and count == 1:
+        return None  # the launcher gave each process its own
+    processes = world.local_count or count
+    if count == 0 or count % processes or world.local_index >= processes:
+        raise UsageError(
+            f"process {world.local_index} of {processes} on this host cannot have an equal share of its {count} GPUs: "
+            "start as many processes as there are GPUs, a number that divides them, or one"
+        )
+    share = count // processes
+    return list(range(world.local_index * share, (world.local_index + 1) * share))
+
+
+def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Timeouts) -> None:
+    assert world.coordinator is not None
+    host, port = split_address(world.coordinator)
+    listen = listen_host(host)
+    _bypass_proxies(host)
+    logger.info("starting jax: process %d of %d, coordinator %s", world.process_index, world.process_count, host)
+    begin = time.monotonic()
+    jax.distributed.initialize(
+        coordinator_address=world.coordinator,
+        num_processes=world.process_count,
+        process_id=world.process_index,
+        local_device_ids=local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=(f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}") if listen else None,
+        initialization_timeout=timeouts.connect_s,
+        heartbeat_timeout_seconds=timeouts.heartbeat_s,
+        shutdown_timeout_seconds=timeouts.shutdown_s,
+    )
+    assert jax.process_count() == world.process_count, "the devices' backend does not see all processes"
+    logger.info("jax started in %.1f s", time.monotonic() - begin)
+
+
+def _report(world: World) -> None:
+    """One line per host on process 0: who is there, with what."""
+    devices = jax.local_devices()
+    own = f"process {world.process_index}: {len(devices)} x {devices[0].device_kind}"
+    everyone = agree.gather("who is there", [socket.gethostname(), own])
+    for host in dict.fromkeys(host for host, _ in everyone):
+        logger.info("%s: %s", host, "; ".join(line for name, line in everyone if name == host))
+
+
+def _use_compilation_cache() -> None:
+    folder = xla.compilation_cache_dir(os.environ)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    if jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
+        logger.info("compiled programs are kept in %s (JAX_ENABLE_COMPILATION_CACHE=false: not)", folder)
+
+
+def _bypass_proxies(host: str) -> None:
+    """Keep the coordinator's connections away from an HTTP proxy, which would swallow them."""
+    if not any(name.lower().endswith("_proxy") for name in os.environ):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
+    jax.config.update("jax_check_proxy_envs", False)  # it warns of every proxy variable, also of those bypassed
+
+
+def _free_port() -> int:
+    """A port nobody listens on, for a coordinator that only this process will ever reach."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,259 @@
+"""Who this process is among all processes of the run. Pure: reads flags and an environment, starts nothing.
+
+Read next: `session.py`, which starts jax with the answer, and `rendezvous.py`, which checks that all agree on it.
+
+The first of these that speaks is believed: explicit flags, RANK-style variables (what our launchers set), a Slurm step,
+Open MPI, and else the process is alone. Detection by jax itself is never used: it differs between releases, gives
+every process one GPU under Slurm, and fails in a Kubernetes pod without a service account.
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Mapping
+
+from openpi_train.runtime.exits import UsageError
+
+TOKEN_VARIABLE = "OPENPI_TRAIN_JOB_TOKEN"
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldFlags:
+    """What a user may say on the command line; all three, or none to have it detected."""
+
+    coordinator: str | None = None
+    """Address of process 0 as host:port. The port and the one after it must be free there."""
+    num_processes: int | None = None
+    """Number of processes of the run."""
+    process_id: int | None = None
+    """This process, from 0 to num_processes - 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """One process's place. `local_count` is None where nobody said how many processes share this host."""
+
+    process_index: int
+    process_count: int
+    local_index: int
+    local_count: int | None
+    coordinator: str | None
+    """host:port, or None for a process alone, which takes a free port of its own."""
+    source: str
+    """"flags", "environment", "slurm", "openmpi" or "alone"."""
+    token: str = dataclasses.field(default="", repr=False)
+    """Word that all processes of the job know; the rendezvous turns away whoever says another."""
+    notes: tuple[str, ...] = ()
+    """What was seen in the environment and not obeyed, with the reason."""
+
+    def __post_init__(self):
+        if self.process_count < 1 or not 0 <= self.process_index < self.process_count:
+            raise UsageError(
+                f"process {self.process_index} of {self.process_count} (from {self.source}) cannot be: "
+                "ids run from 0 to the number of processes less one"
+            )
+        if self.local_count is not None and not 0 <= self.local_index < self.local_count:
+            raise UsageError(
+                f"local process {self.local_index} of {self.local_count} on this host (from {self.source}) cannot be: "
+                "check LOCAL_RANK and LOCAL_WORLD_SIZE"
+            )
+        if self.coordinator is not None:
+            split_address(self.coordinator)
+
+
+def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
+    """This process's place, from the first source that speaks.
+
+    Raises:
+        UsageError: a source speaks but says too little or nonsense (RANK without WORLD_SIZE, a word for a number).
+    """
+    world = _from_flags(flags) or _from_environment(environ) or _from_slurm(environ) or _from_openmpi(environ)
+    world = world or _alone(environ)
+    return dataclasses.replace(world, token=environ.get(TOKEN_VARIABLE) or world.token)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" ("[::1]:port" for IPv6)."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    # 65534, since the rendezvous listens one port higher.
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
+        raise UsageError(f"coordinator address {address!r} is not host:port with a port from 1 to 65534")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine by a name that no other machine can use."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen_host(host: str) -> str:
+    """Where process 0 listens for those who know it as `host`: loopback if that is loopback, else everywhere ("")."""
+    if not is_loopback(host):
+        return ""
+    return "::1" if ":" in host else "127.0.0.1"
+
+
+def _from_flags(flags: WorldFlags) -> World | None:
+    given = {
+        "--coordinator": flags.coordinator,
+        "--num-processes": flags.num_processes,
+        "--process-id": flags.process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        present = ", ".join(name for name in given if name not in missing)
+        raise UsageError(f"{present} given without {', '.join(missing)}; give all three, or none to have it detected")
+    assert flags.num_processes is not None and flags.process_id is not None
+    local_index, local_count = _place_on_host(flags.coordinator, flags.process_id, flags.num_processes)
+    return World(
+        process_index=flags.process_id,
+        process_count=flags.num_processes,
+        local_index=local_index,
+        local_count=local_count,
+        coordinator=flags.coordinator,
+        source="flags",
+    )
+
+
+def _from_environment(environ: Mapping[str, str]) -> World | None:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if rank is None and (size is None or size == 1):
+        return None
+    needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if size != 1 else [])
+    missing = [name for name in needed if name not in environ]
+    if missing or rank is None or size is None:
+        present = [f"{name}={environ[name]}" for name in _RANK_VARIABLES if name in environ]
+        raise UsageError(
+            f"the environment says {' '.join(present)} but not {', '.join(missing)}: set "
+            f"{'it' if len(missing) == 1 else 'them'} too, or unset RANK and WORLD_SIZE to train alone"
+        )
+    coordinator = None
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        coordinator = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    local_index, local_count = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
+    if local_index is None:
+        local_index, local_count = _place_on_host(coordinator, rank, size)
+    return World(
+        process_index=rank,
+        process_count=size,
+        local_index=local_index,
+        local_count=local_count,
+        coordinator=coordinator,
+        source="environment",
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> World | None:
+    """A task of a Slurm step, started by srun. A batch script or an ssh login into an allocation is none."""
+    if "SLURM_STEP_NODELIST" not in environ:
+        return None
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    values = {name: _number(environ, name) for name in names}
+    missing = [name for name, value in values.items() if value is None]
+    if missing or "SLURM_STEP_TASKS_PER_NODE" not in environ:
+        missing = missing or ["SLURM_STEP_TASKS_PER_NODE"]
+        raise UsageError(f"a Slurm step without {', '.join(missing)}: start with srun, or give --coordinator etc.")
+    job, count, index, local_index, node = (values[name] or 0 for name in names)
+    return World(
+        process_index=index,
+        process_count=count,
+        local_index=local_index,
+        local_count=slurm_counts(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+        coordinator=f"{first_slurm_host(environ['SLURM_STEP_NODELIST'])}:{_job_port(job)}",
+        source="slurm",
+        token=f"slurm-{job}.{environ.get('SLURM_STEP_ID', '')}.{environ.get('SLURM_RESTART_COUNT', '')}",
+    )
+
+
+def _from_openmpi(environ: Mapping[str, str]) -> World | None:
+    """A process of mpirun. Its coordinator is mpirun's own host, where rank 0 runs unless told otherwise."""
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    prefix = "OMPI_COMM_WORLD_"
+    count, index, local_index, local_count = (
+        _number(environ, prefix + name) for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    if count is None or index is None or local_index is None or local_count is None:
+        raise UsageError(f"{prefix}SIZE is set but not {prefix}RANK, _LOCAL_RANK and _LOCAL_SIZE: start with mpirun")
+    # "<jobid>;tcp://10.0.0.1,10.1.0.1:43210": Open MPI 4; later ones do not say where mpirun runs.
+    uri = re.search(r"tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_count == count else uri and uri.group(1))
+    if not host:
+        raise UsageError("mpirun does not say where process 0 runs: pass its address with mpirun -x MASTER_ADDR=<host>")
+    job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE", "")
+    return World(
+        process_index=index,
+        process_count=count,
+        local_index=local_index,
+        local_count=local_count,
+        coordinator=f"{host}:{environ.get('MASTER_PORT') or _job_port(zlib.crc32(job.encode()))}",
+        source="openmpi",
+        token=f"openmpi-{job}",
+    )
+
+
+def _alone(environ: Mapping[str, str]) -> World:
+    """A process by itself, with a note for all that looks like a cluster but is too little to act on."""
+    notes = []
+    if "SLURM_JOB_ID" in environ:
+        notes.append(
+            f"inside Slurm job {environ['SLURM_JOB_ID']} but not in a step of it (a batch script, salloc or an ssh "
+            "login): training alone in this process; use srun to start one process per task"
+        )
+    unused = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK") if name in environ]
+    if unused:
+        notes.append(f"{', '.join(unused)} set without RANK and WORLD_SIZE: not used, training alone in this process")
+    return World(
+        process_index=0,
+        process_count=1,
+        local_index=0,
+        local_count=1,
+        coordinator=None,
+        source="alone",
+        notes=tuple(notes),
+    )
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: "gpu[07-09,12],x" gives "gpu07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if first is None:
+        raise UsageError(f"Slurm node list {nodelist!r} names no host")
+    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first.group())
+
+
+def slurm_counts(tasks_per_node: str) -> list[int]:
+    """Tasks on each node of a step: "4(x2),3" gives [4, 4, 3]."""
+    counts = []
+    for part in tasks_per_node.split(","):
+        parsed = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if parsed is None:
+            raise UsageError(f"Slurm tasks per node {tasks_per_node!r} is not of the form 4(x2),3")
+        counts += [int(parsed[1])] * int(parsed[2] or 1)
+    return counts
+
+
+def _place_on_host(coordinator: str | None, index: int, count: int) -> tuple[int, int]:
+    """Local index and count where nobody said: all on one host if its address is loopback, else one per host."""
+    if coordinator is None or is_loopback(split_address(coordinator)[0]):
+        return index, count
+    return 0, 1
+
+
+def _job_port(job: int) -> int:
+    # Even, so that the rendezvous port of one job is not the port of the next; below the ports that kernels give out.
+    return 12000 + 2 * (job % 10000)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name)
+    if value is None:
+        return None
+    if not value.isdecimal():
+        raise UsageError(f"{name}={value!r} in the environment is not a whole number")
+    return int(value)

@@ -1,0 +1,68 @@
+"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage.
+
+Read next: `prepare.py`, `data/rlds_index.py`, `data/repack.py`.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `data <what> ...`. Returns the exit code; raises ValueError, FileNotFoundError and DataError with advice."""
+    given = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    given.run(given)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
+    what = parser.add_subparsers(required=True, metavar="prepare|index|repack")
+    prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
+    prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
+    prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
+    prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
+    prepare.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    prepare.set_defaults(run=_prepare)
+    index = what.add_parser("index", help="index an RLDS dataset now rather than at the first run")
+    repack = what.add_parser("repack", help="copy an RLDS dataset into step-level records for slow storage")
+    for form in (index, repack):
+        form.add_argument("path", help="<data_dir>/<name> or <data_dir>/<name>/<version>")
+        form.add_argument("--split", default="train", help='a split, or several as "train+val" (%(default)s)')
+        form.add_argument("--on-bad-record", choices=("error", "skip"), default="error", help="(%(default)s)")
+    index.set_defaults(run=_index)
+    repack.add_argument("out", type=Path, help="directory to make")
+    repack.set_defaults(run=_repack)
+    return parser
+
+
+def _prepare(given: argparse.Namespace) -> None:
+    from openpi_train.tools.prepare import prepare
+
+    made = prepare(
+        given.directory, episodes_per_task=given.episodes_per_task, image_size=given.image_size, seed=given.seed
+    )
+    print(f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}")
+
+
+def _source(given: argparse.Namespace):
+    from openpi_train.data.rlds import Rlds
+
+    return Rlds(path=given.path, split=given.split, on_bad_record=given.on_bad_record).open()
+
+
+def _index(given: argparse.Namespace) -> None:
+    source = _source(given)
+    print(
+        f"{given.path}, {given.split}: {source.num_episodes} episodes, {source.num_steps} control steps, "
+        f"{source.num_dropped} bad records left out; cameras {', '.join(source.cameras)}; "
+        f"columns {', '.join(source.columns)}; {len(source.prompts)} instructions"
+    )
+
+
+def _repack(given: argparse.Namespace) -> None:
+    from openpi_train.data.repack import repack
+
+    print(f"wrote {repack(_source(given), given.out)}; read it with --data.datasets.0.source of type StepArray")

@@ -1,0 +1,294 @@
+"""The `data prepare` verb: writes the embedded dataset, tabletop episodes by the scripted expert, with its tokenizer.
+
+Read next: `envs/tabletop_expert.py` (who acts), `data/rlds_write.py` (how it is stored).
+
+What is written lies in one folder that appears as a whole: the RLDS dataset, `tokenizer.model`, and `prepared.json`
+with the arguments and the checksum of every file.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from openpi_train.data.rlds_write import write_rlds
+from openpi_train.data.tokenizer import train_tokenizer
+from openpi_train.envs import tabletop
+from openpi_train.envs.tabletop_expert import demonstrate
+
+logger = logging.getLogger(__name__)
+
+NAME, VERSION = "tabletop", "1.0.0"
+MANIFEST = "prepared.json"
+TOKENIZER = "tokenizer.model"
+# Part of the fingerprint: raise it with every change of the world, the expert or the layout of what is written.
+REVISION = 1
+# Steps recorded after the success is established, so that a policy learns to stay there.
+TAIL_STEPS = 1
+# Episodes of each task simulated at a time, and how many failed times in a row mean that the expert is broken.
+ROUND_SIZE = 8
+MAX_ROUNDS_WITHOUT_SUCCESS = 4
+# Pixels of one camera rendered at a time (256 pictures of 64x64): bounds the memory for larger pictures.
+RENDER_PIXELS = 2**20
+# Upper limit of the tokenizer: 256 bytes, 4 special pieces, the characters, and the instructions' words.
+VOCAB_SIZE = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Where a prepared dataset lies, and how large it is: `num_episodes` and `num_steps` by split."""
+
+    dataset: Path
+    tokenizer: Path
+    num_episodes: dict[str, int]
+    num_steps: dict[str, int]
+
+
+def default_directory() -> Path:
+    """Where datasets go unless told otherwise: `$OPENPI_TRAIN_HOME/datasets`, or below `~/.cache/openpi_train`."""
+    home = os.environ.get("OPENPI_TRAIN_HOME") or "~/.cache/openpi_train"
+    return Path(home).expanduser() / "datasets"
+
+
+def prepare(
+    directory: str | Path | None = None,
+    *,
+    episodes_per_task: int = 24,
+    val_episodes_per_task: int = 4,
+    image_size: int = 64,
+    seed: int = 0,
+) -> Prepared:
+    """Write `<directory>/tabletop/1.0.0` and `<directory>/tabletop/tokenizer.model`, or reuse them where complete.
+
+    The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted. One process of
+    a run must call it, before the others read.
+
+    Args:
+        directory: The datasets' folder, `default_directory()` if None.
+        episodes_per_task: Successful episodes of each task in `train`; `val_episodes_per_task` in `val`, from other
+            seeds.
+        image_size: Height and width of both cameras' pictures.
+
+    Raises:
+        ValueError: A number is out of range.
+        RuntimeError: The expert keeps failing a task, which means that the environment is broken.
+    """
+    if min(episodes_per_task, val_episodes_per_task) < 1:
+        raise ValueError(
+            f"episodes_per_task {episodes_per_task} and val_episodes_per_task {val_episodes_per_task} must be positive"
+        )
+    root = (default_directory() if directory is None else Path(directory).expanduser()) / NAME
+    counts = {"train": episodes_per_task, "val": val_episodes_per_task}
+    env = tabletop.Tabletop(image_size=image_size)
+    instructions = [env.instruction(task) for task in range(len(env.tasks))]
+    arguments = {
+        "revision": REVISION,
+        "episodes": counts,
+        "image_size": image_size,
+        "seed": seed,
+        "tasks": instructions,
+    }
+    manifest = _complete(root, arguments)
+    if manifest is not None:
+        logger.info("%s is complete already: reused", root)
+        return _prepared(root, manifest)
+    draft = root.with_name(f".{NAME}.incomplete.{os.getpid()}")
+    started = time.monotonic()
+    try:
+        manifest = _write(draft, env, counts, seed, arguments)
+        _move_aside(root)
+        os.replace(draft, root)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    prepared = _prepared(root, manifest)
+    logger.info(
+        "%s written: %s episodes, %s steps, in %.0f s",
+        root, prepared.num_episodes, prepared.num_steps, time.monotonic() - started,
+    )  # fmt: skip
+    return prepared
+
+
+def _write(draft: Path, env: tabletop.Tabletop, counts: dict[str, int], seed: int, arguments: dict[str, Any]) -> dict:
+    num_steps = dict.fromkeys(counts, 0)
+
+    def counted(split: str) -> Iterator[dict[str, Any]]:
+        for episode in _episodes(env, split, counts[split], seed):
+            num_steps[split] += len(episode["steps"]["is_first"])
+            yield episode
+
+    # write_rlds adds the dataset's name; the draft must hold the version and the tokenizer side by side.
+    written = write_rlds(
+        draft, name=NAME, version=VERSION, features=_features(env.image_size),
+        splits={split: counted(split) for split in counts},
+        description="Episodes of openpi_train's embedded tabletop environment, by its scripted expert.",
+    )  # fmt: skip
+    os.replace(written, draft / VERSION)
+    written.parent.rmdir()
+    train_tokenizer(_texts(arguments["tasks"]), draft / TOKENIZER, VOCAB_SIZE)
+    files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
+    num_episodes = {split: count * len(env.tasks) for split, count in counts.items()}
+    manifest = {"arguments": arguments, "num_episodes": num_episodes, "num_steps": num_steps, "files": files}
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of what lies at `root`, if it was made with these arguments and every file is as it was."""
+    if not root.exists():
+        return None
+    try:
+        manifest = json.loads((root / MANIFEST).read_text())
+        if manifest["arguments"] != arguments:
+            logger.info("%s was made with other arguments: writing it anew", root)
+            return None
+        torn = [name for name, digest in manifest["files"].items() if _digest(root / name) != digest]
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("%s is incomplete (%s): writing it anew", root, error)
+        return None
+    if torn:
+        logger.warning("%s is damaged (%s): writing it anew", root, ", ".join(torn))
+        return None
+    return manifest
+
+
+def _move_aside(root: Path) -> None:
+    if root.exists():
+        free = (root.with_name(f"{root.name}.aside-{number}") for number in itertools.count(1))
+        target = next(path for path in free if not path.exists())
+        root.rename(target)
+        logger.warning("what lay at %s is now at %s", root, target)
+
+
+def _prepared(root: Path, manifest: dict[str, Any]) -> Prepared:
+    return Prepared(
+        dataset=root / VERSION,
+        tokenizer=root / TOKENIZER,
+        num_episodes=manifest["num_episodes"],
+        num_steps=manifest["num_steps"],
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _episodes(env: tabletop.Tabletop, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Successful episodes, the tasks taking turns."""
+    missing = np.full(len(env.tasks), episodes_per_task)
+    barren_rounds = 0
+    for round_number in itertools.count():
+        if not missing.any():
+            return
+        if barren_rounds == MAX_ROUNDS_WITHOUT_SUCCESS:
+            failing = [name for name, count in zip(env.tasks, missing, strict=True) if count]
+            raise RuntimeError(f"the expert failed {ROUND_SIZE * barren_rounds} times in a row at {failing}")
+        tasks = np.tile(np.arange(len(env.tasks)), ROUND_SIZE)
+        attempts = round_number * ROUND_SIZE + np.arange(ROUND_SIZE).repeat(len(env.tasks))
+        seeds = [
+            zlib.crc32(f"{seed}/{split}/{env.tasks[task]}/{attempt}".encode())
+            for task, attempt in zip(tasks, attempts, strict=True)
+        ]
+        barren_rounds += 1
+        for episode in _round(env, np.asarray(seeds, np.uint32), tasks, missing):
+            barren_rounds = 0
+            yield episode
+
+
+def _round(env: tabletop.Tabletop, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
+    """The successful ones of a batch of episodes, as many of each task as are `missing` (which it counts down)."""
+    # On the CPU wherever the run is: the dataset must not depend on the accelerator.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        keys = jax.vmap(jax.random.key)(seeds)
+        before, commands, after = demonstrate(env.reset(keys, jnp.asarray(tasks)), keys, num_steps=env.max_steps)
+        succeeded = np.asarray(after.goal_steps >= tabletop.HOLD_STEPS)
+        # The first scene in which the success shows, counted like the scenes before each step.
+        reached = np.where(succeeded.any(0), succeeded.argmax(0) + 1, env.max_steps)
+        kept = []
+        for row in np.flatnonzero(reached + TAIL_STEPS < env.max_steps):
+            if missing[tasks[row]]:
+                missing[tasks[row]] -= 1
+                kept.append(row)
+        lengths = [int(reached[row]) + 1 + TAIL_STEPS for row in kept]
+        if not kept:
+            return
+        steps = np.concatenate([np.arange(length) for length in lengths])
+        scenes = jax.tree.map(lambda leaf: np.asarray(leaf)[steps, np.repeat(kept, lengths)], before)
+        columns = _observed(env, scenes)
+        columns["action"] = np.asarray(commands)[steps, np.repeat(kept, lengths)]
+    for row, length, end in zip(kept, lengths, np.cumsum(lengths), strict=True):
+        episode = jax.tree.map(lambda column, end=end, length=length: column[end - length : end], columns)
+        yield _record(episode, env, int(tasks[row]), int(seeds[row]))
+
+
+def _observed(env: tabletop.Tabletop, scenes: Any) -> dict[str, Any]:
+    """Pictures and proprioception of a batch of scenes, rendered in pieces of one size (compiled once)."""
+    total = len(scenes.task)
+    piece = max(1, RENDER_PIXELS // env.image_size**2)
+    pieces = []
+    for start in range(0, total, piece):
+        # The last piece is filled up with its first scenes.
+        rows = np.resize(np.arange(start, min(start + piece, total)), piece)
+        seen = env.observe(jax.tree.map(lambda leaf, rows=rows: leaf[rows], scenes))
+        pieces.append(
+            {"state": np.asarray(seen.state), **{name: np.asarray(seen.images[name]) for name in env.cameras}}
+        )
+    return {"observation": {name: np.concatenate([one[name] for one in pieces])[:total] for name in pieces[0]}}
+
+
+def _record(columns: dict[str, Any], env: tabletop.Tabletop, task: int, seed: int) -> dict[str, Any]:
+    """One episode as the features say."""
+    length = len(columns["action"])
+    last = np.arange(length) == length - 1
+    steps = {
+        **columns,
+        "language_instruction": [env.instruction(task)] * length,
+        "is_first": np.arange(length) == 0,
+        "is_last": last,
+        "is_terminal": last,
+        "reward": last.astype(np.float32),
+        "discount": (~last).astype(np.float32),
+    }
+    metadata = {"episode_id": f"{env.tasks[task]}/{seed:08x}", "task": env.tasks[task], "success": True, "seed": seed}
+    return {"steps": steps, "episode_metadata": metadata}
+
+
+def _features(image_size: int) -> Any:
+    """The dataset's features: BridgeData V2's layout with two cameras."""
+    from tensorflow_datasets import features
+
+    picture = features.Image(shape=(image_size, image_size, 3), dtype=np.uint8, encoding_format="jpeg")
+    vector = features.Tensor(shape=(7,), dtype=np.float32)
+    step = {
+        "observation": features.FeaturesDict({**dict.fromkeys(tabletop.CAMERAS, picture), "state": vector}),
+        "action": vector,
+        "language_instruction": features.Text(),
+        **dict.fromkeys(("is_first", "is_last", "is_terminal"), features.Scalar(dtype=np.bool_)),
+        **dict.fromkeys(("reward", "discount"), features.Scalar(dtype=np.float32)),
+    }
+    metadata = {
+        "episode_id": features.Text(),
+        "task": features.Text(),
+        "success": features.Scalar(dtype=np.bool_),
+        "seed": features.Scalar(dtype=np.int64),
+    }
+    return features.FeaturesDict({"steps": features.Dataset(step), "episode_metadata": features.FeaturesDict(metadata)})
+
+
+def _texts(instructions: list[str]) -> Iterator[str]:
+    """What the tokenizer learns from: the instructions, and pi0.5's prompts with every state bin."""
+    for repeat, instruction in itertools.product(range(8), instructions):
+        bins = " ".join(str((repeat * 32 + number) % 256) for number in range(-1, 31))
+        yield instruction
+        yield f"Task: {instruction}, State: {bins};\nAction: "

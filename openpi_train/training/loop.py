@@ -1,0 +1,36 @@
+"""The training loop of every run. Read next: `step.py` for what a step is, `run.py` for how the parts are made."""
+
+from openpi_train.runtime.exits import Preempted
+from openpi_train.training.run import Run
+from openpi_train.training.state import TrainState
+
+
+def train(run: Run) -> TrainState:
+    """Take the run from its state's step to its last one. Every process must call it. Returns the final state.
+
+    Raises Preempted after a good save where the processes agreed to stop, NumbersError on a NaN or Inf update.
+    """
+    state, experiment, recorder = run.state, run.experiment, run.recorder
+    first, total = int(state.step), experiment.num_train_steps
+    if first == 0:
+        run.evaluate(0, state)
+    step_function = run.compile_step(state)
+    for step in range(first + 1, total + 1):
+        state, metrics = step_function(state, run.feed.next(state))
+        run.note(step, metrics)
+        stop = run.stop_requested(step)
+        last = stop or step == total
+        if last or step % experiment.log_interval == 0:
+            run.log(step, recorder.read())
+        if step == total or (experiment.eval.interval and step % experiment.eval.interval == 0):
+            with recorder.paused():
+                run.evaluate(step, state)
+        if last or step % experiment.save_interval == 0:
+            recorder.check()
+            with recorder.paused():
+                run.save(step, state)
+        if stop:
+            run.finish()
+            raise Preempted(f"stopped after step {step} of {total} with a good checkpoint; continue with --resume")
+    run.finish()
+    return state

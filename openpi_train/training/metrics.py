@@ -1,0 +1,216 @@
+"""What a run measures, written once by process 0: `metrics.jsonl` always, TensorBoard and wandb where asked.
+
+Read next: `progress.py` (the same numbers for a person who watches).
+"""
+
+import importlib
+import json
+import logging
+import math
+import netrc
+import os
+import pathlib
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from openpi_train.runtime.exits import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """Somewhere that metrics go."""
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Record the values of one optimizer step."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is still held back."""
+        ...
+
+
+class Metrics:
+    """The run's metric writers; on every process but 0 it does nothing.
+
+    Args:
+        directory: the run directory.
+        resume_step: the step that the run continues from (0 for a new one). Lines of later steps, which a killed
+            process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step stands once.
+        tensorboard: also write event files to `<directory>/tensorboard`.
+        wandb_project: also write to wandb, under one run id for all resumes; None for not.
+        wandb_config: what wandb shows as the run's configuration.
+
+    Raises:
+        UsageError: the package for TensorBoard or wandb files is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        process_index: int,
+        resume_step: int = 0,
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        wandb_config: Mapping[str, Any] | None = None,
+    ):
+        self._writers: list[Writer] = []
+        self.wandb_id: str | None = None
+        if process_index != 0:
+            return
+        path = pathlib.Path(directory)
+        if tensorboard:
+            self._writers.append(TensorBoard(path / "tensorboard", resume_step))
+        if wandb_project is not None:
+            wandb = Wandb(path, wandb_project, wandb_config or {})
+            self.wandb_id = wandb.run_id
+            self._writers.append(wandb)
+        self._writers.append(JsonLines(path / "metrics.jsonl", resume_step))
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None is unknown."""
+        numbers = {
+            name: value if value is None or isinstance(value, int) else float(value) for name, value in values.items()
+        }
+        for writer in self._writers:
+            writer.log(step, numbers)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        for writer in self._writers:
+            writer.close()
+
+
+class JsonLines:
+    """One JSON object per line, flushed as it is written, every digit kept.
+
+    Reading a number back gives the same bits. NaN, Infinity and -Infinity, unknown to JSON, are strings of that name.
+    """
+
+    def __init__(self, path: pathlib.Path, resume_step: int = 0):
+        if path.exists():
+            _cut_after(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Append a line."""
+        line = {"step": step} | {name: _valid(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, directory: pathlib.Path, resume_step: int = 0):
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise UsageError(
+                "TensorBoard files need tensorboardX: pip install 'openpi_train[tensorboard]', or give --no-tensorboard"
+            ) from error
+        purge = resume_step + 1 if resume_step else None  # TensorBoard hides what an earlier start wrote from here on
+        self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Add a scalar per value."""
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A wandb run. Never asks anything: without an API key it writes offline files, for `wandb sync`."""
+
+    def __init__(self, directory: pathlib.Path, project: str, config: Mapping[str, Any]):
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise UsageError(
+                "--wandb-enabled needs wandb: pip install 'openpi_train[wandb]', or give --no-wandb-enabled"
+            ) from error
+        id_file = directory / "wandb_id.txt"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        self.run_id = id_file.read_text(encoding="utf-8").strip()
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        if mode == "offline":
+            logger.info("wandb: writing offline to %s/wandb (no API key, or WANDB_MODE says so)", directory)
+        self._run: Any = wandb.init(
+            project=project,
+            name=directory.name,
+            id=self.run_id,
+            resume="allow",
+            dir=str(directory),
+            config=dict(config),
+            mode=mode,
+        )
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Log all values under the step."""
+        self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
+    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty where there is no such file."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
+    return [
+        {name: value for name, value in line.items() if name == "step" or name.startswith("val/")}
+        for line in lines
+        if "val/loss" in line
+    ]
+
+
+def _valid(value: float | None) -> float | str | None:
+    if value is None or isinstance(value, int) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _cut_after(path: pathlib.Path, step: int) -> None:
+    """Move the lines of steps after `step`, and a torn last line, to `<stem>.superseded.jsonl`."""
+    kept, cut = [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        (kept if _step_of(line) <= step else cut).append(line + "\n")
+    if not cut:
+        return
+    side = path.with_name(path.stem + ".superseded.jsonl")
+    with side.open("a", encoding="utf-8") as file:
+        file.writelines(cut)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)
+    logger.info("moved %d metric lines of steps after %d to %s: they are trained again", len(cut), step, side.name)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,119 @@
+"""`Run`: the parts of a started run, and what the loop asks of them. Read next: `start.py`, which makes one."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from openpi_train.data.feed import Feed
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.runtime import preempt
+from openpi_train.training.checkpoint import Checkpoints
+from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.init import StateLayout
+from openpi_train.training.metrics import Metrics
+from openpi_train.training.progress import ProgressReport
+from openpi_train.training.recorder import Recorder
+from openpi_train.training.state import TrainState
+from openpi_train.training.step import StepFunction, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """One process's view of a run. All of it is made before the loop starts; `history`, the evaluations, grows."""
+
+    experiment: Experiment
+    directory: Path
+    trainer: Trainer
+    layout: StateLayout
+    state: TrainState
+    feed: Feed
+    recorder: Recorder
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    metrics: Metrics
+    progress: ProgressReport
+    norm_stats: Mapping[str, Any]
+    history: list[dict[str, Any]]
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def compile_step(self, state: TrainState) -> StepFunction:
+        """The compiled step, with a log line for how long that took."""
+        logger.info("compiling the training step (a first time can take minutes)")
+        self.feed.start()  # data workers start meanwhile
+        started = time.perf_counter()
+        batch = self.experiment.model.batch_spec(self.experiment.batch_size, self.experiment.data.cameras)
+        compiled = self.trainer.compile_step(self.layout.shardings, state, batch)
+        logger.info("compiled the training step in %.1f s", time.perf_counter() - started)
+        self.recorder.restart_clock()
+        return compiled
+
+    def note(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note what a step reported (device arrays), and show how far the run is."""
+        self.recorder.add(step, metrics)
+        step_s, wait_s = self.recorder.last_step_s()
+        self.progress.advance(step, step_s=step_s, wait_s=wait_s)
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write one line of metrics."""
+        self.metrics.log(step, values)
+        self.progress.report(values)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluate on the held-out rows, write the result, and let the checkpoint compete for the best."""
+        started = time.perf_counter()
+        values = self.evaluator(state)
+        if not values:
+            return
+        logger.info(
+            "held-out, step %d: %s (%.1f s)",
+            step,
+            ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items()),
+            time.perf_counter() - started,
+        )
+        self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
+        self.history.append({"step": step, **values})
+        self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Start saving a checkpoint."""
+        stall_s = self.checkpoints.save(
+            state,
+            data_position=self.feed.position(),
+            experiment=as_json(self.experiment),
+            norm_stats=self.norm_stats,
+            extra={"wandb_id": self.metrics.wandb_id},
+        )
+        logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
+        self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
+
+    def stop_requested(self, step: int) -> bool:
+        """Whether all processes stop after this step."""
+        return preempt.stop_requested(step)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, write `results.json`, close everything. Every process must call it."""
+        self.checkpoints.close()
+        self.feed.close()
+        self.progress.close()
+        self.metrics.close()
+        if jax.process_index() == 0:
+            results = {
+                "experiment": self.experiment.name,
+                "exp_name": self.experiment.exp_name,
+                "directory": str(self.directory),
+                "steps": self.checkpoints.steps(),
+                "best_step": self.checkpoints.best.step if self.checkpoints.best else None,
+                "evaluations": self.history,
+                "seconds": time.perf_counter() - self.started,
+                "processes": jax.process_count(),
+                "devices": jax.device_count(),
+            }
+            (self.directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")

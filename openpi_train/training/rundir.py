@@ -1,0 +1,243 @@
+"""The directory of a run: opened, never overwritten, with a record of what was run and on what.
+
+    <checkpoint_base_dir>/<experiment>/<exp_name>/experiment.json    the experiment, as last started
+                                                  environment.json   one entry per start: versions, devices, command
+
+Read next: `checkpoint.py` (the step directories), `metrics.py`.
+"""
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.training.agreement import from_process_0
+from openpi_train.training.files import read_json, set_aside, write_json
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+# Fields that a resumed run may not change: another value is another network or another optimizer state.
+_FIXED = re.compile(r"(model\..*|optimizer\.__class__|freeze)")
+# Fields that cannot change what is learned from here on.
+_HARMLESS = re.compile(
+    r"(model\.remat.*|exp_name|num_train_steps|num_workers|(log|save)_interval|keep_(last|period)|eval\..*|on_nan|resume"
+    r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
+    r"|fsdp_devices|sharding\..*|grad_accum)"
+)
+_RECORDED_VARIABLES = re.compile(
+    r"(JAX|XLA|NCCL|CUDA|SLURM|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
+    r"|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+)
+_SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth)$|secret|passw|credential", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunDir:
+    """An opened run directory. `resumed`: it was there before. `replaced`: where an older run was moved to."""
+
+    path: pathlib.Path
+    resumed: bool = False
+    replaced: pathlib.Path | None = None
+
+
+def open_run(
+    checkpoint_base_dir: str | os.PathLike[str],
+    experiment_name: str,
+    exp_name: str,
+    *,
+    experiment: Mapping[str, Any],
+    resume: bool = False,
+    overwrite: bool = False,
+    process_index: int | None = None,
+    broadcast: Callable[[str, Any], Any] = from_process_0,
+) -> RunDir:
+    """Make or find the run's directory and record the start in it. Every process must call it; process 0 acts.
+
+    Args:
+        experiment: the experiment as JSON values; with `resume` it is compared with the saved one.
+        resume: continue a run that is there; says so and starts where there is none.
+        overwrite: move a run that is there to `<exp_name>.replaced-<time>`; nothing is deleted.
+        process_index: this process's; None asks jax.
+        broadcast: hands process 0's JSON value to all processes, given a name for what is agreed on.
+
+    Raises:
+        UsageError: on every process, for every way in which flags and directory do not fit.
+    """
+    index = jax.process_index() if process_index is None else process_index
+    answer: dict[str, Any] = {}
+    if index == 0:
+        try:
+            run = _open(pathlib.Path(checkpoint_base_dir), experiment_name, exp_name, experiment, resume, overwrite)
+            replaced = str(run.replaced) if run.replaced else None
+            answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced}
+        except (UsageError, OSError) as error:
+            answer = {"error": str(error)}
+    answer = broadcast("open the run directory", answer)
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    path = pathlib.Path(answer["path"])
+    if not (path / "experiment.json").is_file():
+        raise UsageError(
+            f"process {index} on {platform.node()} does not see {path}, which process 0 has just made; "
+            "--checkpoint-base-dir must lie on a file system that all hosts share"
+        )
+    replaced = pathlib.Path(answer["replaced"]) if answer["replaced"] else None
+    return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what is computed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """Where and how this process runs, without secrets."""
+    devices = jax.devices()
+    return {
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": _without_secrets(sys.argv),
+        "directory": os.getcwd(),
+        "host": platform.node(),
+        "process_count": jax.process_count(),
+        "devices": {"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform},
+        "versions": package_versions(),
+        "git": _git_commit(),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _RECORDED_VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        },
+    }
+
+
+def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Every field that differs between two nested JSON values, by dotted path, as (saved, given)."""
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        changes: dict[str, tuple[Any, Any]] = {}
+        for name in [*saved, *(name for name in given if name not in saved)]:
+            changes |= changed_fields(saved.get(name), given.get(name), f"{prefix}{name}.")
+        return changes
+    return {} if saved == given else {prefix.removesuffix("."): (saved, given)}
+
+
+def _open(base, experiment_name, exp_name, experiment, resume, overwrite) -> RunDir:
+    _check_flags(experiment_name, exp_name, resume, overwrite)
+    path = base.absolute() / experiment_name / exp_name
+    is_run = (path / "experiment.json").is_file()
+    # Log files may be opened before the run is.
+    if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - {"logs"}):
+        raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
+    changes: dict[str, tuple[Any, Any]] = {}
+    replaced = None
+    if is_run and overwrite:
+        replaced = set_aside(path, "replaced")
+        logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
+    elif is_run and resume:
+        changes = _check_same_run(path, experiment)
+    elif is_run:
+        raise UsageError(
+            f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
+            "another --exp-name leaves it alone"
+        )
+    elif resume:
+        logger.info("--resume: there is no run in %s yet; starting one", path)
+    path.mkdir(parents=True, exist_ok=True)
+    _record(path, experiment, changes)
+    return RunDir(path=path, resumed=is_run and resume, replaced=replaced)
+
+
+def _check_flags(experiment_name: str, exp_name: str, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other: continue the run, or move it aside?")
+    for flag, name in (("experiment name", experiment_name), ("--exp-name", exp_name)):
+        if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
+            raise UsageError(
+                f"{flag} {name!r} names a directory: it may not be empty, start with a dot or contain a path separator"
+            )
+
+
+def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    try:
+        saved = read_json(path / "experiment.json")
+    except ValueError as error:
+        raise UsageError(f"{path / 'experiment.json'} cannot be read ({error}); put a copy back") from error
+    changes = changed_fields(saved, experiment)
+    fixed = [name for name, values in changes.items() if _FIXED.fullmatch(name) or _switches_ema(name, values)]
+    fixed = [name for name in fixed if not _HARMLESS.fullmatch(name)]
+    if fixed:
+        listing = "\n".join(f"  {name}: the run has {changes[name][0]!r}, given {changes[name][1]!r}" for name in fixed)
+        raise UsageError(
+            f"--resume of {path} with another model or optimizer:\n{listing}\n"
+            "  Give the run's own values, or train the new ones under another --exp-name."
+        )
+    for name, (before, after) in changes.items():
+        if _HARMLESS.fullmatch(name):
+            logger.info("resuming with %s %r (was %r)", name, after, before)
+        else:
+            logger.warning(
+                "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
+                *(name, after, before),
+            )
+    return changes
+
+
+def _switches_ema(name: str, values: tuple[Any, Any]) -> bool:
+    return name == "ema_decay" and (values[0] is None) != (values[1] is None)
+
+
+def _record(path: pathlib.Path, experiment: Mapping[str, Any], changes: Mapping[str, tuple[Any, Any]]) -> None:
+    try:
+        starts = read_json(path / "environment.json")["starts"]
+    except FileNotFoundError:
+        starts = []
+    start = {**environment(), "changed": {name: list(values) for name, values in changes.items()}}
+    write_json(path / "environment.json", {"starts": [*starts, start]})
+    write_json(path / "experiment.json", dict(experiment))
+
+
+def _without_secrets(arguments: list[str]) -> list[str]:
+    """The command line with the values of flags that sound like secrets replaced."""
+    shown, hide = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        secret = flag.startswith("-") and bool(_SECRET.search(flag))
+        if hide and not argument.startswith("-"):
+            shown.append("<hidden>")
+        elif secret and equals:
+            shown.append(f"{flag}=<hidden>")
+        else:
+            shown.append(argument)
+        hide = secret and not equals
+    return shown
+
+
+def _git_commit() -> dict[str, Any] | None:
+    """The commit that this package lies in and whether files differ from it; None outside a checkout."""
+    here = pathlib.Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None

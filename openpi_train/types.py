@@ -1,0 +1,122 @@
+"""Array types that every part shares: the letter legend, `@pytree`, observations and batches.
+
+Read next: `keys.py` (randomness per row), `models/base.py` (who consumes a batch).
+
+Letters in shapes, everywhere in the project:
+
+    b batch rows      t tokens            h action horizon (steps of a chunk)
+    a action dims     s state dims        r flow draws per row
+    d model width     n query heads       k key/value heads      v vocabulary
+    o observation history steps
+"""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen, keyword-only dataclass whose fields are JAX tree children.
+
+    Unflattening skips `__init__`, so that trees of shapes, shardings or specs may stand where arrays
+    do without failing the run-time shape checks that tests switch on.
+    """
+    data_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    names = tuple(field.name for field in dataclasses.fields(data_class))
+
+    def flatten_with_keys(node):
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in names), None
+
+    def flatten(node):
+        return tuple(getattr(node, name) for name in names), None
+
+    def unflatten(_, children):
+        return tree_of(data_class, **dict(zip(names, children, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(data_class, flatten_with_keys, unflatten, flatten)
+    return data_class
+
+
+def tree_of(cls: type[T], **fields: Any) -> T:
+    """A node of a `@pytree` class whose leaves need not be arrays: shapes, shardings, specs."""
+    node = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(node, name, value)
+    return node
+
+
+@pytree
+class Observation:
+    """What a robot policy sees, for a batch of rows.
+
+    `images` and `image_masks` are keyed by the model's camera slots (`base_0_rgb`, ...). A slot that no robot of
+    the run has is simply absent: it costs no tokens. Images are uint8 as shipped, or float32 in [-1, 1].
+    `state` is normalised and padded to the model's action width.
+    """
+
+    images: dict[str, UInt8[Array, "b height width 3"] | Float[Array, "b height width 3"]]
+    image_masks: dict[str, Bool[Array, " b"]]
+    state: Float[Array, "b s"]
+    prompt_tokens: Int[Array, "b t"]
+    prompt_mask: Bool[Array, "b t"]
+
+
+@pytree
+class ActionBatch:
+    """One batch of imitation data: observations and the action chunks that followed them.
+
+    `action_mask` is False on the steps that lie beyond the episode's end (they repeat its last action).
+    `dim_mask` is False on the action dims that only pad the robot's actions to the model's width.
+    `row` is the row's position in the global batch: with seed and step it fixes all of the row's randomness.
+    """
+
+    observation: Observation
+    actions: Float[Array, "b h a"]
+    action_mask: Bool[Array, "b h"]
+    dim_mask: Bool[Array, "b a"]
+    row: Int[Array, " b"]
+
+
+def flatten_rows(batch: Any) -> dict[str, Any]:
+    """Name every leaf of a batch by its path, as data workers do: `image/<slot>`, `image_mask/<slot>`, `state`, ..."""
+    observation = batch.observation
+    return {
+        **{f"image/{slot}": image for slot, image in observation.images.items()},
+        **{f"image_mask/{slot}": mask for slot, mask in observation.image_masks.items()},
+        "state": observation.state,
+        "prompt_tokens": observation.prompt_tokens,
+        "prompt_mask": observation.prompt_mask,
+        "actions": batch.actions,
+        "action_mask": batch.action_mask,
+        "dim_mask": batch.dim_mask,
+        "row": batch.row,
+    }
+
+
+def action_batch(rows: dict[str, Any]) -> ActionBatch:
+    """Build the `ActionBatch` that a flat dictionary of batched columns stands for (inverse of `flatten_rows`)."""
+
+    def slots(prefix):
+        return {name.removeprefix(prefix): value for name, value in sorted(rows.items()) if name.startswith(prefix)}
+
+    observation = tree_of(
+        Observation,
+        images=slots("image/"),
+        image_masks=slots("image_mask/"),
+        state=rows["state"],
+        prompt_tokens=rows["prompt_tokens"],
+        prompt_mask=rows["prompt_mask"],
+    )
+    return tree_of(
+        ActionBatch,
+        observation=observation,
+        actions=rows["actions"],
+        action_mask=rows["action_mask"],
+        dim_mask=rows["dim_mask"],
+        row=rows["row"],
+    )

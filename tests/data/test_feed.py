@@ -1,0 +1,274 @@
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.fake import FakeData
+from openpi_train.data.feed import Feed
+from openpi_train.data.workers import LocalBatches
+from openpi_train.robots.bridge import Bridge
+from openpi_train.runtime.exits import DataError
+from openpi_train.types import flatten_rows
+
+BATCH = 16
+SMALL = FakeData(num_episodes=6, episode_length=9, image_height=12, image_width=16)
+
+
+def sharding(*shape):
+    axes = ("replica", "fsdp")[: len(shape)]
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(shape), devices=devices)
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))
+
+
+def host(batch):
+    return {name: np.asarray(value) for name, value in flatten_rows(batch).items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def feed_of():
+    """Makes feeds and closes them."""
+    feeds = []
+
+    def make(rows, shape=(1,), **options):
+        feeds.append(Feed(rows, batch_size=BATCH, sharding=sharding(*shape), **options))
+        return feeds[-1]
+
+    yield make
+    for feed in feeds:
+        feed.close()
+
+
+@pytest.fixture
+def rows(open_small, mixture_config):
+    return open_small(mixture_config).train
+
+
+def test_the_global_batch_is_the_same_on_any_mesh_and_at_any_call(rows, feed_of):
+    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(4)]
+    for shape in ((1,), (8,), (2, 4)):
+        feed = feed_of(rows, shape)
+        for step in range(4):
+            assert equal(host(feed.next()), expected[step] | {"row": np.arange(BATCH, dtype=np.int32)})
+            assert equal(host(feed.batch(step)), host(feed.batch(step)))
+
+
+def test_batches_lie_on_the_devices_as_the_sharding_says_and_images_are_uint8(rows, feed_of):
+    batch = feed_of(rows, (2, 4)).next()
+    image = batch.observation.images["base_0_rgb"]
+    assert image.dtype == np.uint8
+    assert image.sharding.shard_shape(image.shape) == (BATCH // 8, 8, 8, 3)
+    assert {shard.data.shape[0] for shard in batch.actions.addressable_shards} == {BATCH // 8}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_processes_together_make_the_same_global_batch_for_any_number_of_them(rows, count):
+    whole = LocalBatches(rows, BATCH, np.arange(BATCH))
+    share = BATCH // count
+    parts = [LocalBatches(rows, BATCH, np.arange(k * share, (k + 1) * share)) for k in range(count)]
+    for step in (0, 3, 1000):
+        together = [part[step]["columns"] for part in parts]
+        assert equal({n: np.concatenate([part[n] for part in together]) for n in together[0]}, whole[step]["columns"])
+
+
+def test_restarting_at_any_step_continues_the_same_batches(rows, feed_of):
+    straight = feed_of(rows)
+    batches = [host(straight.next()) for _ in range(6)]
+    assert straight.position()["step"] == 6
+    for step in range(6):
+        again = feed_of(rows)
+        again.seek(json.loads(json.dumps(straight.position() | {"step": step})))
+        assert equal(host(again.next()), batches[step])
+        assert again.position()["step"] == step + 1
+    straight.seek(straight.position() | {"step": 2})
+    assert equal(host(straight.next()), batches[2])
+
+
+def test_reading_ahead_before_the_first_batch_or_a_seek_changes_nothing(rows, feed_of):
+    feed = feed_of(rows)
+    feed.start()
+    feed.start()
+    assert feed.position()["step"] == 0
+    assert equal(host(feed.next()), host(feed.batch(0)))
+    feed.seek(feed.position() | {"step": 5})
+    feed.start()
+    assert equal(host(feed.next()), host(feed.batch(5)))
+
+
+def test_a_position_of_other_data_is_refused_naming_what_changed(open_small, mixture_config, rows, feed_of):
+    feed = feed_of(rows)
+    first, second = mixture_config.datasets
+    changed = dataclasses.replace(mixture_config, datasets=(first, dataclasses.replace(second, weight=2.0)))
+    with pytest.raises(ValueError, match=r"data.datasets.1.weight: then 1.0, now 2.0"):
+        feed_of(open_small(changed).train).seek(feed.position())
+    with pytest.raises(ValueError, match=r"data.seed: then 7, now 8"):
+        feed_of(open_small(mixture_config, seed=8).train).seek(feed.position())
+    with pytest.raises(ValueError, match=r"batch_size: then 32, now 16"):
+        feed.seek(feed.position() | {"batch_size": 32})
+
+
+def test_a_batch_that_does_not_divide_names_the_flag(rows):
+    with pytest.raises(ValueError, match=r"12 rows does not divide .* --batch-size"):
+        Feed(rows, batch_size=12, sharding=sharding(8))
+
+
+def test_rows_of_a_batch_are_named_and_waiting_is_measured(rows, feed_of):
+    feed = feed_of(rows)
+    names = feed.rows(3)
+    assert names == rows.describe(np.arange(3 * BATCH, 4 * BATCH))
+    assert names[0].split(":")[0] in ("first", "second")
+    assert feed.wait_s == 0.0
+    feed.next()
+    assert feed.wait_s > 0.0
+    assert sum(feed.proportions().values()) == 1.0
+
+
+def bad_data(open_small, on_bad_record):
+    source = dataclasses.replace(SMALL, bad_steps=tuple(range(0, 60, 7)))
+    config = DataConfig(datasets=(Dataset(source=source, robot=Bridge()),), on_bad_record=on_bad_record)
+    return open_small(config).train
+
+
+def test_bad_records_are_counted_and_logged_when_skipped(open_small, feed_of, caplog):
+    caplog.set_level(logging.WARNING)
+    feed = feed_of(bad_data(open_small, "skip"))
+    for _ in range(3):
+        feed.next()
+    assert feed.bad_records >= 3
+    assert caplog.text.count("its row replaced: fake data (seed 0), record") == feed.bad_records
+
+
+def test_bad_records_end_the_run_otherwise_and_the_position_stays(open_small, feed_of):
+    feed = feed_of(bad_data(open_small, "error"))
+    with pytest.raises(DataError, match=r"record \d+, episode \d+, step \d+"):
+        for _ in range(10):
+            feed.next()
+    stopped = feed.position()["step"]
+    with pytest.raises(DataError):
+        feed.next()
+    assert feed.position()["step"] == stopped
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_batches_that_threads_give(rows, feed_of):
+    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(7)]
+    for workers in (1, 2):
+        feed = feed_of(rows, num_workers=workers)
+        feed.seek(feed.position() | {"step": 2})
+        for step in range(2, 7):
+            found = host(feed.next())
+            found.pop("row")
+            assert equal(found, expected[step])
+
+
+@pytest.mark.slow
+def test_a_bad_record_in_a_worker_process_is_told_as_in_a_thread(open_small, feed_of):
+    feed = feed_of(bad_data(open_small, "error"), num_workers=1)
+    with pytest.raises(DataError, match=r"record \d+, episode \d+, step \d+"):
+        for _ in range(10):
+            feed.next()
+
+
+def test_too_little_shared_memory_for_workers_is_told_before_they_die_of_it(rows, feed_of, monkeypatch):
+    import shutil
+
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError, match=r"2 data workers need .*--num-workers 0 \(threads\)"):
+        feed_of(rows, num_workers=2).next()
+
+
+def test_what_workers_unpickle_imports_neither_jax_nor_a_dataset_library():
+    code = (
+        "import sys, openpi_train.data.workers, openpi_train.data.fake, openpi_train.robots.bridge, "
+        "openpi_train.data.transforms; "
+        "print([name for name in ('jax', 'tensorflow', 'tensorflow_datasets', 'grain') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def run_processes(count, devices, tokenizer_path, assets):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).resolve().parent.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    script = str(Path(__file__).parent / "feed_process.py")
+    commands = [
+        [sys.executable, script, *map(str, (port, count, index, devices, tokenizer_path, assets))]
+        for index in range(count)
+    ]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * count
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_real_processes_hold_the_rows_of_one_each_only_its_own(tmp_path, tokenizer_path):
+    (alone,) = run_processes(1, 4, tokenizer_path, tmp_path)
+    first, second = run_processes(2, 2, tokenizer_path, tmp_path)
+    assert not set(first) & set(second)
+    assert first | second == alone
+    assert len(alone) == 3 * 8 * 9
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_end_when_the_process_that_started_them_is_killed(tokenizer_path, tmp_path):
+    root = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, str(Path(__file__).parent / "feed_process.py"), "0", "1", "0", "1"]
+    process = subprocess.Popen(
+        [*command, str(tokenizer_path), str(tmp_path), "workers"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    workers = json.loads(process.stdout.readline())
+    assert len(workers) == 2
+    assert all(alive(pid) for pid in workers)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline, "workers are still there half a minute after their parent was killed"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_workers_outlive_a_sigterm_sent_to_every_process_of_the_job(rows, feed_of):
+    before = {child.pid for child in multiprocessing.active_children()}
+    feed = feed_of(rows, num_workers=2)
+    feed.next()
+    workers = [child for child in multiprocessing.active_children() if child.pid not in before]
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(1, 12)]
+    for batch in expected:
+        assert equal({name: value for name, value in host(feed.next()).items() if name != "row"}, batch)
+    assert all(worker.is_alive() for worker in workers)

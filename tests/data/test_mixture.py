@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from openpi_train.data.mixture import Mixture
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (3.0, 1.0), (0.7, 0.29, 0.01), (1.0,) * 7, (1e3, 1.0, 0.001)])
+def test_each_dataset_has_its_share_at_every_block_end_to_within_one_sample(weights):
+    mixture = Mixture([50] * len(weights), weights, seed=0)
+    shares = np.array(weights) / sum(weights)
+    for block in range(1, 40):
+        counts = mixture.counts(block * mixture.block)
+        assert counts.sum() == block * mixture.block
+        assert np.all(np.abs(counts - shares * block * mixture.block) < 1 + 1e-6)
+
+
+def test_counts_are_those_of_the_located_positions():
+    mixture = Mixture([30, 11, 5], [0.5, 0.3, 0.2], seed=3)
+    dataset, _, _ = mixture.locate(np.arange(3000))
+    for length in (1, 255, 256, 257, 1000, 3000):
+        assert np.array_equal(mixture.counts(length), np.bincount(dataset[:length], minlength=3))
+
+
+def test_each_dataset_of_a_mixture_passes_through_its_epochs():
+    mixture = Mixture([30, 11], [0.6, 0.4], seed=1)
+    dataset, epoch, index = mixture.locate(np.arange(mixture.block * 4))
+    for number, size in enumerate(mixture.sizes):
+        mine = dataset == number
+        for whole in range(int(epoch[mine].max())):
+            assert np.array_equal(np.sort(index[mine & (epoch == whole)]), np.arange(size))
+
+
+def test_one_dataset_ends_its_epochs_at_multiples_of_its_size():
+    _, epoch, index = Mixture([77], [2.0], seed=1).locate(np.arange(3 * 77))
+    assert np.array_equal(epoch, np.repeat(np.arange(3), 77))
+    assert np.array_equal(np.sort(index[:77]), np.arange(77))
+
+
+def test_positions_are_independent_of_how_they_are_asked_for():
+    mixture = Mixture([30, 11], [0.6, 0.4], seed=1)
+    together = np.stack(mixture.locate(np.arange(700)))
+    alone = np.stack([np.stack(mixture.locate(np.array([position])))[:, 0] for position in range(700)], axis=1)
+    assert np.array_equal(together, alone)
+
+
+def test_datasets_are_shuffled_inside_a_block():
+    dataset, _, _ = Mixture([1000, 1000], [1.0, 1.0], seed=1).locate(np.arange(2560))
+    # 10 blocks of 128 and 128: longest runs of fair coins over 2560 throws stay below about 20.
+    changes = np.flatnonzero(np.diff(dataset)) + 1
+    assert np.diff(changes).max() < 25
+    assert 1000 < len(changes) < 1560
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_not_positive_is_refused(weight):
+    with pytest.raises(ValueError, match="weights must be positive"):
+        Mixture([10, 10], [1.0, weight], seed=0)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match="dataset 1 of the mixture has no samples"):
+        Mixture([10, 0], [1.0, 1.0], seed=0)

@@ -1,0 +1,72 @@
+"""Schedules, AdamW, EMA and the sharding rule against openpi's numbers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.sharding.strategy import shard_dim
+
+
+@pytest.fixture(scope="module")
+def numbers(golden):
+    with np.load(golden / "misc_optim.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("cosine/default", LRSchedule()),
+        # pi05_libero in openpi: warm-up 10 000 to 5e-5, then flat over a million steps.
+        ("cosine/pi05_libero", LRSchedule(warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5)),
+        ("rsqrt/default", LRSchedule(kind="rsqrt", warmup_steps=1_000, peak_lr=5e-5, decay_steps=10_000)),
+    ],
+)
+def test_schedules_equal_openpi(numbers, name, schedule):
+    rates = jax.vmap(schedule.create())(jnp.asarray(numbers["cosine/steps"]))
+    np.testing.assert_allclose(rates, numbers[name], rtol=1e-6)
+
+
+def _tree(numbers, prefix):
+    return {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [
+        ("adamw_clipped", AdamW()),
+        ("adamw_unclipped", AdamW()),
+        ("adamw_decay", AdamW(weight_decay=0.1)),
+    ],
+)
+def test_adamw_steps_equal_openpi(numbers, case, optimizer):
+    schedule = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=10, decay_lr=1e-3).create()
+    rule = optimizer.create(schedule)
+    params = _tree(numbers, "adamw/init/")
+    state = rule.init(params)
+    for step in range(4):
+        grads = _tree(numbers, f"{case}/grad{step}/")
+        np.testing.assert_allclose(optax.tree.norm(grads), numbers[f"{case}/gradnorm{step}"], rtol=1e-6)
+        updates, state = rule.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for name, expected in _tree(numbers, f"{case}/params{step}/").items():
+            np.testing.assert_allclose(params[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_ema_equals_openpi(numbers):
+    ema = 0.99 * numbers["ema/old"] + (1 - 0.99) * numbers["ema/new"]
+    np.testing.assert_allclose(ema, numbers["ema/decay_0.99"], rtol=1e-6)
+
+
+def test_shard_dim_equals_openpi_table(golden):
+    rows = json.loads((golden / "misc_fsdp.json").read_text())["rows"]
+    assert len(rows) > 100
+    for row in rows:
+        itemsize = jnp.dtype(row["dtype"]).itemsize
+        axis = shard_dim(tuple(row["shape"]), itemsize, int(row["fsdp_devices"].split()[0]), 4 * 2**20)
+        assert axis == row["axis"], row

@@ -1,0 +1,165 @@
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openpi_train.launch import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENT = ["--", "pi0_bridge_traj_tiny", "--exp-name", "x"]
+
+
+def script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run one of the scripts in an environment that says nothing of any cluster but `environment`."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
+    paths = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    return subprocess.run(
+        argv, cwd=ROOT, env={**clean, **paths, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def run_distributed(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    return script(sys.executable, "scripts/run_distributed.py", *argv, **environment)
+
+
+def test_dry_run_prints_a_line_per_process(capsys):
+    options = ["local", "--processes", "2", "--devices-per-process", "2", "--port", "1234", "--dry-run"]
+    assert cli.main([*options, *EXPERIMENT]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 "
+        "MASTER_PORT=1234 JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 "
+        f"{sys.executable} -m openpi_train pi0_bridge_traj_tiny --exp-name x"
+        for rank in range(2)
+    ]
+
+
+def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys):
+    options = ["manual", "--num-nodes", "3", "--master-addr", "10.0.0.1", "--gpus-per-node", "2", "--dry-run"]
+    assert cli.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0
+    first, last, *own = capsys.readouterr().out.splitlines()
+    prefix = "python -m openpi_train launch manual"
+    assert first.startswith(f"on host 0: {prefix} --node-rank 0 ") and last.startswith(
+        f"on host 2: {prefix} --node-rank 2"
+    )
+    assert [line.split()[0] for line in own] == ["RANK=2", "RANK=3"]
+
+    words = shlex.split(last.removeprefix(f"on host 2: {prefix}"))
+    assert cli.main(["manual", "--dry-run", *words]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert first in again
+    assert [line.split()[0] for line in again[2:]] == ["RANK=4", "RANK=5"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["local", "--processes", "2"], "put the experiment after --"),
+        (["local", "--processes", "0", *EXPERIMENT], "there must be one"),
+        (
+            [
+                "manual",
+                "--node-rank",
+                "2",
+                "--num-nodes",
+                "2",
+                "--master-addr",
+                "a",
+                "--gpus-per-node",
+                "1",
+                *EXPERIMENT,
+            ],
+            "--node-rank 2 is not from 0 to 1",
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_forgotten_separator_is_refused(capsys):
+    with pytest.raises(SystemExit) as ending:
+        cli.main(["local", "--processes", "2", "pi0_bridge_traj_tiny"])
+    assert ending.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_launching_never_imports_jax():
+    code = "import sys, openpi_train.launch.cli; print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    assert script(sys.executable, "-c", code).stdout == "[]\n"
+
+
+def test_run_distributed_starts_what_launch_local_starts(capsys):
+    options = ["--world-size", "4", "--gpus-per-node", "4", "--master-port", "1234", "--dry-run"]
+    by_script = run_distributed("--mode", "manual", *options, *EXPERIMENT)
+    assert by_script.returncode == 0, by_script.stderr
+    assert cli.main(["local", "--processes", "4", "--port", "1234", "--dry-run", *EXPERIMENT]) == 0
+    assert by_script.stdout == capsys.readouterr().out
+
+
+def test_run_distributed_starts_what_launch_manual_starts(capsys):
+    options = ["--world-size", "8", "--gpus-per-node", "4", "--node-rank", "1", "--master-addr", "10.0.0.1"]
+    by_script = run_distributed(*options, "--dry-run", *EXPERIMENT)
+    words = ["manual", "--node-rank", "1", "--num-nodes", "2", "--gpus-per-node", "4", "--master-addr", "10.0.0.1"]
+    assert cli.main([*words, "--dry-run", *EXPERIMENT]) == 0
+    assert by_script.stdout == capsys.readouterr().out
+
+
+def test_run_distributed_with_a_rank_is_that_one_process():
+    # The line of the multi-host guide of the older tool, with its environment.
+    environment = {"MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500", "WORLD_SIZE": "8"}
+    options = ["--mode", "manual", "--rank", "6", "--world-size", "8", "--local-rank", "2", "--node-rank", "1"]
+    address = ["--master-addr", "192.168.1.100", "--master-port", "29500"]
+    result = run_distributed(*options, *address, "--dry-run", *EXPERIMENT, **environment)
+    assert result.stdout == (
+        "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 NODE_RANK=1 MASTER_ADDR=192.168.1.100 MASTER_PORT=29500 "
+        f"{sys.executable} -m openpi_train pi0_bridge_traj_tiny --exp-name x\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "say how many processes the run has"),
+        (["--world-size", "6", "--gpus-per-node", "4"], "is not a multiple of --gpus-per-node"),
+        (["--world-size", "8", "--gpus-per-node", "4"], "2 hosts need --master-addr"),
+        (["--rank", "0"], "--rank needs --world-size"),
+    ],
+)
+def test_run_distributed_refuses_what_cannot_be(options, message):
+    result = run_distributed(*options, *EXPERIMENT)
+    assert result.returncode == 2 and message in result.stderr
+
+
+def test_launch_multi_node_starts_what_launch_manual_starts(capsys):
+    by_script = script(
+        "scripts/launch_multi_node.sh", "192.168.1.100", "2", "4", "--dry-run", *EXPERIMENT, NODE_RANK="1"
+    )
+    assert by_script.returncode == 0, by_script.stderr
+    options = ["--node-rank", "1", "--num-nodes", "2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
+    assert cli.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
+    assert by_script.stdout == capsys.readouterr().out
+
+
+def test_launch_multi_node_knows_the_master_and_resumes_by_default():
+    result = script("scripts/launch_multi_node.sh", "127.0.0.1", "2", "4", "--dry-run")
+    assert "NODE_RANK=0" in result.stdout
+    assert "pi0_bridge_traj --exp-name multi_node_training --resume" in result.stdout
+    assert "--overwrite" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["10.255.255.1", "2"], "three arguments are needed"),
+        (["10.255.255.1", "2", "4"], "say which it is: NODE_RANK=1"),
+        (["10.255.255.1", "2", "4", "pi0_bridge_traj"], "put -- before the experiment"),
+    ],
+)
+def test_launch_multi_node_explains_what_is_missing(argv, message):
+    result = script("scripts/launch_multi_node.sh", *argv)
+    assert result.returncode == 2 and message in result.stderr

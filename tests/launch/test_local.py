@@ -1,0 +1,202 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+
+def launcher(child: str, folder: Path, processes: int = 3, grace_s: float = 3.0, **options) -> subprocess.Popen:
+    """A launcher that runs the Python text `child` in every process; `rank` is known there."""
+    child = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(child)
+    driver = (
+        "import sys\nfrom pathlib import Path\nfrom openpi_train.launch import local\n"
+        "from openpi_train.launch.spec import LaunchSpec, commands\n"
+        f"spec = LaunchSpec(arguments=({child!r},), processes_per_host={processes}, program=(sys.executable, '-c'))\n"
+        f"sys.exit(local.run(commands(spec), Path({str(folder)!r}), {grace_s}))\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(child: str, folder: Path, **options) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a launcher that ran to its end."""
+    process = launcher(child, folder, **options)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def wait_for(condition, timeout_s: float = 20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_good_run_shows_process_zero_once_and_keeps_everything(tmp_path):
+    code, out, err = run("print('step 1 of', rank); sys.stderr.write(f'note {rank}\\n')", tmp_path)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] note 0", "[0] step 1 of 0", "[1] note 1", "[2] note 2"]
+    for rank in range(3):
+        kept = (tmp_path / f"process_{rank}.txt").read_text().splitlines()
+        assert sorted(kept) == [f"note {rank}", f"step 1 of {rank}"]
+
+
+def test_the_failure_of_one_ends_all_with_its_error_last_and_its_code(tmp_path):
+    begin = time.monotonic()
+    code, _, err = run(
+        """
+        if rank == 1:
+            sys.stderr.write("episode 7 is torn\\n")
+            sys.exit(3)
+        time.sleep(600)
+        """,
+        tmp_path,
+    )
+    assert code == 3
+    assert err.splitlines() == [
+        "[1] episode 7 is torn",
+        f"process 1 failed with exit code 3: see {tmp_path}/process_1.txt",
+    ]
+    assert time.monotonic() - begin < 30
+
+
+def test_those_who_only_lost_the_failed_process_are_not_blamed(tmp_path):
+    code, _, err = run("time.sleep(0.2 * (rank == 2)); sys.exit([70, 70, 5][rank])", tmp_path)
+    assert code == 5
+    assert err.splitlines()[-1].startswith("process 2 failed with exit code 5")
+
+
+def test_a_process_that_does_not_end_by_itself_is_killed_after_the_grace_period(tmp_path):
+    code, _, _ = run(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            time.sleep(0.5)
+            sys.exit(4)
+        time.sleep(600)
+        """,
+        tmp_path,
+        grace_s=0.5,
+    )
+    assert code == 4
+
+
+def test_a_killed_process_ends_all_and_its_signal_is_named(tmp_path):
+    code, _, err = run("os.kill(os.getpid(), 9) if rank == 2 else time.sleep(600)", tmp_path)
+    assert code == 128 + 9
+    assert "process 2 failed with exit code 137 (signal SIGKILL)" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expected):
+    process = launcher(
+        """
+        def save(signum, frame):
+            time.sleep(0.3 * rank)
+            print("saved", flush=True)
+            os._exit(75 if signum == signal.SIGTERM else 130)
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
+        print("ready", flush=True)
+        time.sleep(600)
+        """,
+        tmp_path,
+        grace_s=5.0,
+    )
+    files = [tmp_path / f"process_{rank}.txt" for rank in range(3)]
+    wait_for(lambda: all(path.exists() and "ready" in path.read_text() for path in files))
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == expected
+    assert all("saved" in path.read_text() for path in files)
+    assert ("everything is saved" in err) == (expected == 75)
+
+
+def test_what_processes_started_is_cleared_away(tmp_path):
+    code, _, _ = run(
+        """
+        import subprocess
+        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("worker", worker.pid, flush=True)
+        sys.exit(3)
+        """,
+        tmp_path,
+        processes=1,
+    )
+    assert code == 3
+    worker = int((tmp_path / "process_0.txt").read_text().split()[1])
+    wait_for(lambda: not is_running(worker))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children that their parent died")
+def test_processes_end_with_a_killed_launcher(tmp_path):
+    process = launcher("print('pid', os.getpid(), flush=True); time.sleep(600)", tmp_path, processes=1)
+    path = tmp_path / "process_0.txt"
+    wait_for(lambda: path.exists() and path.read_text().endswith("\n"))
+    child = int(path.read_text().split()[1])
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not is_running(child))
+
+
+RUN = """
+    from openpi_train.runtime import agree, exits, logs, preempt, session
+    from openpi_train.runtime.world import WorldFlags, find_world
+    session.software = dict  # a file saved in an editor while processes start is no failure of theirs
+    def main():
+        logs.configure(rank)
+        session.start(find_world(WorldFlags(), os.environ), devices_per_process=1)
+        import numpy as np
+        from jax.experimental import multihost_utils
+        for step in range(2000):
+            assert multihost_utils.process_allgather(np.asarray(rank)).tolist() == [0, 1]
+            if step == 1:
+                print("training", flush=True)
+            if preempt.stop_requested(step):
+                session.stop()
+                raise exits.Preempted("saved")
+            time.sleep(0.02)
+    exits.run_guarded(main)
+"""
+
+
+def start_run(folder: Path) -> tuple[subprocess.Popen, list[int]]:
+    """A launcher with two processes that train together, and the pids of those."""
+    child = textwrap.dedent(RUN).replace('"training"', '"training", os.getpid()')
+    process = launcher(child, folder, processes=2, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    files = [folder / f"process_{rank}.txt" for rank in range(2)]
+    wait_for(lambda: all(path.exists() and "training" in path.read_text() for path in files), timeout_s=60)
+    return process, [int(path.read_text().partition("training ")[2].split()[0]) for path in files]
+
+
+def test_sigterm_to_the_launcher_stops_a_run_after_a_good_save(tmp_path):
+    process, _ = start_run(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "everything is saved" in err.splitlines()[-1]
+
+
+def test_killing_one_process_of_a_run_ends_it_and_blames_the_killed_one(tmp_path):
+    process, pids = start_run(tmp_path)
+    os.kill(pids[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err.splitlines()[-1].startswith("process 1 failed with exit code 137 (signal SIGKILL)")
+    assert "another process or the network to it was lost" in out
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,264 @@
+"""pi0's config and network beyond the golden numbers: published names, absent cameras, shared prefixes, LoRA, counts."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from openpi_train.interop.openpi import parameter_shapes
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.training.state import merge_module, module_params
+from openpi_train.types import Observation
+
+SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+SIZES = {"depth": 2, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+LORA = {"lora_attention_rank": 3, "lora_mlp_rank": 2, "lora_alpha": 7.0}
+TINY = Pi0Config(
+    paligemma_variant="dummy",
+    action_expert_variant="dummy",
+    language=GemmaOverrides(width=16, **SIZES),
+    action_expert=GemmaOverrides(width=12, **SIZES),
+    siglip=SiglipConfig(width=8, depth=2, mlp_dim=16, num_heads=2, patch_size=8),
+    image_size=16,
+    vocab_size=40,
+    action_dim=5,
+    action_horizon=4,
+    max_token_len=6,
+    dtype="float32",
+    remat="none",
+)
+
+
+def built(config, seed=0):
+    """The graph and parameters, every one of them random: zero-initialised ones would hide what they multiply."""
+    module = config.build(nnx.Rngs(seed))
+    leaves = module_params(module)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    params = {
+        path: leaf + 0.2 * jax.random.normal(key, leaf.shape)
+        for (path, leaf), key in zip(leaves.items(), keys, strict=True)
+    }
+    return nnx.split(module)[0], params
+
+
+def observation(config, seed=0, slots=SLOTS):
+    generator = np.random.default_rng(seed)
+    pixels = generator.integers(0, 256, (3, 2, config.image_size, config.image_size, 3), np.uint8)
+    tokens = generator.integers(0, config.vocab_size, (2, config.prompt_length))
+    return Observation(
+        images={slot: jnp.asarray(image) for slot, image in zip(SLOTS, pixels, strict=True) if slot in slots},
+        image_masks={slot: jnp.ones(2, bool) for slot in slots},
+        state=jnp.asarray(generator.normal(size=(2, config.action_dim)), jnp.float32),
+        prompt_tokens=jnp.asarray(tokens, jnp.int32),
+        prompt_mask=jnp.arange(config.prompt_length)[None] < jnp.array([[4], [6]]),
+    )
+
+
+def draws(config, num_draws, seed=1):
+    key = jax.random.key(seed)
+    noisy = jax.random.normal(key, (2, num_draws, config.action_horizon, config.action_dim))
+    return noisy, jax.random.uniform(key, (2, num_draws), minval=0.01)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["pi0", "pi05"])
+def tiny(request):
+    """(config, graph, params, compiled velocity)."""
+    config = dataclasses.replace(TINY, pi05=request.param)
+    graph, params = built(config)
+    velocity = jax.jit(lambda params, *inputs: merge_module(graph, params).velocity(*inputs))
+    return config, graph, params, velocity
+
+
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("pi0", Pi0Config()),
+        ("pi05", Pi0Config(pi05=True)),
+        ("pi0_lora", Pi0Config(paligemma_variant="gemma_2b_lora", action_expert_variant="gemma_300m_lora")),
+    ],
+)
+def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, config):
+    expected = json.loads((golden / f"param_shapes_{file}.json").read_text())
+    shapes = parameter_shapes(config)
+    assert {config.public_name(path): list(shape) for path, shape in shapes.items()} == {
+        name: entry["shape"] for name, entry in expected["params"].items()
+    }
+    assert sum(np.prod(shape, dtype=int) for shape in shapes.values()) == expected["total_params"]
+    trainable = [np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.frozen(path)]
+    assert sum(trainable) == expected["trainable_params"]
+
+
+def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
+    config, _, params, velocity = tiny
+    seen = observation(config)
+    absent = "left_wrist_0_rgb"
+    masked = dataclasses.replace(seen, image_masks=seen.image_masks | {absent: jnp.zeros(2, bool)})
+    without = observation(config, slots=[slot for slot in SLOTS if slot != absent])
+    noisy, time = draws(config, 1)
+    expected = velocity(params, masked, noisy, time)
+    # The sums of attention run over fewer zeros: float32 rounding.
+    np.testing.assert_allclose(velocity(params, without, noisy, time), expected, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(velocity(params, seen, noisy, time), expected, atol=1e-3)
+
+
+def test_draws_that_share_a_prefix_give_what_each_gives_alone(tiny):
+    config, _, params, velocity = tiny
+    seen = observation(config)
+    noisy, time = draws(config, 3)
+    together = velocity(params, seen, noisy, time)
+    for draw in range(3):
+        alone = velocity(params, seen, noisy[:, draw : draw + 1], time[:, draw : draw + 1])
+        np.testing.assert_allclose(together[:, draw : draw + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_float_images_and_uint8_images_are_the_same(tiny):
+    config, _, params, velocity = tiny
+    seen = observation(config)
+    floats = {slot: image.astype(jnp.float32) / 255 * 2 - 1 for slot, image in seen.images.items()}
+    inputs = draws(config, 1)
+    np.testing.assert_allclose(
+        velocity(params, dataclasses.replace(seen, images=floats), *inputs),
+        velocity(params, seen, *inputs),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
+    config, graph, params, velocity = tiny
+    seen = observation(config)
+    noise = draws(config, 1)[0][:, 0]
+    sample = jax.jit(lambda params: merge_module(graph, params).sample_actions(seen, noise, 3))
+    actions, time = noise, 1.0
+    for _ in range(3):
+        actions = actions - velocity(params, seen, actions[:, None], jnp.full((2, 1), time))[:, 0] / 3
+        time -= 1 / 3
+    np.testing.assert_allclose(sample(params), actions, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputing_activations_changes_no_gradient(tiny, remat):
+    config, graph, params, _ = tiny
+    again = nnx.split(dataclasses.replace(config, remat=remat).build(nnx.Rngs(0)))[0]
+    seen, inputs = observation(config), draws(config, 1)
+
+    def gradient(graph):
+        def loss(params):
+            return jnp.mean(merge_module(graph, params).velocity(seen, *inputs) ** 2)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    for path, (kept, recomputed) in _pairs(gradient(graph), gradient(again)):
+        scale = max(float(jnp.abs(kept).max()), 1e-3)
+        np.testing.assert_allclose(recomputed, kept, rtol=1e-3, atol=1e-5 * scale, err_msg=path)
+
+
+def _pairs(first, second):
+    return ((path, (first[path], second[path])) for path in first)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_lora_computes_the_same(rslora):
+    config = dataclasses.replace(
+        TINY,
+        language=GemmaOverrides(width=16, **SIZES, **LORA, lora_rslora=rslora),
+        action_expert=GemmaOverrides(width=12, **SIZES, **LORA),
+    )
+    graph, params = built(config)
+    merged = config.merge_lora(params)
+    plain = config.without_lora()
+    assert {path: value.shape for path, value in merged.items()} == parameter_shapes(plain)
+    seen, inputs = observation(config), draws(config, 1)
+    expected = merge_module(graph, params).velocity(seen, *inputs)
+    result = merge_module(nnx.split(plain.build(nnx.Rngs(0)))[0], merged).velocity(seen, *inputs)
+    # Equal in exact arithmetic; two orders of multiplication round differently in float32.
+    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_every_query_head_with_its_own_key_uses_openpis_fused_projection():
+    sizes = SIZES | {"num_kv_heads": 4}
+    config = dataclasses.replace(
+        TINY, language=GemmaOverrides(width=16, **sizes), action_expert=GemmaOverrides(width=12, **sizes)
+    )
+    names = {config.public_name(path): shape for path, shape in parameter_shapes(config).items()}
+    assert names["PaliGemma/llm/layers/attn/qkv_einsum/w"] == (2, 3, 4, 16, 8)
+    graph, params = built(config)
+    assert np.isfinite(merge_module(graph, params).velocity(observation(config), *draws(config, 1))).all()
+
+
+def product_flops(jaxpr):
+    """Two per multiply-add of every `dot_general`, those in loops as often as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2 * np.prod(equation.outvars[0].aval.shape, dtype=float) * np.prod([left[i] for i in contracted])
+        times = equation.params.get("length", 1)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            total += times * product_flops(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize(("cameras", "num_draws"), [(3, 1), (1, 4)])
+@pytest.mark.parametrize("pi05", [False, True])
+def test_counted_flops_are_those_of_the_traced_program(pi05, cameras, num_draws):
+    config = Pi0Config(pi05=pi05, remat="none")
+    module = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    batch = config.batch_spec(1, SLOTS[:cameras])
+    noisy = jax.ShapeDtypeStruct((1, num_draws, config.action_horizon, config.action_dim), jnp.float32)
+    time = jax.ShapeDtypeStruct((1, num_draws), jnp.float32)
+
+    def velocity(state, observation, noisy, time):
+        return nnx.merge(graph, state).velocity(observation, noisy, time)
+
+    traced = jax.make_jaxpr(velocity)(state, batch.observation, noisy, time)
+    np.testing.assert_allclose(config.flops_per_row(cameras, num_draws), product_flops(traced.jaxpr), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "cameras", "expected"), [(Pi0Config(), 3, 4.04), (Pi0Config(), 2, 2.75), (Pi0Config(pi05=True), 3, 4.69)]
+)
+def test_flops_are_those_counted_from_openpis_own_modules(config, cameras, expected):
+    # Those counts hold elementwise work too (about 0.1 %) and are rounded to 0.01.
+    np.testing.assert_allclose(config.flops_per_row(cameras) / 1e12, expected, rtol=2e-3)
+
+
+def test_activations_shrink_with_recomputation_and_with_fewer_cameras():
+    amounts = [Pi0Config(remat=remat).activation_bytes_per_row(3) for remat in ("none", "dots", "full")]
+    assert amounts == sorted(amounts, reverse=True)
+    assert Pi0Config().activation_bytes_per_row(2) < Pi0Config().activation_bytes_per_row(3)
+    assert Pi0Config(dtype="float32").activation_bytes_per_row(3) > Pi0Config().activation_bytes_per_row(3)
+
+
+def test_batch_spec_has_only_the_given_cameras():
+    spec = Pi0Config(pi05=True).batch_spec(4, ["base_0_rgb"])
+    assert {slot: (image.shape, image.dtype) for slot, image in spec.observation.images.items()} == {
+        "base_0_rgb": ((4, 224, 224, 3), jnp.uint8)
+    }
+    assert spec.observation.prompt_tokens.shape == (4, 200)
+    assert spec.actions.shape == (4, 50, 32)
+
+
+def test_defaults_that_depend_on_the_kind_follow_a_change_of_it():
+    kind = dataclasses.replace(Pi0Config(), pi05=True)
+    assert (Pi0Config().prompt_length, Pi0Config().state_in_prompt, Pi0Config().normalization) == (48, False, "z_score")
+    assert (kind.prompt_length, kind.state_in_prompt, kind.normalization) == (200, True, "quantile")
+
+
+def test_an_unknown_variant_is_answered_with_the_closest():
+    with pytest.raises(ValueError, match=r"gemma_2b_lra.*closest: gemma_2b_lora"):
+        Pi0Config(paligemma_variant="gemma_2b_lra")
+
+
+def test_sizes_that_do_not_fit_are_all_named_at_once():
+    with pytest.raises(ValueError, match=r"siglip\.patch_size 14.*depth is 18 in `language`, 4 in `action`"):
+        Pi0Config(image_size=100, action_expert_variant="dummy")

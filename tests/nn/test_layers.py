@@ -1,0 +1,98 @@
+"""Stacks of layers, norms and the flow time's encoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, sincos_encoding, stack_layers
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(x))
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    return stack_layers(Layer, 3, nnx.Rngs(0))
+
+
+def body(layer, x, extra):
+    return layer(x) + (0 if extra is None else extra), jnp.sum(x)
+
+
+def test_stacked_layers_are_initialised_separately(stacked):
+    kernel = stacked.dense.kernel[...]
+    assert kernel.shape == (3, 4, 4)
+    assert not np.allclose(kernel[0], kernel[1])
+
+
+def test_a_scan_equals_the_layers_one_by_one(stacked):
+    x = jnp.ones((2, 4))
+    extra = jnp.arange(3.0)
+    result, sums = scan_layers(stacked, body, x, extra, remat="none")
+    for index in range(3):
+        np.testing.assert_allclose(sums[index], x.sum(), rtol=1e-6)
+        kernel, bias = stacked.dense.kernel[index], stacked.dense.bias[index]
+        x = x + jnp.tanh(x @ kernel + bias) + extra[index]
+    np.testing.assert_allclose(result, x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputing_changes_no_gradient(stacked, remat):
+    graph, params = nnx.split(stacked)
+
+    def loss(params, remat):
+        return scan_layers(nnx.merge(graph, params), body, jnp.ones((2, 4)), remat=remat)[0].sum()
+
+    expected, other = jax.grad(loss)(params, "none"), jax.grad(loss)(params, remat)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
+
+
+def test_layer_norm_equals_flax_in_float32():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8)) * 3 + 1
+    theirs, ours = nnx.LayerNorm(8, rngs=nnx.Rngs(0)), LayerNorm(8)
+    for norm in (theirs, ours):
+        norm.scale.set_value(jnp.linspace(0.5, 2, 8))
+        norm.bias.set_value(jnp.linspace(-1, 1, 8))
+    np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_adaptive_norm_starts_as_the_plain_one_with_a_closed_gate():
+    x = jax.random.normal(jax.random.key(0), (2, 6, 8))
+    condition = jax.random.normal(jax.random.key(1), (2, 3, 5))
+    plain, adaptive = (RMSNorm(8, width, dtype=jnp.float32, rngs=nnx.Rngs(0)) for width in (None, 5))
+    normed, gate = adaptive(x, condition)
+    np.testing.assert_allclose(normed, plain(x, None)[0], rtol=1e-6)
+    np.testing.assert_array_equal(gate, np.zeros((2, 6, 8)))
+
+
+def test_each_group_of_tokens_has_its_own_condition():
+    x = jax.random.normal(jax.random.key(0), (1, 6, 8))
+    condition = jax.random.normal(jax.random.key(1), (1, 3, 5))
+    norm = RMSNorm(8, 5, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    norm.modulation.kernel.set_value(jax.random.normal(jax.random.key(2), (5, 24)))
+    whole, _ = norm(x, condition)
+    for group in range(3):
+        part, _ = norm(x[:, 2 * group : 2 * group + 2], condition[:, group : group + 1])
+        np.testing.assert_allclose(whole[:, 2 * group : 2 * group + 2], part, rtol=1e-5)
+
+
+def test_an_adaptive_norm_without_its_condition_says_so():
+    norm = RMSNorm(8, 5, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="needs a condition"):
+        norm(jnp.ones((1, 2, 8)), None)
+
+
+def test_flow_time_is_encoded_at_periods_from_the_shortest_to_the_longest():
+    time = jnp.array([0.3])
+    encoded = np.asarray(sincos_encoding(time, 6, 4e-3, 4.0))[0]
+    periods = [4e-3, np.sqrt(4e-3 * 4.0), 4.0]
+    angles = 2 * np.pi * 0.3 / np.array(periods)
+    # 75 turns at the shortest period: float32 leaves about 1e-4 of an angle.
+    np.testing.assert_allclose(encoded, np.concatenate([np.sin(angles), np.cos(angles)]), atol=3e-4)

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+
+@pytest.mark.multiprocess
+def test_values_arrive_in_process_order_call_after_call(run_processes):
+    results = run_processes(
+        """
+        seen = [agree.gather("numbers", {"from": world.process_index, "call": call}) for call in range(5)]
+        agree.barrier("halfway")
+        word = agree.broadcast("word", "from process 0" if world.process_index == 0 else None)
+        from jax._src import distributed
+        left = len(distributed.global_state.client.key_value_dir_get("openpi_train/agree/"))
+        print(json.dumps([seen, word, left]))
+        """,
+        3,
+    )
+    for result in results:
+        assert result.returncode == 0, result
+        seen, word, left = json.loads(result.stdout.splitlines()[-1])
+        assert seen == [[{"from": index, "call": call} for index in range(3)] for call in range(5)]
+        assert word == "from process 0"
+        assert left <= 3 * 3  # what was said is forgotten two calls later
+
+
+@pytest.mark.multiprocess
+def test_a_time_out_names_who_is_missing(run_processes):
+    results = run_processes(
+        """
+        if world.process_index != 1:
+            agree.barrier("save", timeout_s=1.0)
+        time.sleep(4)
+        """,
+        3,
+    )
+    for result in (results[0], results[2]):
+        assert result.returncode == 70
+        assert "process 1 did not reach 'save' within 1 s" in result.stderr
+
+
+@pytest.mark.multiprocess
+def test_processes_at_different_calls_say_so_at_once(run_processes):
+    results = run_processes(
+        """
+        agree.barrier("save" if world.process_index == 0 else "restore", timeout_s=60.0)
+        """,
+        2,
+        timeout_s=45.0,
+    )
+    for result, (own, other) in zip(
+        results, [("save", "process 1 at 'restore'"), ("restore", "process 0 at 'save'")], strict=True
+    ):
+        assert result.returncode == 70
+        assert f"have gone different ways: this one is at '{own}', {other}" in result.stderr
+
+
+@pytest.mark.multiprocess
+def test_one_process_agrees_with_itself(run_processes):
+    (result,) = run_processes(
+        """
+        agree.barrier("alone")
+        print(json.dumps([agree.gather("x", (1, 2)), agree.broadcast("y", {"a": 1})]))
+        """,
+        1,
+    )
+    assert json.loads(result.stdout.splitlines()[-1]) == [[[1, 2]], {"a": 1}]

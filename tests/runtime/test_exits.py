@@ -1,0 +1,77 @@
+import subprocess
+import sys
+
+import pytest
+
+from openpi_train.runtime import exits
+
+PRELUDE = """
+import atexit, logging, sys, time
+from openpi_train.runtime import exits, logs
+logs.configure(0)
+atexit.register(lambda: print("atexit ran"))
+def main():
+    {body}
+exits.run_guarded(main)
+"""
+
+
+def end(body: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE.format(body=body)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (exits.UsageError("x"), 2),
+        (exits.DataError("x"), 3),
+        (exits.CheckpointError("x"), 4),
+        (exits.NumbersError("x"), 5),
+        (exits.PeerLostError("x"), 70),
+        (exits.Preempted("x"), 75),
+        (ValueError("UNKNOWN: Gloo all-reduce failed: [..] Connection reset by peer"), 70),
+        (RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service"), 70),
+        (ValueError("12 is not a multiple of 8"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_error_has_its_exit_code(error, code):
+    assert exits.exit_code_of(error) == code
+
+
+def test_the_cause_of_an_error_decides():
+    try:
+        try:
+            raise exits.DataError("torn")
+        except exits.DataError as cause:
+            raise RuntimeError("worker failed") from cause
+    except RuntimeError as error:
+        assert exits.exit_code_of(error) == 3
+
+
+def test_a_user_error_shows_its_message_and_no_traceback():
+    ended = end('raise exits.CheckpointError("no checkpoint in /x")')
+    assert ended.returncode == 4
+    assert "no checkpoint in /x" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_bug_shows_its_traceback_and_leaves_without_atexit():
+    ended = end('print("before"); {}["missing"]')
+    assert ended.returncode == 1
+    assert "KeyError: 'missing'" in ended.stderr
+    assert ended.stdout == "before\n"
+
+
+def test_a_good_run_leaves_in_order():
+    ended = end("return None")
+    assert (ended.returncode, ended.stdout) == (0, "atexit ran\n")
+    assert end("sys.exit(0)").stdout == "atexit ran\n"
+
+
+@pytest.mark.parametrize(("body", "code"), [("return 5", 5), ("sys.exit(2)", 2), ("sys.exit('why')", 1)])
+def test_a_run_that_is_not_well_leaves_at_once(body, code):
+    ended = end(body)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert ("why" in ended.stderr) == (code == 1)

@@ -1,0 +1,234 @@
+"""Every way in which processes can fail to meet has its own message, on every process."""
+
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from openpi_train.runtime import waiting
+from openpi_train.runtime.door import Guest, Hello, _unreachable_names
+from openpi_train.runtime.exits import PeerLostError, RunError, UsageError
+from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.world import World
+
+FACTS = {"experiment": "abc"}
+
+
+def world_of(port, index, count, *, token="", host="127.0.0.1"):
+    return World(
+        process_index=index,
+        process_count=count,
+        local_index=index,
+        local_count=None,
+        coordinator=f"{host}:{port}",
+        source="flags",
+        token=token,
+    )
+
+
+def meet_all(*worlds, facts=None, timeout_s=20.0):
+    """What `meet` raised for each world, None where it returned; all at once, in threads."""
+    results: list[RunError | None] = [None] * len(worlds)
+
+    def one(position, world):
+        try:
+            meet(world, (facts or {}).get(position, FACTS), timeout_s=timeout_s)
+        except RunError as error:
+            results[position] = error
+
+    threads = [threading.Thread(target=one, args=item) for item in enumerate(worlds)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def say(port, data: bytes, leave: bool = True) -> bytes:
+    """What the door answers to whoever says `data` and then leaves, or waits."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port + 1))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    with connection:
+        connection.sendall(data)
+        if leave:
+            connection.shutdown(socket.SHUT_WR)
+        return connection.recv(4096)
+
+
+def test_four_processes_that_agree_meet(free_port):
+    assert meet_all(*(world_of(free_port, index, 4) for index in range(4))) == [None] * 4
+
+
+def test_a_missing_process_is_named_and_so_are_those_present(free_port):
+    errors = meet_all(world_of(free_port, 0, 4), world_of(free_port, 2, 4), timeout_s=1.0)
+    assert all(isinstance(error, PeerLostError) for error in errors)
+    host = socket.gethostname()
+    assert (
+        str(errors[0])
+        == str(errors[1])
+        == (
+            f"waiting for 2 of 4 processes (here: process 0 on {host}, process 2 on {host}): "
+            "processes 1, 3, which never came within 1 s"
+        )
+    )
+
+
+def test_a_missing_process_zero_is_named_with_what_to_check(free_port):
+    (error,) = meet_all(world_of(free_port, 1, 2), timeout_s=1.0)
+    assert isinstance(error, PeerLostError)
+    assert f"could not reach process 0 at 127.0.0.1, port {free_port + 1} within 1 s" in str(error)
+    assert "firewall" in str(error)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_busy_port_is_named(free_port, offset):
+    with socket.create_server(("127.0.0.1", free_port + offset), reuse_port=True):
+        (error,) = meet_all(world_of(free_port, 0, 2))
+    assert isinstance(error, UsageError)
+    assert f"port {free_port + offset} on" in str(error) and "give another port" in str(error)
+
+
+def test_different_world_sizes_are_named_on_both_sides(free_port):
+    errors = meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 3))
+    for error in errors:
+        assert isinstance(error, UsageError)
+        assert "was started for 2 processes and process 1 on" in str(error) and "for 3: give" in str(error)
+
+
+def test_an_id_given_twice_is_named(free_port):
+    errors = meet_all(world_of(free_port, 0, 3), world_of(free_port, 1, 3), world_of(free_port, 1, 3))
+    for error in errors:
+        assert isinstance(error, UsageError) and "process id 1 was given twice" in str(error)
+
+
+def test_a_second_process_zero_elsewhere_is_named(free_port):
+    hello = Hello(process_index=0, process_count=2, host="elsewhere", token="", facts=FACTS)
+    verdicts = []
+    guest = threading.Thread(
+        target=lambda: verdicts.append(
+            say(free_port, json.dumps(dataclasses.asdict(hello)).encode() + b"\n", leave=False)
+        )
+    )
+    guest.start()
+    (error,) = meet_all(world_of(free_port, 0, 2))
+    guest.join()
+    assert "process id 0 was given twice" in str(error) and "elsewhere" in str(error)
+    assert json.loads(verdicts[0])["error"] == str(error)
+
+
+def test_different_code_or_configuration_is_named_with_both_values(free_port):
+    other = {"experiment": "xyz", "extra": "1"}
+    errors = meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 2), facts={1: other})
+    for error in errors:
+        assert isinstance(error, UsageError)
+        assert "experiment is abc there and xyz here; extra is absent there and 1 here" in str(error)
+
+
+def test_a_host_name_that_does_not_resolve_is_named(free_port):
+    (error,) = meet_all(world_of(free_port, 1, 2, host="no-such-host.invalid"))
+    assert isinstance(error, UsageError) and "'no-such-host.invalid' does not resolve" in str(error)
+
+
+def test_garbage_on_the_port_is_survived(free_port, caplog):
+    garbage = (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xfe", b"[]\n", b'{"process_index": "1"}\n', b"")
+    strangers = [threading.Thread(target=say, args=(free_port, data)) for data in garbage]
+    for stranger in strangers:
+        stranger.start()
+
+    def come_late(results):
+        for stranger in strangers:
+            stranger.join()
+        results.extend(meet_all(world_of(free_port, 1, 2)))
+
+    late: list = []
+    thread = threading.Thread(target=come_late, args=(late,))
+    thread.start()
+    assert meet_all(world_of(free_port, 0, 2)) == [None]
+    thread.join()
+    assert late == [None]
+    assert sum("ignored a stranger" in record.message for record in caplog.records) == len(garbage)
+
+
+def test_a_process_of_another_job_is_turned_away_and_the_run_starts(free_port):
+    worlds = [world_of(free_port, 0, 2, token="ours"), world_of(free_port, 1, 2, token="theirs")]
+    results: list = []
+    thread = threading.Thread(target=lambda: results.extend(meet_all(*worlds)))
+    thread.start()
+    while not results and thread.is_alive():
+        time.sleep(0.2)
+        if meet_all(world_of(free_port, 1, 2, token="ours")) == [None]:
+            break
+    thread.join()
+    assert results[0] is None
+    assert "is another job" in str(results[1])
+
+
+def test_a_stray_process_is_turned_away_after_the_start(free_port):
+    assert meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 2)) == [None, None]
+    (error,) = meet_all(world_of(free_port, 1, 2))
+    assert isinstance(error, UsageError) and "has started already with all its 2 processes" in str(error)
+
+
+def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog):
+    hello = Hello(process_index=1, process_count=2, host="here", token="", facts=FACTS)
+    first: list = []
+    zero = threading.Thread(target=lambda: first.extend(meet_all(world_of(free_port, 0, 3))))
+    zero.start()
+    line = json.dumps(dataclasses.asdict(dataclasses.replace(hello, process_count=3))).encode() + b"\n"
+    assert say(free_port, line) == b""
+    while not any("left before all had come" in record.message for record in caplog.records):
+        time.sleep(0.02)
+    assert meet_all(world_of(free_port, 1, 3), world_of(free_port, 2, 3)) == [None, None]
+    zero.join()
+    assert first == [None]
+
+
+def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
+    monkeypatch.setattr(waiting, "REPORT_EVERY_S", 0.3)
+    caplog.set_level(logging.INFO)
+    meet_all(world_of(free_port, 0, 3), world_of(free_port, 1, 3), timeout_s=2.0)
+    messages = [record.message for record in caplog.records]
+    assert any("waiting for 1 of 3 processes" in text and "process 2 since" in text for text in messages)
+    assert any("is connected and waits until all 3 processes are here" in text for text in messages)
+
+
+def test_gloo_on_a_loopback_host_name_is_refused_across_hosts():
+    own = Hello(process_index=0, process_count=2, host="a", token="", facts={}, local_name_is_loopback=True)
+    near, far = Guest(socket.socket()), Guest(socket.socket(), same_machine=False)
+    assert _unreachable_names([own], [near]) is None
+    assert "host name of a resolves to a loopback address" in (_unreachable_names([own], [near, far]) or "")
+    for guest in (near, far):
+        guest.connection.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n", UsageError, "another program answers"),
+        (b"", PeerLostError, "closed the rendezvous without a word"),
+    ],
+)
+def test_a_coordinator_that_is_none_of_ours_is_recognised(free_port, reply, kind, message):
+    with socket.create_server(("127.0.0.1", free_port + 1)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        (error,) = meet_all(world_of(free_port, 1, 2))
+        thread.join()
+    assert isinstance(error, kind) and message in str(error)

@@ -1,0 +1,157 @@
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.session import share_of_gpus, software
+from openpi_train.runtime.world import World
+
+SUM_OVER_DEVICES = """
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+rows = np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32)
+array = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec("x")), lambda index: rows[index])
+total = jax.jit(lambda rows: (rows * rows).sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
+print(json.dumps([jax.device_count(), len(jax.local_devices()), float(total).hex()]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_sum_over_four_devices_is_the_same_bits_on_1_2_and_4_processes(run_processes):
+    totals = set()
+    for process_count in (1, 2, 4):
+        results = run_processes(SUM_OVER_DEVICES, process_count, devices=4 // process_count)
+        assert [result.returncode for result in results] == [0] * process_count, results
+        for result in results:
+            count, local_count, total = json.loads(result.stdout.splitlines()[-1])
+            assert (count, local_count) == (4, 4 // process_count)
+            totals.add(total)
+    assert len(totals) == 1
+
+
+@pytest.mark.multiprocess
+def test_process_zero_lists_the_hosts_and_the_others_are_quiet(run_processes):
+    zero, one = run_processes("", 2, devices=2)
+    assert f"{socket.gethostname()}: process 0: 2 x cpu; process 1: 2 x cpu" in zero.stderr
+    assert one.stderr == ""
+
+
+@pytest.mark.multiprocess
+def test_different_configurations_stop_all_processes_with_the_same_message(free_port):
+    code = (
+        "import os, sys\n"
+        "from openpi_train.runtime import exits, logs, session\n"
+        "from openpi_train.runtime.world import WorldFlags, find_world\n"
+        "rank = int(sys.argv[1])\n"
+        f"flags = WorldFlags(coordinator='127.0.0.1:{free_port}', num_processes=2, process_id=rank)\n"
+        "logs.configure(rank)\n"
+        "session.software = dict\n"
+        "facts = {'experiment': {'seed': 7, 'optimizer': {'lr': sys.argv[1]}}}\n"
+        "exits.run_guarded(lambda: session.start(find_world(flags, os.environ), facts=facts))\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    all_errors = [process.communicate(timeout=60)[1] for process in processes]
+    for process, errors in zip(processes, all_errors, strict=True):
+        assert process.returncode == 2
+        assert "do not run the same: experiment.optimizer.lr is 0 there and 1 here." in errors
+        assert "Traceback" not in errors
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_count):
+    results = run_processes(
+        """
+        for step in range(400):
+            if step == 3 and world.process_index == world.process_count - 1:
+                os.kill(os.getpid(), 15)
+            if preempt.stop_requested(step):
+                print(step, flush=True)
+                session.stop()
+                raise exits.Preempted(f"stopped at step {step}")
+            time.sleep(0.05)
+        """,
+        process_count,
+    )
+    assert [result.returncode for result in results] == [75] * process_count, results
+    steps = {result.stdout.splitlines()[-1] for result in results}
+    assert len(steps) == 1 and 3 <= int(steps.pop()) < 399
+
+
+@pytest.mark.multiprocess
+def test_a_killed_peer_ends_the_others_with_code_70(run_processes):
+    results = run_processes(
+        """
+        import numpy as np
+        from jax.experimental import multihost_utils
+        for step in range(200):
+            if step == 3 and world.process_index == 1:
+                os.kill(os.getpid(), 9)
+            multihost_utils.process_allgather(np.ones(3))
+        """,
+        2,
+    )
+    assert results[1].returncode == -signal.SIGKILL
+    assert results[0].returncode == 70, results[0]
+    assert "was lost" in results[0].stderr
+
+
+@pytest.mark.multiprocess
+def test_the_coordinator_may_have_an_ipv6_address(run_processes):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 loopback on this machine")
+    results = run_processes("", 2, MASTER_ADDR="[::1]")
+    assert [result.returncode for result in results] == [0, 0], results
+
+
+@pytest.mark.multiprocess
+def test_a_proxy_does_not_swallow_the_coordinator(run_processes):
+    proxy = "http://127.0.0.1:9"  # nobody listens
+    results = run_processes("", 2, http_proxy=proxy, https_proxy=proxy, no_proxy="elsewhere", NO_PROXY="elsewhere")
+    assert [result.returncode for result in results] == [0, 0], results
+
+
+def world(local_index, local_count):
+    return World(
+        process_index=local_index,
+        process_count=8,
+        local_index=local_index,
+        local_count=local_count,
+        coordinator="a:1",
+        source="flags",
+    )
+
+
+@pytest.mark.parametrize(
+    ("local_index", "local_count", "visible", "expected"),
+    [
+        (0, 1, "0,1,2,3", None),
+        (2, 4, "0,1,2,3", [2]),
+        (1, 2, "4,5,6,7", [2, 3]),
+        (3, None, "0,1,2,3", [3]),
+        (3, 4, "2", None),
+    ],
+)
+def test_gpus_are_shared_out_in_order(local_index, local_count, visible, expected):
+    assert share_of_gpus(world(local_index, local_count), {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+@pytest.mark.parametrize(("local_index", "local_count", "visible"), [(0, 3, "0,1"), (0, 2, "0,1,2"), (4, None, "0,1")])
+def test_gpus_that_cannot_be_shared_out_are_refused(local_index, local_count, visible):
+    with pytest.raises(UsageError, match="cannot have an equal share"):
+        share_of_gpus(world(local_index, local_count), {"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_the_software_facts_name_code_and_versions():
+    facts = software()
+    assert {"code of openpi_train", "version of jax", "version of python"} <= facts.keys()
+    assert facts == software()

@@ -1,0 +1,132 @@
+import pytest
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.world import WorldFlags, find_world, first_slurm_host, slurm_counts, split_address
+
+SLURM_JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SLURM_STEP = {
+    **SLURM_JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11]",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+TORCH = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.7,192.168.1.7:46299",
+    "OMPI_MCA_ess_base_jobid": "1531576321",
+}
+FLAGS = WorldFlags(coordinator="node0:1234", num_processes=3, process_id=2)
+
+
+def place(world):
+    return (world.source, world.process_index, world.process_count, world.local_index, world.local_count)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected", "coordinator"),
+    [
+        (WorldFlags(), {}, ("alone", 0, 1, 0, 1), None),
+        (FLAGS, {**TORCH, **SLURM_STEP}, ("flags", 2, 3, 0, 1), "node0:1234"),
+        (WorldFlags(), TORCH, ("environment", 5, 8, 0, 1), "10.0.0.1:29500"),
+        (WorldFlags(), {**TORCH, "MASTER_ADDR": "127.0.0.1"}, ("environment", 5, 8, 5, 8), "127.0.0.1:29500"),
+        (WorldFlags(), {**TORCH, "LOCAL_RANK": "1"}, ("environment", 5, 8, 1, None), "10.0.0.1:29500"),
+        (
+            WorldFlags(),
+            {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP},
+            ("environment", 5, 8, 1, 4),
+            "10.0.0.1:29500",
+        ),
+        (WorldFlags(), {"RANK": "0", "WORLD_SIZE": "1"}, ("environment", 0, 1, 0, 1), None),
+        (WorldFlags(), {"WORLD_SIZE": "1"}, ("alone", 0, 1, 0, 1), None),
+        (WorldFlags(), SLURM_STEP, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
+        (WorldFlags(), {**SLURM_STEP, **OPENMPI}, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
+        (WorldFlags(), {**OPENMPI, "MASTER_PORT": "30000"}, ("openmpi", 3, 4, 1, 2), "10.0.0.7:30000"),
+    ],
+)
+def test_the_first_source_that_speaks_is_believed(flags, environ, expected, coordinator):
+    world = find_world(flags, environ)
+    assert place(world) == expected
+    assert world.coordinator == coordinator
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        (WorldFlags(), {"RANK": "0"}, r"says RANK=0 but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: set them too"),
+        (WorldFlags(), {"WORLD_SIZE": "4"}, "says WORLD_SIZE=4 but not RANK, MASTER_ADDR, MASTER_PORT"),
+        (WorldFlags(), {**TORCH, "RANK": "one"}, "RANK='one' in the environment is not a whole number"),
+        (WorldFlags(), {**TORCH, "RANK": "8"}, "process 8 of 8 .* cannot be"),
+        (WorldFlags(), {**TORCH, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "local process 4 of 4"),
+        (WorldFlags(), {**TORCH, "MASTER_PORT": "65535"}, "port from 1 to 65534"),
+        (WorldFlags(num_processes=2), {}, "--num-processes given without --coordinator, --process-id"),
+        (WorldFlags(), {"SLURM_STEP_NODELIST": "a"}, "a Slurm step without SLURM_JOB_ID"),
+        (
+            WorldFlags(),
+            {name: value for name, value in OPENMPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
+            "mpirun -x MASTER_ADDR",
+        ),
+    ],
+)
+def test_a_source_that_says_too_little_is_refused_with_what_to_do(flags, environ, message):
+    with pytest.raises(UsageError, match=message):
+        find_world(flags, environ)
+
+
+def test_a_login_into_a_slurm_job_is_explained_and_not_obeyed():
+    world = find_world(WorldFlags(), SLURM_JOB)
+    assert place(world) == ("alone", 0, 1, 0, 1)
+    assert "not in a step of it" in world.notes[0] and "srun" in world.notes[0]
+
+
+def test_a_master_address_alone_is_explained_and_not_obeyed():
+    world = find_world(WorldFlags(), {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1"})
+    assert place(world) == ("alone", 0, 1, 0, 1)
+    assert world.notes == (
+        "MASTER_ADDR, NODE_RANK set without RANK and WORLD_SIZE: not used, training alone in this process",
+    )
+
+
+def test_every_slurm_start_has_its_own_token():
+    first = find_world(WorldFlags(), SLURM_STEP)
+    requeued = find_world(WorldFlags(), {**SLURM_STEP, "SLURM_RESTART_COUNT": "1"})
+    assert first.token and first.token != requeued.token
+    assert first.token not in repr(first)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-3,7],x", "node1"),
+        ("gpu-a[007-012]-ib,gpu-b1", "gpu-a007-ib"),
+        ("rack[2,3]node[05-06]", "rack2node05"),
+    ],
+)
+def test_first_host_of_a_slurm_node_list(nodelist, first):
+    assert first_slurm_host(nodelist) == first
+
+
+def test_slurm_task_counts_are_expanded():
+    assert slurm_counts("4(x2),3") == [4, 4, 3]
+    with pytest.raises(UsageError, match="not of the form"):
+        slurm_counts("4x2")
+
+
+@pytest.mark.parametrize(("address", "expected"), [("a:1", ("a", 1)), ("[fe80::1]:29500", ("fe80::1", 29500))])
+def test_addresses_are_split(address, expected):
+    assert split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:0", "a:-1"])
+def test_addresses_without_host_or_port_are_refused(address):
+    with pytest.raises(UsageError, match="is not host:port"):
+        split_address(address)

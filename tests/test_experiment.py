@@ -1,0 +1,65 @@
+"""Cross-field checks: every conflict at once, each with the flag to change."""
+
+import dataclasses
+
+import pytest
+import toy
+
+from openpi_train import registry
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.runtime.exits import UsageError
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    return dataclasses.replace(registry.load("debug"), exp_name="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "devices", "message"),
+    [
+        ({"batch_size": 12}, 8, r"--batch-size 12 is not a multiple of the 8 devices; try 8 or 16"),
+        ({"batch_size": 8, "grad_accum": 4}, 4, r"4 devices x --grad-accum 4; try 16"),
+        ({"fsdp_devices": 3}, 8, r"--fsdp-devices 3 does not divide the 8 devices of this run; allowed: 1, 2, 4, 8"),
+        ({"resume": True, "overwrite": True}, 1, "exclude each other"),
+        ({"num_train_steps": 0}, 1, "--num-train-steps 0 must be at least 1"),
+        ({"ema_decay": 1.5}, 1, "--ema-decay 1.5 must lie in"),
+        ({"freeze": "("}, 1, "--freeze .* is no regular expression"),
+    ],
+)
+def test_conflict_names_the_flag_and_what_is_allowed(experiment, change, devices, message):
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(experiment, **change).check(devices)
+
+
+def test_all_conflicts_are_told_at_once(experiment):
+    schedule = dataclasses.replace(experiment.lr_schedule, warmup_steps=100, decay_steps=50, decay_lr=1.0)
+    wrong = dataclasses.replace(experiment, batch_size=3, resume=True, overwrite=True, lr_schedule=schedule)
+    with pytest.raises(UsageError) as caught:
+        wrong.check(2)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert all("--" in line for line in lines)
+
+
+def test_an_objective_that_the_model_cannot_serve_is_refused(experiment):
+    class Bare(toy.LinearConfig):
+        provides = frozenset({"logits"})
+
+    with pytest.raises(UsageError, match="FlowMatching needs velocity, which model Bare does not provide"):
+        dataclasses.replace(experiment, model=Bare(), objective=FlowMatching()).check(1)
+
+
+def test_freeze_matches_our_path_and_openpis_name(experiment):
+    frozen = dataclasses.replace(experiment, freeze=r"PaliGemma/img/.*")
+    paths = [path for path in ("image_encoder/position_embedding", "action_in_proj/kernel") if frozen.is_frozen(path)]
+    assert frozen.is_frozen("action_in_proj/kernel") is False
+    assert dataclasses.replace(experiment, freeze="action_in_proj/.*").is_frozen("action_in_proj/kernel")
+    assert "action_in_proj/kernel" not in paths
+
+
+def test_json_names_the_class_of_every_part(experiment):
+    value = as_json(experiment)
+    assert value["model"]["__class__"] == "Pi0Config"
+    assert value["data"]["datasets"][0]["robot"]["__class__"] == "Bridge"

@@ -1,0 +1,88 @@
+"""The structure of the tree: who may import whom, how long a file may be, what ships."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "openpi_train"
+# Low to high: a module imports only from strictly lower rows or from its own folder.
+ROWS = (
+    {"types", "keys", "runtime"},
+    {"nn", "sharding", "optim", "robots", "envs"},
+    {"data"},
+    {"models"},
+    {"objectives", "interop"},
+    {"experiment"},
+    {"registry", "planning"},
+    {"training"},
+    {"tools"},
+    {"cli"},
+    {"__main__"},
+)
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+MAX_FILE_LINES, MAX_LOOP_LINES = 350, 60
+
+
+def part(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def row(name: str) -> int:
+    return next(index for index, names in enumerate(ROWS) if name in names)
+
+
+def imported_parts(file: Path) -> set[str]:
+    """Names of the package's parts that a file imports, anywhere in it (type-checking imports included)."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("openpi_train.")}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_module_imports_only_lower_rows_or_its_own_folder(file):
+    own = part(file)
+    others = imported_parts(file) - {own}
+    if own == "launch":
+        assert not others, f"launch imports the standard library only, not {others}"
+        return
+    if own == "cli":
+        others -= {"launch"}
+    wrong = {name for name in others if row(name) >= row(own)}
+    assert not wrong, f"{own} (row {row(own)}) imports {wrong}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_product_file_is_short_and_says_what_it_is(file):
+    text = file.read_text()
+    assert text.count("\n") <= MAX_FILE_LINES
+    assert ast.get_docstring(ast.parse(text)), "no module docstring"
+
+
+def test_the_loop_fits_on_a_screen():
+    assert (PACKAGE / "training" / "loop.py").read_text().count("\n") <= MAX_LOOP_LINES
+
+
+def test_every_package_ships():
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {".".join(file.parent.relative_to(ROOT).parts) for file in PACKAGE.rglob("*.py")} | {
+        "openpi_train_configs"
+    }
+    assert set(shipped) == folders
+
+
+def test_configs_hold_values_only():
+    for file in (ROOT / "configs").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        code = ast.FunctionDef | ast.ClassDef | ast.Lambda
+        assert not [node for node in ast.walk(tree) if isinstance(node, code)], file
+        assert file.read_text().count("\n") <= 150

@@ -1,0 +1,74 @@
+"""Finding experiments: by name, in a user's file, with the closest match for a wrong name."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from openpi_train import registry
+from openpi_train.experiment import Experiment
+
+NAMES = ("pi0_bridge_traj", "pi0_bridge_traj_lora", "pi0_bridge_traj_tiny", "pi05_bridge", "debug")
+
+
+def test_the_promised_experiments_are_there_and_described():
+    known = registry.entries()
+    assert set(NAMES) <= set(known)
+    for entry in known.values():
+        assert "Command: python -m openpi_train " + entry.name in entry.description, entry.name
+        assert "Hardware:" in entry.description, entry.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_loads_and_fits_one_device(name):
+    experiment = registry.load(name)
+    assert isinstance(experiment, Experiment)
+    assert experiment.name == name
+    dataclasses.replace(experiment, exp_name="x").check(1)
+
+
+def test_a_wrong_name_is_answered_with_the_closest():
+    with pytest.raises(registry.UnknownName, match="did you mean pi0_bridge_traj"):
+        registry.load("pi0_bridge_trajj")
+
+
+def test_an_experiment_of_a_users_file_is_found_by_name(tmp_path):
+    file = tmp_path / "my_runs_of_test.py"
+    file.write_text(
+        textwrap.dedent(
+            '''
+            import dataclasses
+            from openpi_train import registry
+
+            try7 = dataclasses.replace(registry.load("debug"), batch_size=16)
+            """The seventh try."""
+            '''
+        )
+    )
+    experiment = registry.load(f"{file}:try7")
+    assert (experiment.name, experiment.batch_size) == ("try7", 16)
+    assert registry.description(f"{file}:try7") == "The seventh try."
+    with pytest.raises(registry.UnknownName, match="has try7"):
+        registry.load(f"{file}:try8")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        registry.load(f"{tmp_path}/absent.py:try7")
+
+
+def test_a_config_file_that_does_not_parse_names_file_and_line(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("a = 1\nb = (\n")
+    with pytest.raises(ValueError, match=r"broken\.py line 2 does not parse"):
+        registry.read_entries(file)
+
+
+@pytest.mark.parametrize("verb", [["list"], ["--help"], ["launch", "--help"], ["data", "--help"], ["stats", "--help"]])
+def test_verbs_answer_without_importing_jax(verb):
+    program = (
+        "import sys\nfrom openpi_train import cli\n"
+        f"try: cli.run({verb!r})\nexcept SystemExit: pass\n"
+        "heavy = {'jax', 'flax', 'orbax', 'grain', 'tensorflow_datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,197 @@
+"""`data prepare`: a genuine dataset, equal for equal arguments, reused when complete, repaired when not."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from tensorflow_datasets.proto import tf_example_pb2
+
+from openpi_train.data import image
+from openpi_train.data.rlds import Rlds
+from openpi_train.data.tfrecord import read_records
+from openpi_train.data.tokenizer import load_tokenizer
+from openpi_train.envs import tabletop_scene as world
+from openpi_train.envs.tabletop import Tabletop
+from openpi_train.robots.tabletop import Tabletop as TabletopRobot
+from openpi_train.tools import prepare as tool
+from openpi_train.tools.prepare import prepare
+
+ENV = Tabletop(image_size=32)
+ARGUMENTS = {"episodes_per_task": 2, "val_episodes_per_task": 1, "image_size": 32}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("datasets"), **ARGUMENTS)
+
+
+@pytest.fixture(scope="module")
+def sources(made, tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("index"))
+    return {split: Rlds(path=str(made.dataset), split=split, cache_dir=cache).open() for split in ("train", "val")}
+
+
+def examples(prepared, split):
+    (path,) = prepared.dataset.glob(f"*-{split}.tfrecord-*")
+    return [tf_example_pb2.Example.FromString(record.payload) for record in read_records(path)]
+
+
+def feature(example, name):
+    value = example.features.feature[name]
+    kind = value.WhichOneof("kind")
+    return list(getattr(value, kind).value)
+
+
+def test_counts_and_instructions_are_as_asked(made, sources):
+    assert made.num_episodes == {"train": 2 * len(ENV.tasks), "val": len(ENV.tasks)}
+    for split, source in sources.items():
+        assert source.num_episodes == made.num_episodes[split]
+        assert source.num_steps == made.num_steps[split]
+        assert set(source.prompts) == {ENV.instruction(task) for task in range(len(ENV.tasks))}
+        lengths = np.diff(source.episode_ends, prepend=0)
+        assert lengths.min() > 3
+        assert lengths.max() <= ENV.max_steps
+    assert not set(sources["train"].episode_ids) & set(sources["val"].episode_ids)
+
+
+def test_the_robot_reads_states_and_bounded_commands(sources):
+    robot = TabletopRobot()
+    assert tuple(robot.cameras.values()) == sources["train"].cameras
+    steps = robot.read(sources["train"].columns, sources["train"].episode_ends)
+    assert np.abs(steps.actions[:, :3]).max() <= world.MAX_MOVE_M
+    assert set(np.unique(steps.actions[:, 6])) == {0.0, 1.0}
+    assert (steps.actions.std(0) > 1e-3).all()
+    assert (steps.state.std(0) > 1e-3).all()
+
+
+def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources):
+    """Equal but for single edge pixels, which may round differently in batches of other sizes."""
+    source = sources["train"]
+    starts = np.concatenate([[0], source.episode_ends[:-1]])
+    found = examples(made, "train")
+    seeds = np.array([feature(one, "episode_metadata/seed")[0] for one in found], np.uint32)
+    tasks = [ENV.tasks.index(feature(one, "episode_metadata/task")[0].decode()) for one in found]
+    seen = ENV.observe(ENV.reset(jax.vmap(jax.random.key)(seeds), jnp.asarray(tasks)))
+    assert np.allclose(seen.state, source.columns["observation/state"][starts], atol=1e-6)
+    for name in ENV.cameras:
+        frames = source.frames(starts, f"observation/{name}").astype(int)
+        expected = np.stack([image.decode(image.encode(one)) for one in np.asarray(seen.images[name])])
+        assert np.abs(frames - expected).mean() < 0.05
+    assert [source.prompts[index] for index in source.prompt_index[starts]] == [ENV.instruction(t) for t in tasks]
+
+
+def test_flags_mark_the_ends_and_every_episode_is_a_success(made):
+    for example in examples(made, "val"):
+        length = len(feature(example, "steps/is_first"))
+        assert feature(example, "steps/is_first") == [1] + [0] * (length - 1)
+        for name in ("is_last", "is_terminal", "reward"):
+            assert feature(example, f"steps/{name}") == [0] * (length - 1) + [1]
+        assert feature(example, "steps/discount") == [1] * (length - 1) + [0]
+        assert feature(example, "episode_metadata/success") == [1]
+
+
+def test_tensorflow_datasets_knows_it(made):
+    builder = tfds.builder_from_directory(made.dataset)
+    assert {name: split.num_examples for name, split in builder.info.splits.items()} == made.num_episodes
+    assert builder.info.features["steps"]["observation"]["image_1"].shape == (32, 32, 3)
+
+
+def test_the_tokenizer_gives_back_every_instruction_and_the_state_prompt(made):
+    tokenizer = load_tokenizer(str(made.tokenizer))
+    for task in range(len(ENV.tasks)):
+        tokens = tokenizer.encode(ENV.instruction(task))
+        assert tokenizer.decode(tokens) == ENV.instruction(task)
+        assert len(tokens) <= 12
+    prompt = "Task: put the red block, State: 0 17 128 255 -1;\nAction: "
+    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert tokenizer.vocab_size <= tool.VOCAB_SIZE
+
+
+def test_the_same_arguments_give_the_same_content_and_other_seeds_other_episodes(made, tmp_path):
+    again = prepare(tmp_path / "again", **ARGUMENTS)
+    for split in ("train", "val"):
+        assert examples(again, split) == examples(made, split)
+    for name in ("features.json", "dataset_info.json"):
+        assert (again.dataset / name).read_bytes() == (made.dataset / name).read_bytes()
+    assert again.tokenizer.read_bytes() == made.tokenizer.read_bytes()
+    other = prepare(tmp_path / "other", seed=1, **ARGUMENTS)
+    assert not any(one in examples(made, "val") for one in examples(other, "val"))
+
+
+def test_a_complete_dataset_is_reused_with_a_message(made, caplog):
+    stamps = {path: path.stat().st_mtime_ns for path in made.dataset.iterdir()}
+    with caplog.at_level(logging.INFO):
+        assert prepare(made.dataset.parent.parent, **ARGUMENTS) == made
+    assert "is complete already: reused" in caplog.text
+    assert stamps == {path: path.stat().st_mtime_ns for path in made.dataset.iterdir()}
+
+
+@pytest.fixture
+def cheap(monkeypatch):
+    """The episodes replaced by one small file; returns the arguments of every write."""
+    written = []
+
+    def fake_write(draft, env, counts, seed, arguments):
+        written.append(arguments)
+        draft.mkdir(parents=True)
+        (draft / "data").write_text("whole")
+        files = {"data": tool._digest(draft / "data")}
+        manifest = {"arguments": arguments, "num_episodes": {}, "num_steps": {}, "files": files}
+        (draft / tool.MANIFEST).write_text(json.dumps(manifest))
+        return manifest
+
+    monkeypatch.setattr(tool, "_write", fake_write)
+    return written
+
+
+@pytest.mark.parametrize("harm", ["cut", "file missing", "manifest missing", "manifest torn", "other arguments"])
+def test_what_is_torn_or_different_is_moved_aside_and_written_anew(tmp_path, cheap, caplog, harm):
+    prepare(tmp_path)
+    root = tmp_path / "tabletop"
+    if harm == "cut":
+        (root / "data").write_text("who")
+    elif harm == "file missing":
+        (root / "data").unlink()
+    elif harm == "manifest missing":
+        (root / tool.MANIFEST).unlink()
+    elif harm == "manifest torn":
+        (root / tool.MANIFEST).write_text("{")
+    prepare(tmp_path, seed=int(harm == "other arguments"))
+    assert len(cheap) == 2
+    assert (root / "data").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tabletop", "tabletop.aside-1"]
+    assert "is now at" in caplog.text
+    prepare(tmp_path, seed=int(harm == "other arguments"))
+    assert len(cheap) == 2
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    def failing(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tool, "train_tokenizer", failing)
+    with pytest.raises(OSError, match="disk full"):
+        prepare(tmp_path, **ARGUMENTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool.tabletop, "HOLD_STEPS", 10_000)
+    with pytest.raises(RuntimeError, match=r"the expert failed 32 times in a row at \['reach_red'"):
+        prepare(tmp_path, **ARGUMENTS)
+
+
+def test_useless_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="val_episodes_per_task 0 must be positive"):
+        prepare(tmp_path, val_episodes_per_task=0)
+
+
+def test_the_home_directory_can_be_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
+    assert tool.default_directory() == tmp_path / "datasets"
+    monkeypatch.delenv("OPENPI_TRAIN_HOME")
+    assert tool.default_directory().parts[-3:] == (".cache", "openpi_train", "datasets")

@@ -1,0 +1,145 @@
+"""Metric files: every bit, every step once, valid JSON, never a question asked."""
+
+import json
+import struct
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.training.metrics import Metrics
+
+
+def lines(directory, name="metrics.jsonl"):
+    return [json.loads(line, parse_constant=pytest.fail) for line in (directory / name).read_text().splitlines()]
+
+
+def write(directory, steps, **options):
+    metrics = Metrics(directory, process_index=0, **options)
+    for step in steps:
+        metrics.log(step, {"loss": step / 3})
+    metrics.close()
+
+
+def test_numbers_read_back_with_the_same_bits(tmp_path):
+    random = np.random.default_rng(0)
+    floats = random.integers(0, 2**31 - 2**24, 500, np.int32).view(np.float32)  # any positive finite pattern
+    metrics = Metrics(tmp_path, process_index=0)
+    for step, value in enumerate(floats):
+        metrics.log(step, {"loss": value, "double": float(value) / 3, "on_device": jnp.float32(value), "count": step})
+    metrics.close()
+    for step, (line, value) in enumerate(zip(lines(tmp_path), floats, strict=True)):
+        assert np.float32(line["loss"]).tobytes() == value.tobytes()
+        assert np.float32(line["on_device"]).tobytes() == value.tobytes()
+        assert line["double"] == float(value) / 3
+        assert line["count"] == step == line["step"]
+
+
+def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    metrics = Metrics(tmp_path, process_index=0)
+    metrics.log(1, {"loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "loss": 0.5}]
+    metrics.close()
+
+
+def test_nan_and_infinity_are_strings_in_valid_json(tmp_path):
+    metrics = Metrics(tmp_path, process_index=0)
+    metrics.log(1, {"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")})
+    metrics.close()
+    assert lines(tmp_path) == [{"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}]
+    assert float(lines(tmp_path)[0]["c"]) == -np.inf
+
+
+def test_resume_cuts_later_steps_into_a_file_that_is_kept(tmp_path):
+    write(tmp_path, [10, 20, 30, 40])
+    write(tmp_path, [30, 40, 50], resume_step=20)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30, 40, 50]
+    write(tmp_path, [50], resume_step=40)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30, 40, 50]
+    assert [line["step"] for line in lines(tmp_path, "metrics.superseded.jsonl")] == [30, 40, 50]
+
+
+def test_resume_after_a_kill_removes_the_torn_last_line(tmp_path):
+    write(tmp_path, [10])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2')
+    write(tmp_path, [20], resume_step=15)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20]
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"step": 2\n'
+
+
+def test_resume_with_nothing_to_cut_leaves_the_file_alone(tmp_path):
+    write(tmp_path, [10])
+    write(tmp_path, [20], resume_step=10)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20]
+    assert not (tmp_path / "metrics.superseded.jsonl").exists()
+
+
+def test_only_process_0_writes(tmp_path):
+    metrics = Metrics(tmp_path, process_index=1, tensorboard=True, wandb_project="x")
+    metrics.log(1, {"loss": 1.0})
+    metrics.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_tensorboard_files_hold_the_same_values(tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    write(tmp_path, [1, 2], tensorboard=True)
+    found = []
+    for path in (tmp_path / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:  # TFRecord framing: length, crc, payload, crc
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            data = data[16 + length :]
+    assert found == [(1, "loss", np.float32(1 / 3)), (2, "loss", np.float32(2 / 3))]
+
+
+@pytest.mark.parametrize("package", ["tensorboardX", "wandb"])
+def test_absent_package_is_named_with_the_way_out(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    options = {"tensorboardX": {"tensorboard": True}, "wandb": {"wandb_project": "p"}}[package]
+    with pytest.raises(UsageError, match=r"pip install 'openpi_train\[(tensorboard|wandb)\]', or give --no-"):
+        Metrics(tmp_path, process_index=0, **options)
+
+
+@pytest.fixture
+def wandb_calls(monkeypatch, tmp_path):
+    """A stand-in for the wandb package that records how it is called."""
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
+    )
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: calls.append(options) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path / "no-home"))
+    return calls
+
+
+def test_wandb_keeps_one_run_id_over_resumes_and_is_offline_without_a_key(tmp_path, wandb_calls):
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (1, 2):
+        write(run, [step], wandb_project="openpi", wandb_config={"seed": 1}, resume_step=step - 1)
+    first, _, _, second, logged, _ = wandb_calls
+    assert first["id"] == second["id"] == (run / "wandb_id.txt").read_text().strip()
+    assert first["mode"] == "offline"
+    assert first["resume"] == "allow"
+    assert first["name"] == "run"
+    assert logged == (2, {"loss": 2 / 3})
+
+
+def test_wandb_is_online_with_a_key_unless_the_user_says_otherwise(tmp_path, wandb_calls, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    write(tmp_path, [], wandb_project="openpi")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write(tmp_path, [], wandb_project="openpi")
+    assert [call["mode"] for call in wandb_calls if isinstance(call, dict)] == ["online", "disabled"]

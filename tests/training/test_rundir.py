@@ -1,0 +1,208 @@
+"""The run directory: opened under clear rules, never overwritten, with a record of the start."""
+
+import dataclasses
+import json
+import logging
+import multiprocessing.dummy
+import queue
+import sys
+
+import jax
+import pytest
+
+from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.training.rundir import changed_fields, environment, open_run
+
+EXPERIMENT = {
+    "model": {"__class__": "Pi0", "width": 64, "remat": "nothing"},
+    "optimizer": {"__class__": "AdamW", "b1": 0.9},
+    "ema_decay": 0.99,
+    "freeze": None,
+    "batch_size": 32,
+    "log_interval": 100,
+    "resume": False,
+}
+
+
+def start(base, name="first", *, experiment=EXPERIMENT, **flags):
+    return open_run(base, "debug", name, experiment=experiment, **flags)
+
+
+def test_new_run_records_experiment_and_environment(tmp_path):
+    run = start(tmp_path)
+    assert run.path == tmp_path / "debug" / "first"
+    assert not run.resumed
+    assert json.loads((run.path / "experiment.json").read_text()) == EXPERIMENT
+    (first,) = json.loads((run.path / "environment.json").read_text())["starts"]
+    assert first["versions"]["jax"] == jax.__version__
+    assert first["devices"] == {"count": jax.device_count(), "kind": "cpu", "platform": "cpu"}
+    assert first["argv"]
+
+
+def test_existing_run_without_a_flag_is_an_error_that_names_both(tmp_path):
+    start(tmp_path)
+    with pytest.raises(UsageError, match=r"holds a run already: --resume .* --overwrite") as raised:
+        start(tmp_path)
+    assert raised.value.exit_code == USAGE
+
+
+def test_overwrite_moves_the_old_run_aside_with_all_its_files(tmp_path):
+    old = start(tmp_path)
+    (old.path / "7").mkdir()
+    (old.path / "7" / "weights").write_text("precious")
+    for times in (1, 2):  # twice within one second must not collide
+        run = start(tmp_path, overwrite=True)
+        assert run.replaced is not None
+        assert not (run.path / "7").exists()
+        assert len(list((tmp_path / "debug").glob("first.replaced-*"))) == times
+    (kept,) = (tmp_path / "debug").glob("first.replaced-*/7/weights")
+    assert kept.read_text() == "precious"
+
+
+def test_overwrite_of_nothing_just_starts(tmp_path):
+    run = start(tmp_path, overwrite=True)
+    assert run.replaced is None
+    assert not run.resumed
+
+
+def test_resume_of_nothing_says_so_and_starts(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        run = start(tmp_path, resume=True)
+    assert not run.resumed
+    assert "there is no run in" in caplog.text
+
+
+def test_resume_keeps_the_record_of_every_start(tmp_path):
+    start(tmp_path)
+    run = start(tmp_path, resume=True, experiment={**EXPERIMENT, "resume": True})
+    assert run.resumed
+    starts = json.loads((run.path / "environment.json").read_text())["starts"]
+    assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
+
+
+def test_both_flags_exclude_each_other(tmp_path):
+    with pytest.raises(UsageError, match="--resume and --overwrite exclude each other"):
+        start(tmp_path, resume=True, overwrite=True)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "/tmp/x", "a\0b"])
+def test_names_that_are_no_directory_name_are_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="--exp-name"):
+        start(tmp_path, name)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_directory_with_other_peoples_files_is_left_alone(tmp_path, flags):
+    place = tmp_path / "debug" / "first"
+    place.mkdir(parents=True)
+    (place / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="exists and is not a run"):
+        start(tmp_path, **flags)
+    assert [path.name for path in place.iterdir()] == ["thesis.tex"]
+
+
+def test_log_files_may_be_there_before_the_run(tmp_path):
+    (tmp_path / "debug" / "first" / "logs").mkdir(parents=True)
+    assert not start(tmp_path).resumed
+
+
+def test_resume_with_another_model_names_every_field_with_both_values(tmp_path):
+    start(tmp_path)
+    other = {
+        **EXPERIMENT,
+        "model": {"__class__": "Pi05", "width": 128, "remat": "nothing"},
+        "optimizer": {"__class__": "SGD"},
+        "ema_decay": None,
+        "freeze": "img/.*",
+    }
+    with pytest.raises(UsageError) as raised:
+        start(tmp_path, resume=True, experiment=other)
+    message = str(raised.value)
+    for line in (
+        "model.__class__: the run has 'Pi0', given 'Pi05'",
+        "model.width: the run has 64, given 128",
+        "optimizer.__class__: the run has 'AdamW', given 'SGD'",
+        "ema_decay: the run has 0.99, given None",
+        "freeze: the run has None, given 'img/.*'",
+    ):
+        assert line in message
+    assert json.loads((tmp_path / "debug/first/experiment.json").read_text()) == EXPERIMENT
+
+
+def test_resume_reports_harmless_changes_and_warns_of_the_others(tmp_path, caplog):
+    start(tmp_path)
+    model = {**EXPERIMENT["model"], "remat": "all"}
+    changed = {**EXPERIMENT, "model": model, "log_interval": 5, "batch_size": 64, "ema_decay": 0.9}
+    with caplog.at_level(logging.INFO):
+        run = start(tmp_path, resume=True, experiment=changed)
+    levels = {record.getMessage().split()[2]: record.levelname for record in caplog.records if "with" in record.msg}
+    assert levels == {"model.remat": "INFO", "log_interval": "INFO", "batch_size": "WARNING", "ema_decay": "WARNING"}
+    assert json.loads((run.path / "experiment.json").read_text()) == changed
+
+
+def test_torn_experiment_record_is_an_error(tmp_path):
+    run = start(tmp_path)
+    (run.path / "experiment.json").write_text("{")
+    with pytest.raises(UsageError, match=r"experiment.json cannot be read .* put a copy back"):
+        start(tmp_path, resume=True)
+
+
+def test_changed_fields_are_dotted_paths_also_for_fields_that_one_side_lacks():
+    saved, given = {"a": {"b": 1, "c": [1]}, "gone": 1}, {"a": {"b": 2, "c": [1]}, "new": 3}
+    assert changed_fields(saved, given) == {"a.b": (1, 2), "gone": (1, None), "new": (None, 3)}
+
+
+def test_base_directory_that_cannot_be_made_is_a_usage_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="Not a directory"):
+        start(tmp_path / "file")
+
+
+def two_processes(base, **flags):
+    """What process 0 and process 1 get; threads stand for processes, a queue for the network."""
+    network: queue.Queue = queue.Queue()
+
+    def broadcast_0(_, value):
+        network.put(json.loads(json.dumps(value)))
+        return value
+
+    def run(index):
+        broadcast = broadcast_0 if index == 0 else lambda *_: network.get(timeout=10)
+        try:
+            return start(base, process_index=index, broadcast=broadcast, **flags)
+        except UsageError as error:
+            return str(error)
+
+    with multiprocessing.dummy.Pool(2) as pool:
+        return pool.map(run, [0, 1])
+
+
+def test_every_process_gets_the_directory_or_the_error_of_process_0(tmp_path):
+    first, second = two_processes(tmp_path)
+    assert dataclasses.asdict(first) == dataclasses.asdict(second)
+    first, second = two_processes(tmp_path)
+    assert first == second
+    assert "--resume" in first
+
+
+def test_process_that_does_not_see_the_directory_says_that_it_must_be_shared(tmp_path):
+    with pytest.raises(UsageError, match=r"process 1 on .* does not see .*file system that all hosts share"):
+        start(
+            tmp_path,
+            process_index=1,
+            broadcast=lambda *_: {"path": str(tmp_path / "elsewhere"), "resumed": False, "replaced": None},
+        )
+
+
+def test_environment_holds_no_secrets(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    monkeypatch.setenv("OPENPI_TRAIN_TOKEN", "hunter2")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    arguments = ["prog", "--hub-token", "hunter2", "--api-key=hunter2", "--model.max-token-len", "48"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    recorded = environment()
+    assert "hunter2" not in json.dumps(recorded)
+    assert recorded["variables"]["SLURM_JOB_ID"] == "77"
+    assert recorded["argv"] == ["prog", "--hub-token", "<hidden>", "--api-key=<hidden>", "--model.max-token-len", "48"]
