@@ -17,6 +17,7 @@ debug = Experiment(
         action_horizon=8,
         max_token_len=32,
         vocab_size=512,
+        dtype="float32",
     ),
     objective=FlowMatching(),
     data=DataConfig(

@@ -123,7 +123,8 @@ def _serialize(episode: Episode, features: Any, serializer: Any, jpeg_quality: i
             _check_names(step, features["steps"].feature, f"steps[{index}]/")
         encoded_steps = [_encode_images(step, features["steps"].feature, jpeg_quality) for step in steps]
         example = features.encode_example({**episode, "steps": encoded_steps})
-        return serializer.serialize_example(example)
+        # Protobuf writes maps in a random order unless told otherwise; equal episodes must give equal bytes.
+        return serializer.get_tf_example(example).SerializeToString(deterministic=True)
     except Exception as error:
         raise ValueError(f"{where} does not fit {FEATURES_FILE}: {error}") from error
 

@@ -97,14 +97,14 @@ class RMSNorm(nnx.Module):
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + 1e-6)
         if not self.adaptive:
-            # The addition is in the parameter's own type, which is bfloat16 where training keeps it frozen.
-            return (normed * (1 + self.scale[...]).astype(jnp.float32)).astype(x.dtype), None
+            return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype), None
         if condition is None:
             raise ValueError("this norm is adaptive and needs a condition; give one for each of its experts")
         modulation = self.modulation(condition)
         modulation = jnp.repeat(modulation, x.shape[1] // condition.shape[1], axis=1)  # b t 3d
         scale, shift, gate = jnp.split(modulation, 3, axis=-1)
-        return (normed * (1 + scale).astype(jnp.float32) + shift.astype(jnp.float32)).astype(x.dtype), gate
+        scale, shift = scale.astype(jnp.float32), shift.astype(jnp.float32)
+        return (normed * (1 + scale) + shift).astype(x.dtype), gate
 
 
 def sincos_encoding(

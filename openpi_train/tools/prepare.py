@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from openpi_train.data import places
 from openpi_train.data.rlds_write import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop
@@ -56,12 +57,6 @@ class Prepared:
     num_steps: dict[str, int]
 
 
-def default_directory() -> Path:
-    """Where datasets go unless told otherwise: `$OPENPI_TRAIN_HOME/datasets`, or below `~/.cache/openpi_train`."""
-    home = os.environ.get("OPENPI_TRAIN_HOME") or "~/.cache/openpi_train"
-    return Path(home).expanduser() / "datasets"
-
-
 def prepare(
     directory: str | Path | None = None,
     *,
@@ -76,7 +71,7 @@ def prepare(
     a run must call it, before the others read.
 
     Args:
-        directory: The datasets' folder, `default_directory()` if None.
+        directory: The datasets' folder, `places.datasets()` if None.
         episodes_per_task: Successful episodes of each task in `train`; `val_episodes_per_task` in `val`, from other
             seeds.
         image_size: Height and width of both cameras' pictures.
@@ -89,7 +84,7 @@ def prepare(
         raise ValueError(
             f"episodes_per_task {episodes_per_task} and val_episodes_per_task {val_episodes_per_task} must be positive"
         )
-    root = (default_directory() if directory is None else Path(directory).expanduser()) / NAME
+    root = (places.datasets() if directory is None else Path(directory).expanduser()) / NAME
     counts = {"train": episodes_per_task, "val": val_episodes_per_task}
     env = tabletop.Tabletop(image_size=image_size)
     instructions = [env.instruction(task) for task in range(len(env.tasks))]

@@ -52,4 +52,4 @@ def test_the_disturbance_differs_between_keys_and_repeats_with_the_key(demonstra
     again = demonstrate(starts, keys, num_steps=ENV.max_steps)[2]
     other = demonstrate(starts, keys[::-1], num_steps=ENV.max_steps)[2]
     assert np.array_equal(again.tip, demonstrations[2].tip)
-    assert np.abs(np.asarray(other.tip) - np.asarray(again.tip))[0].max(-1).min() > 1e-5
+    assert np.abs(np.asarray(other.tip) - np.asarray(again.tip)).max((0, 2)).min() > 1e-3

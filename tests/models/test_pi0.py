@@ -1,4 +1,4 @@
-"""pi0's config and network beyond the golden numbers: published names, absent cameras, shared prefixes, LoRA, counts."""
+"""pi0 beyond the golden numbers: published names, absent cameras, shared prefixes, LoRA, counts."""
 
 import dataclasses
 import json
@@ -135,10 +135,11 @@ def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
     seen = observation(config)
     noise = draws(config, 1)[0][:, 0]
     sample = jax.jit(lambda params: merge_module(graph, params).sample_actions(seen, noise, 3))
-    actions, time = noise, 1.0
+    # Time is summed in float32, as the sampler does: its shortest period turns one bit of it into 1e-4 of an angle.
+    actions, time, step = noise, np.float32(1.0), np.float32(-1 / 3)
     for _ in range(3):
-        actions = actions - velocity(params, seen, actions[:, None], jnp.full((2, 1), time))[:, 0] / 3
-        time -= 1 / 3
+        actions = actions + step * velocity(params, seen, actions[:, None], jnp.full((2, 1), time))[:, 0]
+        time += step
     np.testing.assert_allclose(sample(params), actions, rtol=1e-4, atol=1e-5)
 
 
