@@ -142,6 +142,10 @@ class Experiment:
                 problems.append(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        if not 0 <= self.data.validation_fraction < 1:
+            problems.append(
+                f"--data.validation-fraction {self.data.validation_fraction} must lie in [0, 1); 0 holds nothing out"
+            )
         if self.freeze is not None:
             try:
                 re.compile(self.freeze)

@@ -138,7 +138,11 @@ def _import_file(file: Path):
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = importlib.import_module(file.stem)
+    _configs_package()  # the file may build upon `openpi_train_configs`
+    try:
+        module = importlib.import_module(file.stem)
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename} line {error.lineno} does not parse: {error.msg}") from error
     if Path(module.__file__ or "").resolve() != file.resolve():
         raise ValueError(f"{file} has the name of another module ({module.__file__}); rename the file")
     return module

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from conftest import GOLDEN
 from flax import nnx
 
 from openpi_train.interop.openpi import parameter_shapes
@@ -18,6 +18,9 @@ from openpi_train.nn.gemma import VARIANTS, GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.training.state import merge_module
 from openpi_train.types import Observation
+
+# As in `conftest.py`, which cannot be imported by name: there are several.
+GOLDEN = Path(os.environ.get("OPENPI_TRAIN_GOLDEN", Path(__file__).resolve().parents[2] / "shared" / "golden"))
 
 
 def read_meta() -> dict[str, Any]:

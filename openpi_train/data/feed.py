@@ -37,7 +37,7 @@ class Feed:
     by spawning, so the main module must be importable). `assemble` makes the batch of the named global arrays.
 
     Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
-    Raises ValueError where the batch does not divide. Call from one thread; `close` when done.
+    Raises ValueError where the batch does not divide, DataError where workers would not find room. Call from one thread; `close` when done.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Feed:
         self._transfer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
         self.wait_s = 0.0
         self.bad_records = 0
+        if num_workers:
+            self._check_shared_memory()
 
     def start(self) -> None:
         """Begin to read the next batch in the background (so that workers start while a step is being compiled)."""
@@ -146,7 +148,6 @@ class Feed:
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_BATCHES_AHEAD, threads))
         dataset = grain.MapDataset.source(source).to_iter_dataset(options)
         if self._num_workers:
-            self._check_shared_memory()
             block_sigterm()
             # Spawned workers read whole batches in turn, so that their number cannot change any.
             workers = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=_BATCHES_AHEAD)
@@ -158,7 +159,7 @@ class Feed:
         row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._rows.spec.values())
         needed = row_bytes * len(self._row_numbers) * self._num_workers * (_BATCHES_AHEAD + 2)
         if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < needed:
-            raise ValueError(
+            raise DataError(
                 f"{self._num_workers} data workers need about {needed >> 20} MB of {_SHARED_MEMORY}, which has "
                 f"{free >> 20} MB free; use --num-workers 0 (threads), or enlarge it (docker: --shm-size)"
             )

@@ -128,6 +128,8 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     for name, entry in stats.items():
         if not len(entry.mean) == len(entry.std) == len(entry.q01) == len(entry.q99):
             raise ValueError(f"{path}: mean, std, q01 and q99 of {name} differ in width")
+        if not (np.isfinite(entry.mean).all() and np.isfinite(entry.std).all()):
+            raise ValueError(f"{path}: mean or std of {name} holds NaN or infinity; give none to have them computed")
     return stats
 
 

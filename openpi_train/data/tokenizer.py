@@ -103,14 +103,7 @@ def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | No
 
     Raises FileNotFoundError where neither is there, ValueError where it is no tokenizer or has too many pieces.
     """
-    if name == BYTES:
-        return Tokenizer(_train([" "], 0), name)
-    path = Path(name).expanduser()
-    path = path / "tokenizer.model" if path.is_dir() else path
-    if not path.is_file():
-        told_so = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        path = _from_hub(name, offline or told_so)
-    tokenizer = Tokenizer(path.read_bytes(), name)
+    tokenizer = Tokenizer(_train([" "], 0) if name == BYTES else _read_model(name, offline), name)
     if max_vocab_size is not None and tokenizer.vocab_size > max_vocab_size:
         raise ValueError(
             f"tokenizer {name} has {tokenizer.vocab_size} pieces, the model's vocabulary only {max_vocab_size}: "
@@ -140,6 +133,15 @@ def _train(texts: Iterable[str], vocab_size: int) -> bytes:
         required_chars=_SPACE,
     )  # fmt: skip
     return model.getvalue()
+
+
+def _read_model(name: str, offline: bool) -> bytes:
+    path = Path(name).expanduser()
+    path = path / "tokenizer.model" if path.is_dir() else path
+    if not path.is_file():
+        told_so = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        path = _from_hub(name, offline or told_so)
+    return path.read_bytes()
 
 
 def _from_hub(name: str, offline: bool) -> Path:

@@ -90,7 +90,7 @@ def read_params_item(item: Path) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     # To numpy, explicitly: the stored shardings name devices of the machine that wrote them.
-    restore = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32)
+    restore = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(np.float32))
     with ocp.PyTreeCheckpointer() as checkpointer:
         stored = checkpointer.metadata(item).item_metadata.tree
         if "params" not in stored:

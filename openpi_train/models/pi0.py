@@ -44,11 +44,17 @@ class Pi0Config(ModelConfig):
     discrete_state_input: bool | None = None
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
     paligemma_variant: str = "gemma_2b"
+    # Named sizes of the action expert.
     action_expert_variant: str = "gemma_300m"
+    # Sizes of the language expert that differ from its variant's.
     language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+    # Sizes of the action expert that differ from its variant's.
     action_expert: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+    # Sizes of the image tower.
     siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
+    # Tokens that the language expert knows; at least as many as the tokenizer has.
     vocab_size: int = 257_152
     # Height and width of the images in pixels.
     image_size: int = 224

@@ -49,7 +49,7 @@ class GemmaConfig:
         low_rank = self.lora.attention_rank * (
             self.num_heads * self.width + heads  # query, head by head
             + 2 * self.num_kv_heads * self.width + 2 * keys  # key and value
-            + heads + self.num_heads * self.width  # output
+            + heads + self.width  # output
         )  # fmt: skip
         low_rank += self.lora.mlp_rank * 3 * (self.width + self.mlp_dim)
         return float(2 * self.depth * (weights + low_rank))
@@ -72,15 +72,25 @@ VARIANTS: Mapping[str, GemmaConfig] = {
 class GemmaOverrides:
     """Sizes that differ from a named variant's; None means "as the variant has it". See `GemmaConfig`, `LoraConfig`."""
 
+    # Width of the tokens.
     width: int | None = None
+    # Number of layers.
     depth: int | None = None
+    # Width inside the feed-forward layer.
     mlp_dim: int | None = None
+    # Query heads.
     num_heads: int | None = None
+    # Key and value heads; query heads share them evenly.
     num_kv_heads: int | None = None
+    # Width of a head.
     head_dim: int | None = None
+    # Rank of LoRA's additions to the attention weights; 0 means none.
     lora_attention_rank: int | None = None
+    # Rank of LoRA's additions to the feed-forward weights; 0 means none.
     lora_mlp_rank: int | None = None
+    # The attention's additions are scaled by alpha / rank, or with rslora by alpha / sqrt(rank).
     lora_alpha: float | None = None
+    # Whether alpha is divided by the rank's square root.
     lora_rslora: bool | None = None
 
     def apply(self, variant: str) -> GemmaConfig:

@@ -16,12 +16,17 @@ from openpi_train.nn.layers import LayerNorm, Remat, scan_layers, stack_layers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiglipConfig:
-    """Sizes of the image tower; the defaults are So400m/14. `patch_size` is in pixels."""
+    """Sizes of the image tower; the defaults are So400m/14."""
 
+    # Width of the patches' tokens inside the tower.
     width: int = 1152
+    # Number of layers.
     depth: int = 27
+    # Width inside the feed-forward layer.
     mlp_dim: int = 4304
+    # Attention heads; they divide the width.
     num_heads: int = 16
+    # Height and width of a patch in pixels; it divides the image's.
     patch_size: int = 14
 
     def check(self, image_size: int) -> list[str]:

@@ -60,7 +60,7 @@ class Door:
     def __init__(self, own: Hello, host: str, port: int):
         self.own = own
         self.arrivals: queue.Queue[Guest] = queue.Queue()
-        self.started = False
+        self.waiting, self.started = True, False
         # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
         listen(host, port).close()
         self.listener = listen(host, port + 1)
@@ -82,7 +82,7 @@ class Door:
                 continue
         if error is None and cpu_collectives:
             error = _unreachable_names([self.own, *(_hello(guest) for guest in guests.values())], guests.values())
-        self.started = error is None
+        self.waiting, self.started = False, error is None
         for guest in guests.values():
             guest.answer(error, lost=kind is PeerLostError)
         if error is not None:
@@ -101,7 +101,6 @@ class Door:
         if guest.gone:
             if present is guest:
                 del guests[hello.process_index]
-                logger.warning("%s left before all had come; still waiting for it", hello.who())
             return None
         error = _disagreement(self.own, hello, _hello(present) if present else None)
         if error is None:
@@ -138,10 +137,7 @@ class Door:
             except (ValueError, TimeoutError) as error:
                 logger.warning("ignored a stranger on the rendezvous port: %s", error or "it said nothing")
             except OSError:
-                pass  # the connection broke, which is a way of leaving
-        if guest.hello is not None:
-            guest.gone = True
-            self.arrivals.put(guest)
+                pass  # it left while it was turned away
 
     def _admit(self, guest: Guest, hello: Hello) -> None:
         if hello.token != self.own.token:
@@ -155,8 +151,13 @@ class Door:
             )
         else:
             self.arrivals.put(guest)
-            while _connection_is_open(guest.connection):
-                pass
+            with contextlib.suppress(OSError):  # the connection broke, which is a way of leaving
+                while guest.connection.recv(4096):
+                    pass
+            guest.gone = True
+            self.arrivals.put(guest)
+            if self.waiting:
+                logger.warning("%s left before all had come; still waiting for it", hello.who())
 
 
 def _disagreement(own: Hello, hello: Hello, present: Hello | None) -> str | None:
@@ -222,11 +223,6 @@ def _read_line(connection: socket.socket) -> bytes:
             raise ValueError(f"{len(received) + len(part)} bytes that are no line")
         received += part
     return received
-
-
-def _connection_is_open(connection: socket.socket) -> bool:
-    """Block until the other end says something (True) or leaves (False)."""
-    return bool(connection.recv(4096))
 
 
 def _parse_hello(line: bytes) -> Hello:

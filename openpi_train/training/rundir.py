@@ -130,6 +130,8 @@ def environment() -> dict[str, Any]:
 
 def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Every field that differs between two nested JSON values, by dotted path, as (saved, given)."""
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        saved, given = (dict(zip(map(str, range(len(one))), one, strict=True)) for one in (saved, given))
     if isinstance(saved, Mapping) and isinstance(given, Mapping):
         changes: dict[str, tuple[Any, Any]] = {}
         for name in [*saved, *(name for name in given if name not in saved)]:

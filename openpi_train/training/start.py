@@ -23,7 +23,7 @@ from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import memory_bytes, peak_flops
 from openpi_train.planning.memory import Memory, predict, require
 from openpi_train.runtime import agree, logs, session
-from openpi_train.runtime.exits import CheckpointError, DataError
+from openpi_train.runtime.exits import CheckpointError, DataError, RunError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -58,6 +58,7 @@ class Prepared:
 
 def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
     """Run the experiment as the process that flags and environment say this is. Returns the exit code."""
+    logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
     facts = {"the experiment": json.dumps(as_json(experiment), sort_keys=True)}
@@ -185,7 +186,7 @@ def open_data_in_turn(experiment: Experiment) -> OpenedData:
 def open_run_data(experiment: Experiment) -> OpenedData:
     """The experiment's rows, norm stats and tokenizer. Raises DataError with what to do."""
     model, config = experiment.model, experiment.data
-    with as_data_errors():
+    with reported_as(DataError):
         tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
         return open_data(
             config,
@@ -199,12 +200,12 @@ def open_run_data(experiment: Experiment) -> OpenedData:
 
 
 @contextlib.contextmanager
-def as_data_errors() -> Iterator[None]:
-    """Errors of reading data end a run with the exit code for data."""
+def reported_as(kind: type[RunError]) -> Iterator[None]:
+    """Errors of reading what the user named end the run with the exit code of `kind`, their message alone shown."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise DataError(str(error)) from error
+        raise kind(str(error)) from error
 
 
 def first_state(
@@ -220,7 +221,8 @@ def first_state(
             raise CheckpointError(str(error)) from error
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
         return state
-    weights = experiment.weight_loader.load(experiment.model)
+    with reported_as(CheckpointError):
+        weights = experiment.weight_loader.load(experiment.model)
     ema = experiment.ema_decay is not None
     return create_state(
         layout, experiment.model, trainer.optimizer, experiment.is_frozen, ema, experiment.seed, weights

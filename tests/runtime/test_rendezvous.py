@@ -186,7 +186,9 @@ def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog
     zero.start()
     line = json.dumps(dataclasses.asdict(dataclasses.replace(hello, process_count=3))).encode() + b"\n"
     assert say(free_port, line) == b""
+    deadline = time.monotonic() + 20
     while not any("left before all had come" in record.message for record in caplog.records):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     assert meet_all(world_of(free_port, 1, 3), world_of(free_port, 2, 3)) == [None, None]
     zero.join()

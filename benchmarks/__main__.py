@@ -1,0 +1,86 @@
+"""`python -m benchmarks [NAME ...]`: run the benchmarks and print their tables. Read next: `step_time.py`, `report.py`.
+
+Everything heavy is imported inside functions: data workers are spawned processes that import this module again.
+"""
+
+import importlib
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+BENCHMARKS = {
+    "step_time": "training steps with 3, 2 and 1 present cameras, against padding with empty pictures",
+    "feed": "loader samples/s with 0, 1 and 2 worker processes",
+    "checkpoint": "how long a save holds up training, synchronous and asynchronous",
+}
+
+USAGE_TEXT = """\
+usage: python -m benchmarks [NAME ...] [--quick] [--json FILE] [flags of the one NAME]
+
+Measure speed, all or the named ones, and print tables of medians (lowest to highest):
+{names}
+
+  --quick       a few repetitions at reduced size, to see that everything runs; not for the record
+  --json FILE   also write every sample to FILE
+  NAME --help   flags of one benchmark, such as step_time --experiment pi0_bridge_traj --batch-size 32
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line; returns the exit code."""
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    flags = list(argv[len(names) :])
+    if not names and any(flag in ("-h", "--help") for flag in flags):
+        print(USAGE_TEXT.format(names="\n".join(f"  {name:<12}  {text}" for name, text in BENCHMARKS.items())), end="")
+        return 0
+    from openpi_train.runtime.exits import UsageError
+
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        raise UsageError(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    json_file = _take_json(flags)
+    if len(names) != 1 and set(flags) - {"--quick"}:
+        raise UsageError(f"{' '.join(flags)}: flags beside --quick and --json need exactly one benchmark's name")
+    if "--help" not in flags:
+        _start()
+    from benchmarks import report
+
+    facts, warning, tables = report.provenance(argv), report.busy(), []
+    for name in names or BENCHMARKS:
+        for table in importlib.import_module(f"benchmarks.{name}").main(flags):
+            tables.append(table)
+            print(f"\n{table.markdown()}", flush=True)
+    print("\n".join(f"{name}: {value}  " for name, value in facts.items()))
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    if json_file:
+        report.write_json(json_file, facts, tables)
+    return 0
+
+
+def _take_json(flags: list[str]) -> Path | None:
+    """Remove `--json FILE` from `flags`."""
+    if "--json" not in flags:
+        return None
+    place = flags.index("--json")
+    if place + 1 == len(flags):
+        from openpi_train.runtime.exits import UsageError
+
+        raise UsageError("--json needs the name of a file")
+    return Path([flags.pop(place), flags.pop(place)][1])
+
+
+def _start() -> None:
+    """Start jax as a training run of one process does: same environment, same compilation cache."""
+    from openpi_train.runtime import logs, session
+    from openpi_train.runtime.world import WorldFlags, find_world
+
+    logs.configure(0)
+    session.start(find_world(WorldFlags(), {}))
+
+
+if __name__ == "__main__":
+    from openpi_train.runtime.exits import run_guarded
+
+    run_guarded(lambda: main(sys.argv[1:]))

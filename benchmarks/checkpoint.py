@@ -1,0 +1,135 @@
+"""How long a save holds up training: waiting for it to be complete, against letting it run in the background.
+
+A save costs more than its call. On CPU devices the state is not copied: the next step cannot reuse its memory while the
+save reads it, and the writing threads take processor time from the steps that follow. So the stall is the call and the
+extra time of every following step until the checkpoint is complete, against the median step just before.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from benchmarks.report import Cell, Spread, Table
+from benchmarks.steps import SLOTS, Trial, add_flags, choose, timed_steps
+from openpi_train.experiment import Experiment
+from openpi_train.training.checkpoint import Checkpoints
+from openpi_train.training.state import TrainState
+
+NUM_PAIRS, NUM_TYPICAL = 5, 9
+# Steps between saves that the stall is set against, and the most that are watched for the end of one.
+INTERVAL = 100
+# With this vocabulary the tiny model's state takes about 300 MB while its step stays short.
+LARGE_VOCAB_SIZE = 185_000
+MODES = ("synchronous", "asynchronous")
+COLUMNS = (
+    "state",
+    "MB",
+    "save",
+    "step ms",
+    "save call ms",
+    "next step extra ms",
+    "all following extra ms",
+    "stall ms",
+    "asynchronous / synchronous",
+    f"stall / {INTERVAL} steps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """What one save cost, in seconds: `following_s` are the steps until it was complete."""
+
+    typical_step_s: float
+    call_s: float
+    following_s: tuple[float, ...]
+
+    @property
+    def extra_s(self) -> float:
+        """Time of the following steps beyond that of as many typical ones."""
+        return sum(self.following_s) - len(self.following_s) * self.typical_step_s
+
+    @property
+    def stall_s(self) -> float:
+        """Everything that training lost."""
+        return self.call_s + self.extra_s
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Measure as the flags say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__.split("\n")[0])
+    add_flags(parser)
+    parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
+    flags, rest = parser.parse_known_args(argv)
+    experiment = choose(flags, ["--batch-size", "4", *rest] if flags.quick else rest)
+    states = {flags.experiment or flags.model: experiment}
+    if not flags.experiment and flags.model == "tiny":
+        vocab_size = LARGE_VOCAB_SIZE // 10 if flags.quick else LARGE_VOCAB_SIZE
+        model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
+        states["large"] = dataclasses.replace(experiment, model=model)
+    rows = [row for name, one in states.items() for row in _rows(name, one, flags)]
+    notes = [
+        "stall = save call + extra time of the steps until the checkpoint is complete; negative extras are noise.",
+    ]
+    return [Table(f"Checkpoint stall, written to {flags.directory or tempfile.gettempdir()}", COLUMNS, rows, notes)]
+
+
+def _rows(name: str, experiment: Experiment, flags: argparse.Namespace) -> list[list[Cell]]:
+    """A row per mode; the two take turns."""
+    trial = Trial.of(experiment)
+    saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
+    with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
+        step, state, batch = trial.compile_step(SLOTS), trial.fresh_state(), trial.batch(SLOTS)
+        _, state = timed_steps(step, state, batch, 2)
+        with Checkpoints(folder, public_name=experiment.model.public_name) as checkpoints:
+            # The first save sets up Orbax's threads and folders, and is not counted.
+            for counted in (False, *(True,) * (1 if flags.quick else NUM_PAIRS)):
+                for mode in MODES:
+                    save, state = _save(checkpoints, step, state, batch, mode == "synchronous")
+                    saves[mode] += [save] if counted else []
+    stalls = {mode: _spread(saves[mode], lambda save: 1e3 * save.stall_s) for mode in MODES}
+    return [
+        [
+            name,
+            trial.state_bytes / 1e6,
+            mode,
+            _spread(saves[mode], lambda save: 1e3 * save.typical_step_s),
+            _spread(saves[mode], lambda save: 1e3 * save.call_s),
+            _spread(saves[mode], lambda save: 1e3 * (save.following_s[0] - save.typical_step_s)),
+            _spread(saves[mode], lambda save: 1e3 * save.extra_s),
+            stalls[mode],
+            stalls[mode].over(stalls["synchronous"]) if mode == "asynchronous" else None,
+            f"{_spread(saves[mode], lambda save: 100 * save.stall_s / (INTERVAL * save.typical_step_s))} %",
+        ]
+        for mode in MODES
+    ]
+
+
+def _spread(saves: Sequence[Save], quantity: Any) -> Spread:
+    return Spread(tuple(map(quantity, saves)))
+
+
+def _save(checkpoints: Checkpoints, step: Any, state: TrainState, batch: Any, wait: bool) -> tuple[Save, TrainState]:
+    """One save amid training, and the state after the steps that followed it."""
+    typical = []
+    for _ in range(NUM_TYPICAL):
+        seconds, state = timed_steps(step, state, batch, 1)
+        typical.append(seconds)
+    saved = int(state.step)
+    started = perf_counter()
+    checkpoints.save(state, data_position={}, experiment={}, norm_stats={})
+    if wait:
+        checkpoints.wait()
+    call_s = perf_counter() - started
+    following: list[float] = []
+    while not following or (saved not in checkpoints.steps() and len(following) < INTERVAL):
+        seconds, state = timed_steps(step, state, batch, 1)
+        following.append(seconds)
+    checkpoints.wait()
+    return Save(statistics.median(typical), call_s, tuple(following)), state

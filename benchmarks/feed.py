@@ -1,0 +1,142 @@
+"""Loader throughput: samples/s and CPU time with 0, 1 and 2 worker processes, nobody training meanwhile.
+
+Through the run's own `Feed`, from the files to arrays on the devices: the BridgeData sample where it is, else the
+embedded tabletop dataset, written for the occasion. Worker counts take turns within each round.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.report import ROOT, Cell, Spread, Table
+from openpi_train import registry
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.feed import Feed
+from openpi_train.data.opened import OpenedData
+from openpi_train.data.rlds import Rlds
+from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.tabletop import Tabletop
+from openpi_train.sharding.mesh import batch_sharding, make_mesh
+from openpi_train.tools.prepare import prepare
+from openpi_train.training.start import open_run_data
+
+EXPERIMENT = "pi0_bridge_traj"
+NUM_ROUNDS, NUM_BATCHES = 5, 24
+_CAMERAS = {
+    "base_0_rgb": "observation/image_0",
+    "left_wrist_0_rgb": "observation/image_1",
+    "right_wrist_0_rgb": "observation/image_2",
+}
+COLUMNS = ("workers", "time to first batch s", "CPU ms/sample", "samples/s", "samples/s vs first row")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One pass of one feed."""
+
+    first_batch_s: float
+    samples_per_s: float
+    cpu_ms_per_sample: float
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Measure as the flags say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__.split("\n")[0])
+    default = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
+    parser.add_argument("--data", type=Path, help=f"BridgeData as tfds wrote it (default: {default} if it is there)")
+    parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), help="numbers of worker processes")
+    parser.add_argument("--cameras", type=int, choices=(1, 2, 3), default=3, help="pictures per sample")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels that pictures are scaled to")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
+    flags = parser.parse_args(argv)
+    if flags.data is None and default.is_dir():
+        flags.data = default
+    with tempfile.TemporaryDirectory(prefix="benchmark-feed-") as scratch:
+        opened = _open(flags, Path(scratch))
+        rounds = [
+            [_measure(opened, flags, workers) for workers in flags.workers]
+            for _ in range(1 if flags.quick else NUM_ROUNDS)
+        ]
+    size = flags.image_size
+    title = (
+        f"Feed: {opened.train.names[0]} from {flags.data or 'the embedded dataset'}, {len(opened.cameras)} cameras "
+        f"scaled to {size} px, batch {flags.batch_size}"
+    )
+    return [Table(title, COLUMNS, _rows(flags.workers, list(zip(*rounds, strict=True))), [_note()])]
+
+
+def _rows(workers: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[list[Cell]]:
+    def spread(name: str, passes: Sequence[Sample]) -> Spread:
+        return Spread(tuple(getattr(sample, name) for sample in passes))
+
+    reference = spread("samples_per_s", samples[0])
+    names = ("first_batch_s", "cpu_ms_per_sample", "samples_per_s")
+    return [
+        [count, *(spread(name, passes) for name in names), spread("samples_per_s", passes).over(reference)]
+        for count, passes in zip(workers, samples, strict=True)
+    ]
+
+
+def _note() -> str:
+    return (
+        f"0 workers read in {min(16, os.cpu_count() or 1)} threads of the main process. CPU time is that of the main "
+        "process and its workers after the first batches; time to first batch includes starting the workers."
+    )
+
+
+def _open(flags: argparse.Namespace, scratch: Path) -> OpenedData:
+    """The rows, opened as a run of pi0 opens them, with index and norm stats below `scratch`."""
+    experiment = registry.load(EXPERIMENT)
+    if flags.data is None:
+        path = prepare(scratch, episodes_per_task=1 if flags.quick else 4, val_episodes_per_task=1).dataset
+        cameras = dict(list(Tabletop().cameras.items())[: flags.cameras])
+        robot = Tabletop(cameras=cameras)
+    else:
+        path = flags.data
+        robot = Bridge(trajectory=True, cameras=dict(list(_CAMERAS.items())[: flags.cameras]))
+    source = Rlds(path=str(path), cache_dir=str(scratch / "index"))
+    data = DataConfig(datasets=(Dataset(source=source, robot=robot, asset_id="benchmark"),), tokenizer="bytes")
+    model = dataclasses.replace(experiment.model, image_size=flags.image_size)
+    return open_run_data(
+        dataclasses.replace(experiment, data=data, model=model, assets_base_dir=str(scratch / "assets"))
+    )
+
+
+def _measure(opened: OpenedData, flags: argparse.Namespace, workers: int) -> Sample:
+    """One feed from its start: the first batch, then a full pipeline's worth to warm up, then the measured ones."""
+    sharding = batch_sharding(make_mesh(1))
+    num_batches = 2 if flags.quick else NUM_BATCHES
+    num_warm = 1 if flags.quick else min(16, os.cpu_count() or 1) + 2 * workers + 2
+    feed = Feed(opened.train, batch_size=flags.batch_size, sharding=sharding, num_workers=workers)
+    try:
+        started = time.perf_counter()
+        jax.block_until_ready(feed.next())
+        first_batch_s = time.perf_counter() - started
+        for _ in range(num_warm):
+            jax.block_until_ready(feed.next())
+        started, cpu_s = time.perf_counter(), _cpu_s()
+        for _ in range(num_batches):
+            jax.block_until_ready(feed.next())
+        elapsed_s, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_s
+    finally:
+        feed.close()
+    num_samples = num_batches * flags.batch_size
+    return Sample(first_batch_s, num_samples / elapsed_s, 1e3 * cpu_s / num_samples)
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and its live workers so far (`getrusage` tells children only once they have ended)."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    total = time.process_time()
+    for child in multiprocessing.active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / ticks_per_s  # user and system time; field 14 and 15 of proc(5)
+    return total

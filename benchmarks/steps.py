@@ -1,0 +1,132 @@
+"""A run's real training step over random data: what `step_time.py` and `checkpoint.py` drive."""
+
+import argparse
+import dataclasses
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.cli import parse_experiment
+from openpi_train.experiment import Experiment
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.planning.memory import require
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training.init import create_state
+from openpi_train.training.start import Prepared, prepare
+from openpi_train.training.state import TrainState
+from openpi_train.training.step import StepFunction
+from openpi_train.types import action_batch, flatten_rows
+
+# openpi's camera slots, in the order in which they are filled.
+SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+
+TINY = "pi0_bridge_traj_tiny"
+_HEADS = {"depth": 12, "num_heads": 10, "head_dim": 64}
+# About 100 M parameters, shaped like the full pi0: a wide language stack, a narrow action expert.
+MEDIUM = Pi0Config(
+    paligemma_variant="dummy",
+    action_expert_variant="dummy",
+    language=GemmaOverrides(width=640, mlp_dim=2560, **_HEADS),
+    action_expert=GemmaOverrides(width=256, mlp_dim=1024, **_HEADS),
+    siglip=SiglipConfig(width=384, depth=12, mlp_dim=1536, num_heads=6, patch_size=16),
+    vocab_size=4096,
+    remat="none",
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `choose` reads."""
+    parser.add_argument("--model", choices=("tiny", "medium"), default="tiny", help=f"tiny: {TINY}'s; medium: 100 M")
+    parser.add_argument("--experiment", metavar="NAME", help="a whole experiment instead; all its flags may follow")
+    parser.add_argument("--quick", action="store_true", help="a few repetitions, to see that it runs")
+
+
+def choose(flags: argparse.Namespace, rest: Sequence[str]) -> Experiment:
+    """The experiment to measure; `rest` are flags of its own. Raises UsageError for an unknown name."""
+    experiment = parse_experiment(flags.experiment or TINY, ["--exp-name", "benchmark", *rest])
+    if flags.model == "medium" and not flags.experiment:
+        return dataclasses.replace(experiment, model=MEDIUM)
+    return experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A prepared run without data. Use it within `jax.set_mesh(trial.mesh)`."""
+
+    experiment: Experiment
+    prepared: Prepared
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Trial":
+        """Lay the run out. Raises UsageError where it does not fit the devices."""
+        prepared = prepare(experiment, find_world(WorldFlags(), {}))
+        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        return cls(experiment, prepared)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The run's devices."""
+        return self.prepared.trainer.plan.mesh
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the whole state, as a checkpoint holds it."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.prepared.layout.shapes))
+
+    def fresh_state(self) -> TrainState:
+        """The state before the first step, always the same."""
+        experiment, prepared = self.experiment, self.prepared
+        has_ema = experiment.ema_decay is not None
+        return create_state(
+            prepared.layout,
+            experiment.model,
+            prepared.trainer.optimizer,
+            experiment.is_frozen,
+            has_ema,
+            experiment.seed,
+        )
+
+    def compile_step(self, slots: Sequence[str]) -> Any:
+        """The training step for batches with these camera slots, compiled."""
+        layout = self.prepared.layout
+        spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
+        return self.prepared.trainer.compile_step(layout.shardings, layout.abstract(), spec)
+
+    def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS) -> Any:
+        """Random rows on the devices. Slots that are not `present` hold black pictures that are masked out."""
+        spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
+        vocab_size = self.experiment.model.vocab_size
+        rows = {name: _fill(name, leaf, present, vocab_size) for name, leaf in flatten_rows(spec).items()}
+        return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
+
+
+def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:
+    """Seconds per step over `count` steps, of which the host waits for the last one only; and the new state."""
+    started = time.perf_counter()
+    metrics: Any = None
+    for _ in range(count):
+        state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    return (time.perf_counter() - started) / count, state
+
+
+def _fill(name: str, leaf: Any, present: Sequence[str], vocab_size: int) -> np.ndarray:
+    """One column of the batch: the same numbers whatever the other columns are."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    kind, _, slot = name.partition("/")
+    absent = bool(slot) and slot not in present
+    if name == "row":
+        return np.arange(leaf.shape[0], dtype=leaf.dtype)
+    if kind == "image":
+        return np.zeros(leaf.shape, np.uint8) if absent else random.integers(0, 256, leaf.shape, np.uint8)
+    if leaf.dtype == bool:
+        return np.full(leaf.shape, not absent)
+    if name == "prompt_tokens":
+        return random.integers(0, vocab_size, leaf.shape, leaf.dtype)
+    return random.normal(size=leaf.shape).astype(leaf.dtype)
