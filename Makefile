@@ -12,7 +12,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/python scripts/first_run.py
+	$(BIN)/python -m openpi_train data prepare
+	$(BIN)/python -m openpi_train launch local --processes 2 -- pi0_bridge_traj_tiny --exp-name first_run --overwrite
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

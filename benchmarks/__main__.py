@@ -13,6 +13,7 @@ BENCHMARKS = {
     "step_time": "training steps with 3, 2 and 1 present cameras, against padding with empty pictures",
     "feed": "loader samples/s with 0, 1 and 2 worker processes",
     "checkpoint": "how long a save holds up training, synchronous and asynchronous",
+    "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
 }
 
 USAGE_TEXT = """\
@@ -42,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
     json_file = _take_json(flags)
     if len(names) != 1 and set(flags) - {"--quick"}:
         raise UsageError(f"{' '.join(flags)}: flags beside --quick and --json need exactly one benchmark's name")
-    if "--help" not in flags:
-        _start()
+    if {"-h", "--help"} & set(flags):
+        importlib.import_module(f"benchmarks.{names[0]}").parse(flags)
+    _start()
     from benchmarks import report
 
     facts, warning, tables = report.provenance(argv), report.busy(), []

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 
+from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS, Trial, add_flags, choose, timed_steps
+from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
 from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.state import TrainState
@@ -61,13 +62,16 @@ class Save:
         return self.call_s + self.extra_s
 
 
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
+    """The command line, understood."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
+    parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
+    return steps.parse(parser, argv)
+
+
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__.split("\n")[0])
-    add_flags(parser)
-    parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
-    flags, rest = parser.parse_known_args(argv)
-    experiment = choose(flags, ["--batch-size", "4", *rest] if flags.quick else rest)
+    flags, experiment = parse(argv)
     states = {flags.experiment or flags.model: experiment}
     if not flags.experiment and flags.model == "tiny":
         vocab_size = LARGE_VOCAB_SIZE // 10 if flags.quick else LARGE_VOCAB_SIZE
@@ -82,16 +86,19 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 def _rows(name: str, experiment: Experiment, flags: argparse.Namespace) -> list[list[Cell]]:
     """A row per mode; the two take turns."""
+    slots, num_pairs, num_typical = experiment.data.cameras, NUM_PAIRS, NUM_TYPICAL
+    if flags.quick:
+        slots, num_pairs, num_typical = SLOTS[:1], 1, 3
     trial = Trial.of(experiment)
     saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
     with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
-        step, state, batch = trial.compile_step(SLOTS), trial.fresh_state(), trial.batch(SLOTS)
+        step, state, batch = trial.compile_step(slots), trial.fresh_state(), trial.batch(slots)
         _, state = timed_steps(step, state, batch, 2)
         with Checkpoints(folder, public_name=experiment.model.public_name) as checkpoints:
             # The first save sets up Orbax's threads and folders, and is not counted.
-            for counted in (False, *(True,) * (1 if flags.quick else NUM_PAIRS)):
+            for counted in (False, *(True,) * num_pairs):
                 for mode in MODES:
-                    save, state = _save(checkpoints, step, state, batch, mode == "synchronous")
+                    save, state = _save(checkpoints, step, state, batch, num_typical, mode == "synchronous")
                     saves[mode] += [save] if counted else []
     stalls = {mode: _spread(saves[mode], lambda save: 1e3 * save.stall_s) for mode in MODES}
     return [
@@ -115,10 +122,12 @@ def _spread(saves: Sequence[Save], quantity: Any) -> Spread:
     return Spread(tuple(map(quantity, saves)))
 
 
-def _save(checkpoints: Checkpoints, step: Any, state: TrainState, batch: Any, wait: bool) -> tuple[Save, TrainState]:
+def _save(
+    checkpoints: Checkpoints, step: Any, state: TrainState, batch: Any, num_typical: int, wait: bool
+) -> tuple[Save, TrainState]:
     """One save amid training, and the state after the steps that followed it."""
     typical = []
-    for _ in range(NUM_TYPICAL):
+    for _ in range(num_typical):
         seconds, state = timed_steps(step, state, batch, 1)
         typical.append(seconds)
     saved = int(state.step)

@@ -46,9 +46,9 @@ class Sample:
     cpu_ms_per_sample: float
 
 
-def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__.split("\n")[0])
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, understood."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__)
     default = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
     parser.add_argument("--data", type=Path, help=f"BridgeData as tfds wrote it (default: {default} if it is there)")
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), help="numbers of worker processes")
@@ -59,6 +59,12 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags = parser.parse_args(argv)
     if flags.data is None and default.is_dir():
         flags.data = default
+    return flags
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Measure as the flags say."""
+    flags = parse(argv)
     with tempfile.TemporaryDirectory(prefix="benchmark-feed-") as scratch:
         opened = _open(flags, Path(scratch))
         rounds = [
@@ -133,10 +139,10 @@ def _measure(opened: OpenedData, flags: argparse.Namespace, workers: int) -> Sam
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and its live workers so far (`getrusage` tells children only once they have ended)."""
+    """CPU seconds of this process and its live workers so far; `getrusage` counts only children that have ended."""
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     total = time.process_time()
     for child in multiprocessing.active_children():
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / ticks_per_s  # user and system time; field 14 and 15 of proc(5)
+        total += (int(fields[11]) + int(fields[12])) / ticks_per_s  # user and system time, fields 14 and 15 in proc(5)
     return total

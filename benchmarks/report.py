@@ -52,7 +52,7 @@ Cell = str | int | float | Spread | None
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells below `columns`; the ratio that matters stands in the last one. `notes` explain, below the table."""
+    """Rows of cells below `columns`, the ratio that matters in the last one. `notes` stand below the table."""
 
     title: str
     columns: Sequence[str]

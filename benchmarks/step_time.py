@@ -5,18 +5,23 @@ compute the same loss is measured first, from equal states. Read next: `steps.py
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS, Trial, add_flags, choose, timed_steps
+from benchmarks.steps import SLOTS, Trial, timed_steps
+from openpi_train.experiment import Experiment
 from openpi_train.planning.devices import peak_flops
 from openpi_train.training.state import TrainState
 
-NUM_PAIRS, STEPS_PER_SAMPLE = 15, 4
+NUM_PAIRS = 15
+# A sample is as many steps as take this long, so that the host's dispatch is hidden as it is in training.
+SAMPLE_S = 0.25
 # Steps from the fresh state whose losses are compared; they also warm both programs up.
 NUM_COMPARED = 3
 
@@ -34,13 +39,16 @@ COLUMNS = (
 )
 
 
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
+    """The command line, understood."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks step_time", description=__doc__)
+    parser.add_argument("--cameras", type=int, nargs="+", choices=(1, 2, 3), default=(3, 2, 1), help="rows to measure")
+    return steps.parse(parser, argv)
+
+
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks step_time", description=__doc__.split("\n")[0])
-    add_flags(parser)
-    parser.add_argument("--cameras", type=int, nargs="+", choices=(1, 2, 3), default=(3, 2, 1), help="rows to measure")
-    flags, rest = parser.parse_known_args(argv)
-    experiment = choose(flags, ["--batch-size", "4", *rest] if flags.quick else rest)
+    flags, experiment = parse(argv)
     trial = Trial.of(experiment)
     with jax.set_mesh(trial.mesh):
         padded_step = trial.compile_step(SLOTS)
@@ -59,11 +67,12 @@ def _row(trial: Trial, padded_step: Any, num_cameras: int, quick: bool) -> list[
     batch, padded_batch = trial.batch(present), trial.batch(SLOTS, present)
     losses, _ = _first_losses(trial, step, batch)
     padded_losses, state = _first_losses(trial, padded_step, padded_batch)
-    num_pairs, steps = (2, 1) if quick else (NUM_PAIRS, STEPS_PER_SAMPLE)
+    step_s, state = timed_steps(step, state, batch, 1)
+    num_steps = 1 if quick else math.ceil(SAMPLE_S / step_s)
     times, padded_times = [], []
-    for _ in range(num_pairs):
+    for _ in range(2 if quick else NUM_PAIRS):
         for program, rows, samples in ((step, batch, times), (padded_step, padded_batch, padded_times)):
-            seconds, state = timed_steps(program, state, rows, steps)
+            seconds, state = timed_steps(program, state, rows, num_steps)
             samples.append(seconds)
     own, padded = Spread(tuple(times)), Spread(tuple(padded_times))
     experiment = trial.experiment
@@ -92,7 +101,7 @@ def _first_losses(trial: Trial, step: Any, batch: Any) -> tuple[np.ndarray, Trai
     return np.asarray(jax.device_get(losses)), state
 
 
-def _step_flops(experiment: Any, num_cameras: int) -> float:
+def _step_flops(experiment: Experiment, num_cameras: int) -> float:
     """The model's own work in a step, forward and twice that backward, without recomputation, as `mfu` counts it."""
     draws = getattr(experiment.objective, "num_flow_draws", 1)
     return 3 * experiment.model.flops_per_row(num_cameras, draws) * experiment.batch_size

@@ -27,32 +27,33 @@ from openpi_train.types import action_batch, flatten_rows
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 TINY = "pi0_bridge_traj_tiny"
-_HEADS = {"depth": 12, "num_heads": 10, "head_dim": 64}
 # About 100 M parameters, shaped like the full pi0: a wide language stack, a narrow action expert.
 MEDIUM = Pi0Config(
     paligemma_variant="dummy",
     action_expert_variant="dummy",
-    language=GemmaOverrides(width=640, mlp_dim=2560, **_HEADS),
-    action_expert=GemmaOverrides(width=256, mlp_dim=1024, **_HEADS),
+    language=GemmaOverrides(width=640, depth=12, mlp_dim=2560, num_heads=10, head_dim=64),
+    action_expert=GemmaOverrides(width=256, depth=12, mlp_dim=1024, num_heads=10, head_dim=64),
     siglip=SiglipConfig(width=384, depth=12, mlp_dim=1536, num_heads=6, patch_size=16),
     vocab_size=4096,
     remat="none",
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `choose` reads."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
+    """The flags of a benchmark (`parser` holds its own ones), and the experiment that it shall measure.
+
+    Raises UsageError for an unknown experiment; exits with code 2 on an unknown flag.
+    """
     parser.add_argument("--model", choices=("tiny", "medium"), default="tiny", help=f"tiny: {TINY}'s; medium: 100 M")
     parser.add_argument("--experiment", metavar="NAME", help="a whole experiment instead; all its flags may follow")
     parser.add_argument("--quick", action="store_true", help="a few repetitions, to see that it runs")
-
-
-def choose(flags: argparse.Namespace, rest: Sequence[str]) -> Experiment:
-    """The experiment to measure; `rest` are flags of its own. Raises UsageError for an unknown name."""
+    flags, rest = parser.parse_known_args(argv)
+    if flags.quick:
+        rest = ["--batch-size", str(2 * jax.device_count()), *rest]
     experiment = parse_experiment(flags.experiment or TINY, ["--exp-name", "benchmark", *rest])
     if flags.model == "medium" and not flags.experiment:
-        return dataclasses.replace(experiment, model=MEDIUM)
-    return experiment
+        experiment = dataclasses.replace(experiment, model=MEDIUM)
+    return flags, experiment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,8 @@ pi0_bridge_traj = Experiment(
 """Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the present one.
 
 Command: python -m openpi_train pi0_bridge_traj --exp-name x --fsdp-devices 8
-Hardware: 66 GiB of state in all; one 141 GB GPU, or several with --fsdp-devices. Time and result: not yet measured.
+Hardware: 67 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
+Time and result: not yet measured.
 """
 
 pi0_bridge_traj_lora = dataclasses.replace(
@@ -56,5 +57,5 @@ pi05_bridge = Experiment(
 """pi0.5 (3.4 B parameters, state in the prompt, quantile normalisation) on BridgeData V2's own pose deltas.
 
 Command: python -m openpi_train pi05_bridge --exp-name x --fsdp-devices 8
-Hardware: 69 GiB of state in all. Time and result: not yet measured.
+Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """

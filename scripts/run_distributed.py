@@ -10,6 +10,10 @@ Without --rank it starts this host's processes and watches over them, as `launch
 import argparse
 import os
 import sys
+from pathlib import Path
+
+# Also from a checkout that is not installed, like `python -m` from its root.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from openpi_train.launch import cli
 from openpi_train.launch.spec import LaunchError, ProcessCommand

@@ -19,12 +19,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # The suite's programs run for milliseconds and compile for seconds: LLVM need not try hard.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 # The run-time shape checks that production does without.
 install_import_hook("openpi_train", "typechecker.check")
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 

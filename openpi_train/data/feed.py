@@ -37,7 +37,8 @@ class Feed:
     by spawning, so the main module must be importable). `assemble` makes the batch of the named global arrays.
 
     Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
-    Raises ValueError where the batch does not divide, DataError where workers would not find room. Call from one thread; `close` when done.
+    Raises ValueError where the batch does not divide, DataError where /dev/shm is too small for the workers. Call from
+    one thread; `close` when done.
     """
 
     def __init__(

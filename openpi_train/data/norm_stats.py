@@ -84,11 +84,27 @@ def compute_norm_stats(
         for window, weight in zip(windows, weights, strict=True):
             chosen = _chosen(len(window), max_samples)
             streams.append((weight / max(1, len(chosen)), lambda walk=walk, w=window, c=chosen: walk(w, c)))
-        raw[name] = summarize(streams)
+        try:
+            raw[name] = summarize(streams)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}{_first_not_finite(windows, name)}") from error
     robot = windows[0].robot
     names = {"state": robot.state_names, "actions": robot.action_names}
     guarded = {name: guard(stats, names[name]) for name, stats in raw.items()}
     return {name: stats for name, (stats, _) in guarded.items()}, {name: notes for name, (_, notes) in guarded.items()}
+
+
+def _first_not_finite(windows: Sequence[Windows], name: str) -> str:
+    """Where the first NaN or infinity of `state` or `actions` lies, and what to do; empty where there is none."""
+    for window in windows:
+        bad = np.flatnonzero(~np.isfinite(getattr(window.steps, name)).all(axis=1))
+        if len(bad):
+            return (
+                f"; {len(bad)} of {window.source.num_steps} control steps have some, the first: "
+                f"{window.source.describe(int(bad[0]))}. Repair or remove these episodes, or train around them with "
+                "--data.datasets.N.norm-stats of the sound ones and --on-nan skip"
+            )
+    return ""
 
 
 def cached_norm_stats(

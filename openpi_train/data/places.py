@@ -5,10 +5,15 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """The project's own folder: datasets it writes, indexes, compiled programs."""
+    """The project's own folder: the datasets that it writes, and the indexes of others."""
     return Path(os.environ.get("OPENPI_TRAIN_HOME") or "~/.cache/openpi_train").expanduser()
 
 
 def datasets() -> Path:
     """Where `data prepare` writes, and where the experiments look for it."""
     return home() / "datasets"
+
+
+def indexes() -> Path:
+    """Where the indexes of RLDS datasets are kept."""
+    return home() / "index"

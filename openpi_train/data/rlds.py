@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from openpi_train.data import image, rlds_index, rlds_schema, tables
+from openpi_train.data import image, places, rlds_index, rlds_schema, tables
 from openpi_train.data.source import BadRecord, Source, SourceConfig
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Rlds(SourceConfig):
     path: str
     # A split that dataset_info.json names; join several as "train+val".
     split: str = "train"
-    # Where the index is kept; it holds about 16 bytes per image, and the states and actions.
-    cache_dir: str = "~/.cache/openpi_train/index"
+    # Where the index is kept (about 16 bytes per image, and the states and actions); None: $OPENPI_TRAIN_HOME/index.
+    cache_dir: str | None = None
     # Threads that build the index; 0 is one for each processor.
     build_workers: int = 0
     # Verify the records' checksums while indexing and the index's when it is opened.
@@ -55,7 +55,10 @@ class Rlds(SourceConfig):
         directory = rlds_schema.find_version(self.path)
         options = rlds_index.IndexOptions(self.split, self.prompt_feature, self.wide_columns, self.check_crc)
         index = rlds_index.open_index(
-            directory, options, cache_dir=Path(self.cache_dir).expanduser(), workers=self.build_workers
+            directory,
+            options,
+            cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else places.indexes(),
+            workers=self.build_workers,
         )
         dropped = index.manifest["dropped"]
         if dropped:

@@ -92,7 +92,7 @@ def reset(key: Key[Array, ""], task: Int[Array, ""], tasks: tuple[Task, ...] = D
     layout = _layout(layout_key, kind)
     blocks = jnp.concatenate([layout[: world.NUM_BLOCKS], jnp.zeros((world.NUM_BLOCKS, 1))], axis=1)
     low, high = jnp.asarray([-SPAWN_HALF_M, -SPAWN_HALF_M, 0.1]), jnp.asarray([SPAWN_HALF_M, SPAWN_HALF_M, 0.2])
-    spread = jnp.asarray([0.1, 0.1, 0.3])
+    spread = jnp.asarray([0.3, 0.3, 0.5])
     return Scene(
         tip=jax.random.uniform(tip_key, (3,), minval=low, maxval=high),
         turn=jax.random.uniform(turn_key, (3,), minval=-spread, maxval=spread),

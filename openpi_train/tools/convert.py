@@ -31,7 +31,7 @@ def export(experiment: Experiment, step: int | None, out: Path, merge_lora: bool
     params = openpi.load_params(source, model)
     if merge_lora:
         params = model.merge_lora(params)
-    openpi.save_params(out / "params", params, model.public_name)
+    openpi.save_params(out, params, model.public_name)
     if (source / "assets").is_dir():
         shutil.copytree(source / "assets", out / "assets")
     logger.info("wrote %d parameters of %s to %s", len(params), source, out)

@@ -65,4 +65,6 @@ def _index(given: argparse.Namespace) -> None:
 def _repack(given: argparse.Namespace) -> None:
     from openpi_train.data.repack import repack
 
-    print(f"wrote {repack(_source(given), given.out)}; read it with --data.datasets.0.source of type StepArray")
+    print(
+        f"wrote {repack(_source(given), given.out)}; read it with source=StepArray(path=...) in an experiment of yours"
+    )

@@ -35,7 +35,7 @@ NAME, VERSION = "tabletop", "1.0.0"
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer.model"
 # Part of the fingerprint: raise it with every change of the world, the expert or the layout of what is written.
-REVISION = 1
+REVISION = 3
 # Steps recorded after the success is established, so that a policy learns to stay there.
 TAIL_STEPS = 1
 # Episodes of each task simulated at a time, and how many failed times in a row mean that the expert is broken.

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 logger = logging.getLogger(__name__)
 
+_MIN_STEPS_FOR_PERCENTILES = 10
+
 
 class ProgressReport:
     """Shows how far the run is. Call `advance` after every step, `report` every log interval. Only process 0 shows.
@@ -27,7 +29,6 @@ class ProgressReport:
     def __init__(self, num_steps: int, *, start_step: int = 0, process_index: int = 0, console: Console | None = None):
         self._num_steps, self._step = num_steps, start_step
         self._step_s: list[float] = []
-        self._wait_s: list[float] = []
         self._shows = process_index == 0
         console = console or Console(stderr=True)
         self._bar: Progress | None = None
@@ -37,11 +38,10 @@ class ProgressReport:
             self._task = self._bar.add_task("", total=num_steps, completed=start_step)
             self._bar.start()
 
-    def advance(self, step: int, *, step_s: float, wait_s: float) -> None:
-        """Tell that `step` steps are done, the last one in `step_s` seconds, of which `wait_s` waiting for data."""
+    def advance(self, step: int, *, step_s: float) -> None:
+        """Tell that `step` steps are done, the last one in `step_s` seconds."""
         self._step = step
         self._step_s.append(step_s)
-        self._wait_s.append(wait_s)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
@@ -49,24 +49,27 @@ class ProgressReport:
         """The line for the interval since the last report; shown on process 0.
 
         Args:
-            values: metrics; `loss` and `samples_per_s` are shown where they are given.
+            values: metrics; `loss`, `samples_per_s`, `time/step_s` and `data/wait_s` are shown where they are given.
         """
         parts = [f"step {self._step}/{self._num_steps}"]
         if "loss" in values:
             parts.append(f"loss {float(values['loss']):.4f}")
         if "samples_per_s" in values:
             parts.append(f"{float(values['samples_per_s']):.1f} samples/s")
-        if self._step_s:
-            half, most = np.percentile(self._step_s, [50, 95])
-            total_s = sum(self._step_s)
-            left_s = (self._num_steps - self._step) * total_s / len(self._step_s)
-            parts.append(f"data wait {100 * sum(self._wait_s) / max(total_s, 1e-9):.0f}%")
-            parts.append(f"step p50 {1000 * half:.0f} ms p95 {1000 * most:.0f} ms")
-            parts.append(f"ETA {duration(left_s)}")
+        if "time/step_s" in values:
+            step_s = float(values["time/step_s"])
+            parts.append(f"data wait {100 * float(values.get('data/wait_s', 0.0)) / max(step_s, 1e-9):.0f}%")
+            # The host runs ahead of the devices by a step or two: single times mean something over many steps only.
+            if len(self._step_s) >= _MIN_STEPS_FOR_PERCENTILES:
+                half, most = np.percentile(self._step_s, [50, 95])
+                parts.append(f"step p50 {1000 * half:.0f} ms p95 {1000 * most:.0f} ms")
+            else:
+                parts.append(f"step {1000 * step_s:.0f} ms")
+            parts.append(f"ETA {duration((self._num_steps - self._step) * step_s)}")
         memory = device_memory()
         if memory:
             parts.append(memory)
-        self._step_s, self._wait_s = [], []
+        self._step_s = []
         line = " | ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, description=" | ".join(parts[1:]))

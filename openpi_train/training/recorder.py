@@ -62,12 +62,12 @@ class Recorder:
     def restart_clock(self) -> None:
         """Start timing now: compiling the first step is no step time."""
         self._started, self._waited, self._paused_s = time.perf_counter(), self._wait_s(), 0.0
-        self._last = (self._started, self._waited)
+        self._last = self._started
 
-    def last_step_s(self) -> tuple[float, float]:
-        """Seconds since the call before (or the clock's restart), and how many of them were spent waiting for data."""
-        before, self._last = self._last, (time.perf_counter() - self._paused_s, self._wait_s())
-        return self._last[0] - before[0], self._last[1] - before[1]
+    def last_step_s(self) -> float:
+        """Seconds since the call before, or since the clock was restarted."""
+        before, self._last = self._last, time.perf_counter() - self._paused_s
+        return self._last - before
 
     def read(self) -> dict[str, float | None]:
         """Means over the steps since the last read; `mfu` is None where the devices' peak is unknown.

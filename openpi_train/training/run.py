@@ -58,8 +58,7 @@ class Run:
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note what a step reported (device arrays), and show how far the run is."""
         self.recorder.add(step, metrics)
-        step_s, wait_s = self.recorder.last_step_s()
-        self.progress.advance(step, step_s=step_s, wait_s=wait_s)
+        self.progress.advance(step, step_s=self.recorder.last_step_s())
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one line of metrics."""

@@ -1,0 +1,221 @@
+"""Every command line, path and Python block of README.md and docs/ is real: parsed, dry-run, looked up or executed."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import jax
+import numpy as np
+import pytest
+import toy
+from flax import nnx
+
+from openpi_train import cli, registry
+from openpi_train.data import opened
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.fake import FakeData
+from openpi_train.data.windows import Windows
+from openpi_train.keys import row_keys
+from openpi_train.tools import convert, stats
+from openpi_train.tools import data as data_tool
+from openpi_train.training import start
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
+FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def commands() -> list[tuple[str, list[str], dict[str, str]]]:
+    """(file name, words, variables set before the command) of every distinct command line in a code block."""
+    found = {}
+    for file in DOCS:
+        for line in code_lines(file.read_text()):
+            words = shlex.split(line, comments=True)
+            variables = {}
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                name, _, variables[name] = words.pop(0).partition("=")
+            found.setdefault((*words, *variables.items()), (file.name, words, variables))
+    return list(found.values())
+
+
+def code_lines(text: str) -> list[str]:
+    """The command lines in fenced and indented blocks, with their continuation lines."""
+    fenced, lines = False, []
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line.strip().removeprefix("$ "))
+    return [line for line in lines if re.sub(r"^([A-Z_]+=\S* )+", "", line).startswith(PROGRAMS)]
+
+
+def python_blocks(file: Path) -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
+    return "\n\n".join(block for block in blocks if block.startswith("# my_runs.py"))
+
+
+@pytest.fixture(scope="module")
+def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
+    """The `my_runs.py` that docs/extending.md prints, imported as the registry imports a user's file."""
+    file = tmp_path_factory.mktemp("user") / "my_runs.py"
+    file.write_text(python_blocks(ROOT / "docs" / "extending.md"))
+    registry.load(f"{file}:try7")
+    yield sys.modules["my_runs"]
+    sys.path.remove(str(file.parent))
+    del sys.modules["my_runs"]
+
+
+@pytest.fixture
+def only_parsing(monkeypatch, my_runs) -> list[object]:
+    """Make the program stop where the work would begin; the list receives every experiment that got so far."""
+    seen = []
+
+    def work(what: object, *_: object, **__: object) -> int:
+        seen.append(what)
+        return 0
+
+    def run_guarded(main: Callable[[], int]) -> NoReturn:
+        sys.exit(main())
+
+    monkeypatch.chdir(Path(my_runs.__file__).parent)
+    monkeypatch.setattr(cli, "run_guarded", run_guarded)
+    places = {start: ["main", "dry_run"], stats: ["stats_table"], convert: ["export"]}
+    for module, names in (places | {data_tool: ["_prepare", "_index", "_repack"]}).items():
+        for name in names:
+            monkeypatch.setattr(module, name, work)
+    return seen
+
+
+def check_program(arguments: list[str], seen: list[object]) -> None:
+    """The program takes these arguments, up to where it would start to work."""
+    if arguments[0] == "launch":
+        output = dry_run([sys.executable, "-m", "openpi_train"], arguments, {})
+        assert "RANK=" in output
+        arguments = arguments[arguments.index("--") + 1 :]
+    with_help = "--help" in arguments or "-h" in arguments
+    before = len(seen)
+    try:
+        code = cli.run(arguments)
+    except SystemExit as ending:
+        code = ending.code
+    assert not code
+    assert with_help or arguments[0] == "list" or len(seen) == before + 1
+    if seen and not with_help and hasattr(seen[-1], "exp_name"):
+        assert seen[-1].exp_name, "a training command needs --exp-name"
+
+
+def dry_run(program: list[str], arguments: list[str], variables: dict[str, str]) -> str:
+    """What `program arguments` prints with --dry-run among the options."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = arguments if "--dry-run" in arguments[:end] else [*arguments[:end], "--dry-run", *arguments[end:]]
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    paths = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "NODE_RANK": "0"}
+    done = subprocess.run(
+        [*program, *words], cwd=ROOT, env={**clean, **paths, **variables}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_make(words: list[str]) -> None:
+    """The target is there, and so are the scripts and modules of ours that it would run."""
+    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    for script in re.findall(r"\bscripts/\S+", done.stdout):
+        assert (ROOT / script).is_file(), f"{script} is not there"
+    for module in set(re.findall(r" -m (\w+)", done.stdout)) & {path.name for path in ROOT.iterdir()}:
+        assert (ROOT / module / "__main__.py").is_file(), f"{module} cannot be run: it has no __main__.py"
+
+
+def check(words: list[str], variables: dict[str, str], seen: list[object]) -> None:
+    """Raise where a command line of the docs is not real."""
+    if words[0] == "make":
+        if shutil.which("make"):
+            check_make(words)
+    elif words[:3] == ["python", "-m", "openpi_train"]:
+        check_program(words[3:], seen)
+    elif words[0] == "openpi-train":
+        check_program(words[1:], seen)
+    else:
+        script = words[1] if words[0] == "python" else words[0]
+        assert (ROOT / script).is_file(), f"{script} is not there"
+        program = [sys.executable, script] if words[0] == "python" else [script]
+        assert "RANK=" in dry_run(program, words[len(program) :], variables)
+        if "--" in words:
+            check_program(words[words.index("--") + 1 :], seen)
+
+
+def test_every_command_line_is_understood(only_parsing, capsys):
+    found = commands()
+    assert {name for name, _, _ in found} >= {"README.md", "launching.md", "data.md", "extending.md"}
+    problems = []
+    for name, words, variables in found:
+        capsys.readouterr()
+        try:
+            check(words, variables, only_parsing)
+        except (Exception, SystemExit) as error:
+            said = f"{type(error).__name__}: {error} {capsys.readouterr().err}"
+            problems.append(f"{name}: {shlex.join(words)}\n    {said}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_every_path_exists(file):
+    # A path in backticks below the root, or below the package (`data/rlds.py`), without placeholders.
+    words = re.findall(r"`([\w./*-]+)`", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL))
+    paths = {word for word in words if word.startswith(FOLDERS) or re.fullmatch(r"\w+(/\w+)+\.py", word)}
+    missing = [path for path in paths if not any(list(base.glob(path)) for base in (ROOT, ROOT / "openpi_train"))]
+    assert not missing
+
+
+def test_documented_robot_and_source_give_rows(my_runs, tmp_path):
+    robot = my_runs.Gantry()
+    windows = Windows(source=FakeData(image_height=8, image_width=8).open(), robot=robot, horizon=4)
+    state, actions, real = windows.chunks(np.arange(len(windows)))
+    # The gripper is absolute; relative positions come back, and the last step of an episode stays where it is.
+    absolute = robot.from_model(actions, state)
+    np.testing.assert_allclose(absolute[:-1, 0, :3][real[:-1, 1]], state[1:, :3][real[:-1, 1]], atol=1e-6)
+    last = ~real[:, 1]
+    np.testing.assert_array_equal(actions[last][:, 0, :3], 0)
+
+    rng = np.random.default_rng(0)
+    frames = [rng.integers(0, 256, (length, 6, 8, 3), dtype=np.uint8) for length in (3, 5)]
+    for number, images in enumerate(frames):
+        folder = tmp_path / f"episode_{number}"
+        folder.mkdir()
+        np.save(folder / "images.npy", images)
+        for name in ("state", "action"):
+            np.save(folder / f"{name}.npy", rng.normal(size=(len(images), 7)).astype(np.float32))
+        (folder / "task.txt").write_text(f"task {number}\n")
+    source = my_runs.NpyFolders(path=str(tmp_path))
+    dataset = Dataset(source=source, robot=my_runs.try8.data.datasets[0].robot)
+    (windows,) = opened.open_windows(DataConfig(datasets=(dataset,), validation_fraction=0.0), horizon=2)
+    assert len(windows) == 8
+    row = windows.row(4)
+    np.testing.assert_array_equal(row["image/base_0_rgb"], frames[1][1])
+    assert row["prompt"] == "task 1"
+    assert source.open().fingerprint == source.open().fingerprint
+    (tmp_path / "episode_1" / "images.npy").write_bytes(b"torn")
+    with pytest.raises(my_runs.BadRecord, match="episode_1, step 1"):
+        windows.source.frames(np.array([4]), "images")
+
+
+def test_documented_objective_adds_up_over_micro_batches(my_runs):
+    objective = my_runs.AbsoluteError()
+    model = toy.LinearConfig().build(nnx.Rngs(0))
+    batch = toy.batch(4)
+    norms = objective.norms(batch)
+    keys = row_keys(0, 0, batch.row)
+    whole, _ = objective.loss(model, batch, norms, keys)
+    halves = [jax.tree.map(lambda leaf, part=part: leaf[part], (batch, keys)) for part in (slice(0, 2), slice(2, 4))]
+    shares = [objective.loss(model, half, norms, half_keys)[0] for half, half_keys in halves]
+    np.testing.assert_allclose(sum(shares), whole, rtol=1e-6)
+    assert objective.needs <= toy.LinearConfig.provides
