@@ -72,9 +72,15 @@ def _process_parser() -> argparse.ArgumentParser:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num-processes", type=int, help="processes of the run")
     group.add_argument("--process-id", type=int, help="this process, from 0")
-    group.add_argument("--devices-per-process", type=int, help="CPU devices to make in this process")
+    group.add_argument("--devices-per-process", type=_count, metavar="N", help="CPU devices to make in this process")
     group.add_argument("--dry-run", action="store_true", help="print what the run needs, and start nothing")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _process_flags(argv: Sequence[str]) -> tuple[ProcessFlags, list[str]]:

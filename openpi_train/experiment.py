@@ -6,6 +6,7 @@ Read next: `registry.py` (where experiments come from), `training/run.py` (what 
 
 import dataclasses
 import math
+import operator
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,19 @@ from openpi_train.objectives.base import Objective
 from openpi_train.optim import AdamW, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.strategy import ShardingConfig
+
+# The least value of each field that has one. Those of the model and the objective are checked where they are defined.
+_AT_LEAST_1 = (
+    "batch_size",
+    "grad_accum",
+    "num_train_steps",
+    "fsdp_devices",
+    "log_interval",
+    "save_interval",
+    "keep_last",
+)
+_AT_LEAST_1 += ("keep_period", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
+_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,9 @@ class Experiment:
 
     def check(self, num_devices: int) -> None:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
-        problems = [*self.lr_schedule.check(), *self._check_batch(num_devices), *self._check_flags()]
+        # Where a number is out of range, the others cannot be divided by it.
+        problems = self._check_numbers() or self._check_batch(num_devices)
+        problems += [*self.lr_schedule.check(), *self.optimizer.check(), *self._check_flags()]
         missing = self.objective.needs - self.model.provides
         if missing:
             problems.append(
@@ -112,6 +128,19 @@ class Experiment:
             )
         if problems:
             raise UsageError("\n".join(problems))
+
+    def _check_numbers(self) -> list[str]:
+        problems = []
+        for name, least in _LEAST.items():
+            value = operator.attrgetter(name)(self)
+            if value is not None and value < least:
+                problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        for number, dataset in enumerate(self.data.datasets):
+            if not 0 < dataset.weight < math.inf:
+                problems.append(
+                    f"--data.datasets.{number}.weight {dataset.weight} must be above 0; leave the dataset out instead"
+                )
+        return problems
 
     def _check_batch(self, num_devices: int) -> list[str]:
         problems = []
@@ -137,9 +166,6 @@ class Experiment:
             problems.append("--exp-name NAME is missing: the run's directory is named after it")
         if self.resume and self.overwrite:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
-        for name in ("num_train_steps", "log_interval", "save_interval", "grad_accum", "keep_last"):
-            if getattr(self, name) < 1:
-                problems.append(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
         if not 0 <= self.data.validation_fraction < 1:

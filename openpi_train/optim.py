@@ -45,6 +45,8 @@ class LRSchedule:
                 f"lr_schedule.decay_lr {self.decay_lr} is above lr_schedule.peak_lr {self.peak_lr}: the decay would "
                 "raise the rate; lower --lr-schedule.decay-lr"
             )
+        if self.warmup_steps < 0:
+            problems.append(f"--lr-schedule.warmup-steps {self.warmup_steps} must be at least 0")
         if self.kind == "rsqrt" and self.decay_steps < 1:
             problems.append("lr_schedule.decay_steps must be at least 1 for rsqrt; set --lr-schedule.decay-steps")
         return problems
@@ -79,6 +81,12 @@ class OptimizerConfig(abc.ABC):
     def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """The optax rule that follows the clipping."""
 
+    def check(self) -> list[str]:
+        """What is wrong with these values, each with the flag to change."""
+        if self.clip_gradient_norm > 0:
+            return []
+        return [f"--optimizer.clip-gradient-norm {self.clip_gradient_norm} must be above 0 (large: no clipping)"]
+
     def create(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """Clip by the global norm, then the update rule."""
         return optax.chain(optax.clip_by_global_norm(self.clip_gradient_norm), self.update_rule(schedule))
@@ -93,6 +101,14 @@ class AdamW(OptimizerConfig):
     eps: float = 1e-8
     weight_decay: float = 1e-10
     decay_mask: str | None = None
+
+    def check(self) -> list[str]:
+        """Also whether `decay_mask` is a regular expression."""
+        try:
+            re.compile(self.decay_mask or "")
+        except re.error as error:
+            return [*super().check(), f"--optimizer.decay-mask {self.decay_mask!r} is no regular expression: {error}"]
+        return super().check()
 
     def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """Decoupled weight decay, scaled by the learning rate."""

@@ -1,4 +1,4 @@
-"""Every benchmark runs and prints its table; every command of docs/benchmarks.md is understood. No speed is asserted."""
+"""Every benchmark runs and prints its table, and every command of its docs is understood. No speed is asserted."""
 
 import importlib
 import json

@@ -1,9 +1,12 @@
-"""Writing small files whole: a reader, or a crash, never meets half of one. Safe for several processes at once."""
+"""Files that are either whole or absent: a reader, or a crash, never meets half of one. Safe for several processes."""
 
+import json
 import os
 import socket
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -11,7 +14,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
     try:
-        draft.write_bytes(content)
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -20,3 +26,23 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """As `write_bytes`, in UTF-8."""
     write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As `write_text`. Raises ValueError where `value` holds NaN or Inf, which JSON cannot say."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value that `write_json` wrote. Raises OSError or ValueError where it cannot be read."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename `path` to `<name>.<reason>-<time>`, which is no run and no checkpoint; returns the new path."""
+    target = path.with_name(f"{path.name}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{target.name.partition('~')[0]}~{number}")
+    return path.rename(target)

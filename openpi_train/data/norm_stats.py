@@ -122,7 +122,12 @@ def cached_norm_stats(
     logger.info("norm stats: computing from %d samples (columns only)", sum(len(window) for window in windows))
     stats, notes = compute_norm_stats(windows, weights, max_samples)
     report_notes(notes, folder.name)
-    store_norm_stats(stats, notes, windows, weights, folder, max_samples=max_samples)
+    try:
+        store_norm_stats(stats, notes, windows, weights, folder, max_samples=max_samples)
+    except OSError as error:
+        raise OSError(
+            f"norm stats cannot be written to {folder} ({error}); choose another --assets-base-dir"
+        ) from error
     logger.info("norm stats: wrote %s after %.1f s", folder / FILE_NAME, time.monotonic() - started)
     return stats
 
@@ -156,7 +161,11 @@ def report_notes(notes: Mapping[str, Mapping[str, str]], label: str) -> None:
 def _read_cache(folder: Path, fingerprint: str) -> dict[str, NormStats] | None:
     if not (folder / _DETAILS).is_file() or not (folder / FILE_NAME).is_file():
         return None
-    details = json.loads((folder / _DETAILS).read_text())
+    try:
+        details = json.loads((folder / _DETAILS).read_text())
+    except ValueError as error:
+        logger.warning("norm stats: %s cannot be read (%s); they are computed anew", folder / _DETAILS, error)
+        return None
     if details["fingerprint"] != fingerprint:
         logger.info("norm stats: the data or its settings changed since %s was written", folder / FILE_NAME)
         return None

@@ -15,7 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from openpi_train.interop.manifest import find_damage, has_manifest
 from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import flat_params, module_params, nested_params
+from openpi_train.runtime.exits import CheckpointError
 
 # How many names an error message lists before it only counts.
 _MAX_LISTED = 8
@@ -32,8 +35,11 @@ def load_params(directory: str | Path, model: ModelConfig, allow_missing: str | 
     Raises:
         FileNotFoundError: there is no checkpoint at `directory`.
         ValueError: a parameter is missing, left over, or has another shape; all of them are named.
+        CheckpointError: the manifest beside it (where it is one of ours) says that it is damaged.
     """
     item = find_params_item(directory)
+    if has_manifest(item.parent) and (damage := find_damage(item.parent, below="params/")):
+        raise CheckpointError(f"{item.parent} cannot be used: {damage}")
     stored = read_params_item(item)
     expected = {model.public_name(path): (path, shape) for path, shape in parameter_shapes(model).items()}
     may_miss = re.compile(allow_missing) if allow_missing else None
@@ -59,15 +65,10 @@ def save_params(directory: str | Path, params: Mapping[str, Any], public_name: C
     item = Path(directory).resolve() / "params"
     if item.exists():
         raise FileExistsError(f"{item} exists already; choose another directory or move it away")
-    tree: dict[str, Any] = {}
-    for path, value in params.items():
-        *parents, leaf = public_name(path).split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        if leaf in node:
-            raise ValueError(f"two parameters are published as {public_name(path)!r}")
-        node[leaf] = np.asarray(value)
+    published = {public_name(path): np.asarray(value) for path, value in params.items()}
+    if len(published) < len(params):
+        raise ValueError(f"{len(params)} parameters are published under {len(published)} names; each needs its own")
+    tree = nested_params(published)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(item, {"params": tree})
     return item
@@ -86,20 +87,28 @@ def find_params_item(directory: str | Path) -> Path:
 
 
 def read_params_item(item: Path) -> dict[str, np.ndarray]:
-    """Every parameter of an item by published name, as float32 numpy arrays, on this host only."""
+    """Every parameter of an item by published name, as float32 numpy arrays, on this host only.
+
+    Raises ValueError where the item is damaged or of another form.
+    """
     import orbax.checkpoint as ocp
 
     # To numpy, explicitly: the stored shardings name devices of the machine that wrote them.
     restore = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(np.float32))
     with ocp.PyTreeCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(item).item_metadata.tree
+        metadata = checkpointer.metadata(item).item_metadata
+        if metadata is None:
+            raise ValueError(f"{item} is damaged: Orbax cannot read what it holds; fetch it again")
+        stored = metadata.tree
         if "params" not in stored:
             raise ValueError(f"{item} is not in openpi's form: its top level holds {list(stored)}, not 'params'")
         tree = {"params": stored["params"]}
         restore_args = jax.tree.map(lambda _: restore, tree)
-        tree = checkpointer.restore(item, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
-    leaves = jax.tree_util.tree_flatten_with_path(tree["params"])[0]
-    flat = {"/".join(str(entry.key) for entry in path): np.asarray(leaf) for path, leaf in leaves}
+        try:
+            tree = checkpointer.restore(item, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
+        except Exception as error:  # Orbax and tensorstore have many kinds
+            raise ValueError(f"{item} cannot be read, fetch it again: {type(error).__name__}: {error}") from error
+    flat = {name: np.asarray(leaf) for name, leaf in flat_params(tree["params"]).items()}
     if all(name.endswith("/value") for name in flat):
         flat = {name.removesuffix("/value"): leaf for name, leaf in flat.items()}
     return flat
@@ -108,8 +117,7 @@ def read_params_item(item: Path) -> dict[str, np.ndarray]:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of `model` by our path; nothing is allocated."""
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
-    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))[0]
-    return {"/".join(str(entry.key) for entry in path): tuple(leaf.shape) for path, leaf in leaves}
+    return {path: tuple(leaf.shape) for path, leaf in module_params(module).items()}
 
 
 def _mismatch(item: Path, missing: list[str], unexpected: list[str], misshapen: list[str]) -> str:

@@ -64,6 +64,9 @@ class Pi0Config(ModelConfig):
     def __post_init__(self):
         language, action = self.experts.values()
         problems = self.siglip.check(self.image_size)
+        for name in ("action_dim", "action_horizon", "prompt_length", "vocab_size"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} {getattr(self, name)} must be at least 1")
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
             first, second = getattr(language, name), getattr(action, name)
             if first != second:

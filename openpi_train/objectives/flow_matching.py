@@ -39,6 +39,12 @@ class FlowMatching(Objective):
     augmentation: ImageAugmentation = dataclasses.field(default_factory=ImageAugmentation)
     augment: bool = True
 
+    def __post_init__(self):
+        if self.num_flow_draws < 1 or self.time_alpha <= 0:
+            raise ValueError(
+                f"num_flow_draws {self.num_flow_draws} must be at least 1, and time_alpha {self.time_alpha} above 0"
+            )
+
     def element_mask(self, batch: ActionBatch) -> Float[Array, "b h a"]:
         """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts."""
         steps = batch.action_mask

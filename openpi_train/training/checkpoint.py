@@ -25,9 +25,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from openpi_train.data.files import read_json, set_aside, write_json
+from openpi_train.interop.manifest import find_damage, has_manifest, write_manifest
+from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, exit_code_of
 from openpi_train.training.agreement import from_process_0, gather
-from openpi_train.training.files import read_json, set_aside, write_json
 from openpi_train.training.layout import (
     Leaves,
     PublicName,
@@ -37,10 +39,9 @@ from openpi_train.training.layout import (
     size_bytes,
     state_from_items,
 )
-from openpi_train.training.manifest import find_damage, has_manifest, write_manifest
 from openpi_train.training.restore import read_item
 from openpi_train.training.rundir import package_versions
-from openpi_train.training.state import TrainState, nested_params
+from openpi_train.training.state import TrainState
 from openpi_train.training.step_dirs import Best, StepDirs
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from openpi_train.data.feed import Feed
 from openpi_train.keys import for_purpose, row_keys
-from openpi_train.training.state import Params, TrainState, merge_module
+from openpi_train.nn.params import Params, merge_module
+from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.types import ActionBatch
 

@@ -12,8 +12,9 @@ import optax
 from flax import nnx
 
 from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import Params, module_params
 from openpi_train.sharding.strategy import Plan
-from openpi_train.training.state import Params, TrainState, module_params
+from openpi_train.training.state import TrainState
 from openpi_train.types import tree_of
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import jax
 
+from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.agreement import from_process_0
-from openpi_train.training.files import read_json, set_aside, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,11 @@ def open_run(
             run = _open(pathlib.Path(checkpoint_base_dir), experiment_name, exp_name, experiment, resume, overwrite)
             replaced = str(run.replaced) if run.replaced else None
             answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced}
-        except (UsageError, OSError) as error:
+        except UsageError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            problem = f"--checkpoint-base-dir {checkpoint_base_dir} cannot be used ({error}); choose another directory"
+            answer = {"error": problem}
     answer = broadcast("open the run directory", answer)
     if "error" in answer:
         raise UsageError(answer["error"])
@@ -177,10 +180,7 @@ def _check_flags(experiment_name: str, exp_name: str, resume: bool, overwrite: b
 
 
 def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    try:
-        saved = read_json(path / "experiment.json")
-    except ValueError as error:
-        raise UsageError(f"{path / 'experiment.json'} cannot be read ({error}); put a copy back") from error
+    saved = _read(path / "experiment.json")
     changes = changed_fields(saved, experiment)
     fixed = [name for name, values in changes.items() if _FIXED.fullmatch(name) or _switches_ema(name, values)]
     fixed = [name for name in fixed if not _HARMLESS.fullmatch(name)]
@@ -207,12 +207,19 @@ def _switches_ema(name: str, values: tuple[Any, Any]) -> bool:
 
 def _record(path: pathlib.Path, experiment: Mapping[str, Any], changes: Mapping[str, tuple[Any, Any]]) -> None:
     try:
-        starts = read_json(path / "environment.json")["starts"]
+        starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
         starts = []
     start = {**environment(), "changed": {name: list(values) for name, values in changes.items()}}
     write_json(path / "environment.json", {"starts": [*starts, start]})
     write_json(path / "experiment.json", dict(experiment))
+
+
+def _read(path: pathlib.Path) -> Any:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read ({error}); put a copy back") from error
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:

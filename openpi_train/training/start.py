@@ -5,7 +5,6 @@ The order matters: what can be refused without allocating anything is refused fi
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 
 from openpi_train.data.feed import Feed
+from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json
 from openpi_train.data.opened import OpenedData, open_data
 from openpi_train.data.tokenizer import load_tokenizer
@@ -23,13 +23,12 @@ from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import memory_bytes, peak_flops
 from openpi_train.planning.memory import Memory, predict, require
 from openpi_train.runtime import agree, logs, session
-from openpi_train.runtime.exits import CheckpointError, DataError, RunError
+from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, RunError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.evaluate import Evaluator, held_out_batches
-from openpi_train.training.files import write_json
 from openpi_train.training.init import StateLayout, create_state, lay_out
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations
@@ -61,14 +60,17 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
-    facts = {"the experiment": json.dumps(as_json(experiment), sort_keys=True)}
-    world = session.start(world, facts=facts, devices_per_process=devices_per_process)
+    world = session.start(world, facts={"experiment": as_json(experiment)}, devices_per_process=devices_per_process)
     prepared = prepare(experiment, world)
     require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
     run = start(experiment, prepared)
-    with jax.set_mesh(prepared.trainer.plan.mesh):
-        train(run)
-    report(run)
+    try:
+        with jax.set_mesh(prepared.trainer.plan.mesh):
+            train(run)
+        report(run)
+    except Preempted:
+        session.stop()  # all processes end together: whoever left first would abort the others
+        raise
     session.stop()
     return 0
 
@@ -220,6 +222,8 @@ def first_state(
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
+        if state.step >= experiment.num_train_steps:
+            logger.warning("nothing is left to train: raise --num-train-steps to go on")
         return state
     with reported_as(CheckpointError):
         weights = experiment.weight_loader.load(experiment.model)

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float
 
 from openpi_train.keys import row_keys
 from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
 from openpi_train.optim import learning_rate
 from openpi_train.sharding.strategy import Plan
-from openpi_train.training.state import Params, TrainState, merge_module
+from openpi_train.training.state import TrainState
 
 Metrics = dict[str, Float[Array, ""]]
 # openpi's parameter norm leaves these out (by published name), and everything with fewer than two dims.

@@ -9,8 +9,8 @@ import shutil
 import threading
 import time
 
-from openpi_train.training.files import read_json, write_json
-from openpi_train.training.manifest import has_manifest
+from openpi_train.data.files import read_json, write_json
+from openpi_train.interop.manifest import has_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class StepDirs:
         try:
             best = Best(**read_json(self.directory / "best.json"))
         except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            logger.warning("%s cannot be read (%s): no best checkpoint", self.directory / "best.json", error)
             return None
         return best if has_manifest(self.path(best.step)) else None
 

@@ -13,8 +13,8 @@ from openpi_train.data.tokenizer import Tokenizer
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.params import merge_module, module_params
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.training.state import merge_module, module_params
 from openpi_train.types import Observation, flatten_rows
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import toy
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 
+from openpi_train.interop import openpi
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError
 from openpi_train.training import checkpoint as checkpoint_module
 from openpi_train.training.checkpoint import Checkpoints
-from openpi_train.training.restore import restore_params
 from openpi_train.training.step_dirs import Best
 
 PROGRAM = pathlib.Path(__file__).with_name("checkpoint_process.py")
@@ -121,33 +122,16 @@ def test_params_item_holds_ema_and_frozen_leaves_in_the_form_that_openpi_reads(t
     found = tree["params"]["PaliGemma"]
     np.testing.assert_array_equal(found["llm"]["layers"]["w"], np.asarray(state.ema["llm/layers/w"]))
     np.testing.assert_array_equal(found["img"]["w"], np.asarray(state.frozen["img/w"]))
-    flat = restore_params(tmp_path / "5")
+    flat = openpi.read_params_item(openpi.find_params_item(tmp_path / "5"))
     assert set(flat) == {"PaliGemma/llm/layers/w", "PaliGemma/head/bias", "PaliGemma/img/w"}
-    assert flat["PaliGemma/img/w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(flat["PaliGemma/head/bias"], np.asarray(state.ema["head/bias"]))
 
 
-@pytest.mark.parametrize(
-    "place", ["openpi_checkpoint/5", "openpi_checkpoint/5/params", "openpi_checkpoint_pure_params"]
-)
-def test_restore_params_reads_openpis_own_checkpoints(golden, place):
-    expected = np.load(golden / "openpi_checkpoint_expected.npz")
-    found = restore_params(golden / place)
-    assert set(found) == set(expected.files)
-    for name in expected.files:
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
-def test_restore_params_says_what_to_give(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no parameters: give a step's directory"):
-        restore_params(tmp_path)
-
-
-def test_restore_params_names_a_corrupt_file(run):
+def test_parameters_of_a_damaged_checkpoint_are_not_loaded(run):
     damaged = data_file(run / "2")
     flip(damaged)
     with pytest.raises(CheckpointError, match=f"{damaged.name} is corrupt"):
-        restore_params(run / "2")
+        openpi.load_params(run / "2", toy.LinearConfig())
 
 
 def test_empty_run_restores_nothing(tmp_path):
@@ -365,7 +349,8 @@ def test_checkpoint_with_the_lowest_metric_is_kept_as_best(tmp_path):
     checkpoints.close()
     assert checkpoints.steps() == [2, 5]
     np.testing.assert_array_equal(
-        restore_params(tmp_path / "best")["head/bias"], np.asarray(make_state(2).ema["head/bias"])
+        openpi.read_params_item(openpi.find_params_item(tmp_path / "best"))["head/bias"],
+        np.asarray(make_state(2).ema["head/bias"]),
     )
     again = Checkpoints(tmp_path)  # a resumed run knows the best so far
     again.restore(abstract(make_state(0)))

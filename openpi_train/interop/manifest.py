@@ -1,14 +1,14 @@
 """The list of a checkpoint's files with their sizes and CRCs, written last: what makes a checkpoint count.
 
 Orbax itself stores no checksum and takes any directory with a number for a name as complete, so flipped bytes would
-be restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `checkpoint.py`.
+be restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoint.py`, which writes it.
 """
 
 import concurrent.futures
 import pathlib
 import zlib
 
-from openpi_train.training.files import read_json, write_json
+from openpi_train.data.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 4 << 20

@@ -1,0 +1,41 @@
+"""Parameters by path: the flat dictionary in which the project trains, shards and stores a module's parameters.
+
+Paths join the module's attribute names with "/". Read next: `training/state.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+Params = dict[str, Array]
+
+
+def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested parameter dictionary (of arrays, or of shapes) as one flat dictionary keyed by path."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def nested_params(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat_params`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def module_params(module: nnx.Module) -> dict[str, Any]:
+    """A module's parameters (or their shapes, of an abstract module) by path."""
+    return flat_params(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+
+def merge_module(graphdef: nnx.GraphDef, params: Params) -> nnx.Module:
+    """The module that `params` (all of its leaves, by path) make."""
+    return nnx.merge(graphdef, nested_params(params))
