@@ -92,5 +92,5 @@ def test_a_directory_without_a_checkpoint_says_what_was_looked_for(config, tmp_p
 
 
 def test_two_parameters_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="two parameters are published as 'same'"):
+    with pytest.raises(ValueError, match="2 parameters are published under 1 names"):
         openpi.save_params(tmp_path, {"a": jnp.zeros(1), "b": jnp.zeros(1)}, lambda _: "same")
