@@ -5,6 +5,7 @@ Everything heavy is imported inside functions: data workers are spawned processe
 
 import importlib
 import itertools
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ def _start() -> None:
 
     logs.configure(0)
     session.start(find_world(WorldFlags(), {}))
+    # jax takes SIGTERM as a notice of preemption, which nobody here would act on.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from openpi_train.training.state import TrainState
 NUM_PAIRS, NUM_TYPICAL = 5, 9
 # Steps between saves that the stall is set against, and the most that are watched for the end of one.
 INTERVAL = 100
-# With this vocabulary the tiny model's state takes about 300 MB while its step stays short.
-LARGE_VOCAB_SIZE = 185_000
+# The second state: the tiny model with so large a vocabulary, which leaves its step short.
+LARGE_BYTES, QUICK_LARGE_BYTES = 300e6, 60e6
 MODES = ("synchronous", "asynchronous")
 COLUMNS = (
     "state",
@@ -74,14 +74,23 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags, experiment = parse(argv)
     states = {flags.experiment or flags.model: experiment}
     if not flags.experiment and flags.model == "tiny":
-        vocab_size = LARGE_VOCAB_SIZE // 10 if flags.quick else LARGE_VOCAB_SIZE
-        model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
-        states["large"] = dataclasses.replace(experiment, model=model)
+        states["large"] = _larger(experiment, QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
     rows = [row for name, one in states.items() for row in _rows(name, one, flags)]
     notes = [
         "stall = save call + extra time of the steps until the checkpoint is complete; negative extras are noise.",
     ]
     return [Table(f"Checkpoint stall, written to {flags.directory or tempfile.gettempdir()}", COLUMNS, rows, notes)]
+
+
+def _larger(experiment: Experiment, state_bytes: float) -> Experiment:
+    """The experiment with the vocabulary that gives a state of about this size."""
+
+    def with_vocab(size: int) -> Experiment:
+        return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=size))
+
+    size = experiment.model.vocab_size
+    small, double = (Trial.of(with_vocab(count)).state_bytes for count in (size, 2 * size))
+    return with_vocab(size + round((state_bytes - small) * size / (double - small)))
 
 
 def _rows(name: str, experiment: Experiment, flags: argparse.Namespace) -> list[list[Cell]]:

@@ -22,7 +22,8 @@ def export(experiment: Experiment, step: int | None, out: Path, merge_lora: bool
     steps = StepDirs(run, keep_last=1, keep_period=None).complete() if run.is_dir() else []
     if not steps or (step is not None and step not in steps):
         raise CheckpointError(
-            f"{run} has no checkpoint {step if step is not None else ''}; there are: {steps or 'none'}"
+            f"{run} has no {'checkpoint' if step is None else f'checkpoint {step}'}; there are: {steps or 'none'}. "
+            "Choose with --exp-name, --checkpoint-base-dir and --step"
         )
     if out.exists():
         raise UsageError(f"--out {out} exists; give a directory that does not")

@@ -1,0 +1,160 @@
+"""Bad input that meets a run on its way: checkpoints and weights that are damaged or of another run, NaN in the data,
+a full disk. As in `test_bad_input.py`: the exit code, a message that helps, and no traceback.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bad_files import SOURCE, small_disk, write_experiments
+from command import check, losses, openpi_train, places, words
+
+from openpi_train import cli
+from openpi_train.runtime.exits import CHECKPOINT, DONE, NUMBERS, USAGE
+
+pytestmark = pytest.mark.slow
+
+RUN = ("debug", "--num-train-steps", "4", "--save-interval", "2", "--keep-last", "2", "--data.validation-fraction", "0")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run with checkpoints 2 and 4 and nothing held out, and what it printed."""
+    base = tmp_path_factory.mktemp("finished")
+    done = openpi_train(*RUN, *places(base))
+    assert done.returncode == DONE, done.stderr
+    return base, done
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True, symlinks=True)
+    return tmp_path
+
+
+def run_of(base: Path) -> Path:
+    return base / "runs" / "debug" / "x"
+
+
+def test_nothing_held_out_is_warned_of_with_the_flag(finished):
+    check(finished[1], DONE, "no episode is held out", "--data.validation-fraction")
+
+
+def test_an_existing_run_is_left_alone(finished):
+    before = sorted(run_of(finished[0]).rglob("*"))
+    says = "holds a run already: --resume continues it, --overwrite moves it aside, another --exp-name leaves it alone"
+    check(openpi_train(*RUN, *places(finished[0])), USAGE, says)
+    assert sorted(run_of(finished[0]).rglob("*")) == before
+
+
+def test_resume_with_another_model_names_the_fields(copy):
+    done = openpi_train(*RUN, *places(copy), "--resume", "--model.siglip.depth", "1", "--ema-decay", "None")
+    text = check(done, USAGE, "model.siglip.depth: the run has 2, given 1", "Give the run's own values")
+    assert "ema_decay: the run has 0.99, given None" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--batch-size", "16"), ("batch_size: then 8, now 16",)),
+        (
+            (f"{SOURCE}.seed", "3"),
+            ("resuming with data.datasets.0.source.seed 3 (was 0)", "data.datasets.0.source: then"),
+        ),
+    ],
+    ids=["batch", "dataset"],
+)
+def test_resume_on_other_data_names_what_differs(copy, flags, says):
+    done = openpi_train(*RUN, *places(copy), "--resume", *flags)
+    check(done, CHECKPOINT, *says, "restore these settings, or start a new run from the checkpoint's weights")
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(copy, finished):
+    largest = max((run_of(copy) / "4").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    done = openpi_train(*RUN, *places(copy), "--resume")
+    check(done, DONE, "checkpoint 4 cannot be used", "is corrupt", "falling back to checkpoint 2")
+    assert losses(copy) == losses(finished[0])
+    assert list(run_of(copy).glob("4.damaged-*"))
+
+
+def test_when_all_checkpoints_are_damaged_each_is_named(copy):
+    os.truncate(run_of(copy) / "2" / "meta.json", 10)
+    (run_of(copy) / "4" / "manifest.json").unlink()
+    done = openpi_train(*RUN, *places(copy), "--resume")
+    says = ("2: meta.json is torn", "4: manifest.json is missing", "Put a copy back, or start anew with --overwrite")
+    check(done, CHECKPOINT, "all 2 checkpoints in", *says)
+
+
+def test_a_torn_record_of_starts_is_named(copy):
+    os.truncate(run_of(copy) / "environment.json", 10)
+    check(openpi_train(*RUN, *places(copy), "--resume"), USAGE, "environment.json cannot be read", "put a copy back")
+
+
+def test_torn_files_that_can_be_made_anew_are_only_warned_of(copy, finished):
+    """Killed while writing: half a line of metrics, half the norm stats, half the record of the best checkpoint."""
+    with open(run_of(copy) / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4, "lo')
+    os.truncate(copy / "assets" / "debug" / "fake" / "norm_stats.details.json", 10)
+    (run_of(copy) / "best.json").write_text('{"step"')
+    done = openpi_train(*RUN, *places(copy), "--resume")
+    check(done, DONE, "best.json cannot be read", "they are computed anew", "raise --num-train-steps to go on")
+    assert losses(copy) == losses(finished[0])
+
+
+def test_damaged_start_weights_are_refused(finished, tmp_path):
+    weights = shutil.copytree(run_of(finished[0]) / "4" / "params", tmp_path / "params")
+    for path in (weights / "d").iterdir():
+        os.truncate(path, path.stat().st_size // 2)
+    done = openpi_train(*RUN, *places(tmp_path), "--weight-loader.params-path", weights)
+    # Not `check`: tensorstore's thread, cut off while it reads, prints a traceback of its own beside our message.
+    assert done.returncode == CHECKPOINT
+    assert re.search(rf"{weights} .*fetch it again", words(done)), done.stderr
+
+
+def test_start_weights_of_another_model_name_the_parameters(finished, tmp_path):
+    flags = ("--weight-loader.params-path", run_of(finished[0]) / "4", "--model.siglip.mlp-dim", "32")
+    done = openpi_train(*RUN, *places(tmp_path), *flags)
+    check(
+        done, CHECKPOINT, "does not fit the model", "of another shape", "the model wants", "check the model's variants"
+    )
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory) -> str:
+    """The experiment whose actions hold NaN where it is told."""
+    return f"{write_experiments(tmp_path_factory.mktemp('bad_state') / 'bad_state_experiments.py')}:poisoned"
+
+
+def poison(poisoned: str, base: Path) -> str:
+    """The control step that the third batch's first row starts at."""
+    from openpi_train.training.start import open_run_data
+
+    data = open_run_data(cli.parse_experiment(poisoned, [*RUN[1:], *places(base)]))
+    sample = data.train.mixture.locate(np.array([2 * 8]))[2]
+    return str(int(data.train.windows[0].starts[sample][0]))
+
+
+def test_a_nan_stops_the_run_with_the_batchs_rows_or_is_skipped(poisoned, finished, tmp_path):
+    stats = finished[0] / "assets" / "debug" / "fake"
+    nan = (f"{SOURCE}.nan-steps", poison(poisoned, tmp_path), "--data.datasets.0.norm-stats", stats)
+    arguments = (poisoned, *RUN[1:], *places(tmp_path), *nan)
+    text = check(
+        openpi_train(*arguments), NUMBERS, "loss nan", "step 3: ", "The update was not applied", "--on-nan skip"
+    )
+    assert len(re.findall(r"fake data \(seed 0\), record \d+, episode \d+, step \d+", text)) == 8
+    check(openpi_train(*arguments, "--overwrite", "--on-nan", "skip"), DONE, "step 4/4")
+    lines = (tmp_path / "runs" / "poisoned" / "x" / "metrics.jsonl").read_text().splitlines()
+    assert max(line.get("skipped_steps", 0) for line in map(json.loads, lines)) >= 1
+
+
+def test_a_full_disk_is_told_before_the_save(tmp_path):
+    (tmp_path / "runs").mkdir()
+    done = openpi_train(*RUN, *places(tmp_path), prefix=small_disk(tmp_path / "runs", "1m"))
+    check(done, CHECKPOINT, "not enough disk space for checkpoint 2", "it needs 8.1 MB", "--checkpoint-base-dir")

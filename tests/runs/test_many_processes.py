@@ -1,0 +1,52 @@
+"""The same run on any number of processes and devices, through the real command line."""
+
+import numpy as np
+import pytest
+from command import losses, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+RUN = (
+    "debug",
+    "--num-train-steps",
+    "4",
+    "--save-interval",
+    "2",
+    "--fsdp-devices",
+    "2",
+    "--sharding.min-shard-mib",
+    "0",
+)
+
+
+@pytest.fixture(scope="module")
+def one_by_four(tmp_path_factory):
+    base = tmp_path_factory.mktemp("one_by_four")
+    train(base, *RUN, processes=1, devices=4)
+    return base
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_loss_is_the_same_bit_for_bit_whatever_the_processes(tmp_path, one_by_four, processes, devices):
+    train(tmp_path, *RUN, processes=processes, devices=devices)
+    assert losses(tmp_path) == losses(one_by_four)
+    output = (tmp_path / "runs" / "debug" / "x" / "logs").iterdir()
+    assert {path.name for path in output} == {f"process_{index}.log" for index in range(processes)}
+
+
+def test_one_device_agrees_to_rounding(tmp_path, one_by_four):
+    train(tmp_path, "debug", "--num-train-steps", "4")
+    expected = losses(one_by_four)
+    assert losses(tmp_path).keys() == expected.keys()
+    # Sums in another order: float32's rounding at first, then what Adam's division by small moments makes of it.
+    np.testing.assert_allclose(losses(tmp_path)[1], expected[1], rtol=1e-6)
+    np.testing.assert_allclose(list(losses(tmp_path).values()), list(expected.values()), rtol=1e-5)
+
+
+def test_a_run_of_four_processes_goes_on_with_two_and_with_one(tmp_path, one_by_four):
+    train(tmp_path, *RUN[:2], "2", *RUN[3:], processes=4)
+    train(tmp_path, *RUN, "--resume", processes=2)
+    resumed, expected = losses(tmp_path), losses(one_by_four)
+    assert resumed.keys() == expected.keys()
+    np.testing.assert_allclose([resumed[step] for step in (3, 4)], [expected[step] for step in (3, 4)], rtol=1e-6)
+    train(tmp_path, *RUN[:2], "5", *RUN[3:], "--resume", devices=2)
+    assert set(losses(tmp_path)) == {1, 2, 3, 4, 5}
