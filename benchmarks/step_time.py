@@ -103,7 +103,7 @@ def _first_losses(trial: Trial, step: Any, batch: Any) -> tuple[np.ndarray, Trai
 
 def _step_flops(experiment: Experiment, num_cameras: int) -> float:
     """The model's own work in a step, forward and twice that backward, without recomputation, as `mfu` counts it."""
-    draws = getattr(experiment.objective, "num_flow_draws", 1)
+    draws = experiment.objective.draws_per_row
     return 3 * experiment.model.flops_per_row(num_cameras, draws) * experiment.batch_size
 
 

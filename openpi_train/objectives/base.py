@@ -20,6 +20,11 @@ class Objective(abc.ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def draws_per_row(self) -> int:
+        """How many times the action part of the model runs for one row (for cost forecasts)."""
+        return 1
+
     @abc.abstractmethod
     def norms(self, batch: Any) -> Norms:
         """The denominators, float32 scalars, from masks alone, on the whole optimizer batch."""

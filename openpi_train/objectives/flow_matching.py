@@ -45,6 +45,11 @@ class FlowMatching(Objective):
                 f"num_flow_draws {self.num_flow_draws} must be at least 1, and time_alpha {self.time_alpha} above 0"
             )
 
+    @property
+    def draws_per_row(self) -> int:
+        """The flow draws."""
+        return self.num_flow_draws
+
     def element_mask(self, batch: ActionBatch) -> Float[Array, "b h a"]:
         """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts."""
         steps = batch.action_mask

@@ -143,30 +143,64 @@ def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[
     return {} if saved == given else {prefix.removesuffix("."): (saved, given)}
 
 
+def check_run(
+    checkpoint_base_dir: str | os.PathLike[str],
+    experiment_name: str,
+    exp_name: str,
+    *,
+    experiment: Mapping[str, Any],
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Refuse now what `open_run` would refuse, and write nothing: a start that fails later then leaves no trace.
+
+    Every process must call it. Raises UsageError, on every process.
+    """
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            _inspect(pathlib.Path(checkpoint_base_dir), experiment_name, exp_name, experiment, resume, overwrite)
+        except UsageError as error:
+            problem = str(error)
+    if problem := from_process_0("check the run directory", problem):
+        raise UsageError(problem)
+
+
 def _open(base, experiment_name, exp_name, experiment, resume, overwrite) -> RunDir:
+    path, is_run, changes = _inspect(base, experiment_name, exp_name, experiment, resume, overwrite)
+    replaced = None
+    if is_run and overwrite:
+        replaced = set_aside(path, "replaced")
+        logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
+    elif resume and not is_run:
+        logger.info("--resume: there is no run in %s yet; starting one", path)
+    for name, (before, after) in changes.items():
+        if _HARMLESS.fullmatch(name):
+            logger.info("resuming with %s %r (was %r)", name, after, before)
+        else:
+            logger.warning(
+                "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
+                *(name, after, before),
+            )
+    path.mkdir(parents=True, exist_ok=True)
+    _record(path, experiment, changes)
+    return RunDir(path=path, resumed=is_run and resume, replaced=replaced)
+
+
+def _inspect(base, experiment_name, exp_name, experiment, resume, overwrite) -> tuple[pathlib.Path, bool, dict]:
+    """Where the run lies, whether it is there, and what differs from it; writes nothing."""
     _check_flags(experiment_name, exp_name, resume, overwrite)
     path = base.absolute() / experiment_name / exp_name
     is_run = (path / "experiment.json").is_file()
     # Log files may be opened before the run is.
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - {"logs"}):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
-    changes: dict[str, tuple[Any, Any]] = {}
-    replaced = None
-    if is_run and overwrite:
-        replaced = set_aside(path, "replaced")
-        logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
-    elif is_run and resume:
-        changes = _check_same_run(path, experiment)
-    elif is_run:
+    if is_run and not resume and not overwrite:
         raise UsageError(
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
             "another --exp-name leaves it alone"
         )
-    elif resume:
-        logger.info("--resume: there is no run in %s yet; starting one", path)
-    path.mkdir(parents=True, exist_ok=True)
-    _record(path, experiment, changes)
-    return RunDir(path=path, resumed=is_run and resume, replaced=replaced)
+    return path, is_run, _check_same_run(path, experiment) if is_run and resume else {}
 
 
 def _check_flags(experiment_name: str, exp_name: str, resume: bool, overwrite: bool) -> None:
@@ -190,14 +224,6 @@ def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[s
             f"--resume of {path} with another model or optimizer:\n{listing}\n"
             "  Give the run's own values, or train the new ones under another --exp-name."
         )
-    for name, (before, after) in changes.items():
-        if _HARMLESS.fullmatch(name):
-            logger.info("resuming with %s %r (was %r)", name, after, before)
-        else:
-            logger.warning(
-                "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
-                *(name, after, before),
-            )
     return changes
 
 

@@ -35,7 +35,7 @@ from openpi_train.training.metrics import Metrics, read_evaluations
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
-from openpi_train.training.rundir import open_run
+from openpi_train.training.rundir import check_run, open_run
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -95,8 +95,7 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
         ema_decay=experiment.ema_decay,
     )
     rows = experiment.batch_size // (jax.device_count() * experiment.grad_accum)
-    draws = getattr(experiment.objective, "num_flow_draws", 1)
-    activations = model.activation_bytes_per_row(len(experiment.data.cameras), draws)
+    activations = model.activation_bytes_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
     return Prepared(
         trainer=trainer,
         layout=layout,
@@ -128,19 +127,19 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
 def start(experiment: Experiment, prepared: Prepared) -> Run:
     """Open directory, data and state. Every process must call it."""
     trainer, layout = prepared.trainer, prepared.layout
-    directory = open_run(
-        experiment.checkpoint_base_dir,
-        experiment.name,
-        experiment.exp_name,
-        experiment=as_json(experiment),
-        resume=experiment.resume,
-        overwrite=experiment.overwrite,
-    ).path
+    where = (experiment.checkpoint_base_dir, experiment.name, experiment.exp_name)
+    given: dict[str, Any] = {
+        "experiment": as_json(experiment),
+        "resume": experiment.resume,
+        "overwrite": experiment.overwrite,
+    }
+    check_run(*where, **given)
+    data = open_data_in_turn(experiment)
+    directory = open_run(*where, **given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
     if jax.process_index() == 0:
         write_json(directory / "plan.json", prepared.memory.as_json())
-    data = open_data_in_turn(experiment)
     checkpoints = Checkpoints(
         directory,
         public_name=experiment.model.public_name,
@@ -248,8 +247,7 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -
 
 def make_recorder(experiment: Experiment, feed: Feed) -> Recorder:
     """Knows what a step costs, for `mfu`: the model's forward FLOPs, and twice that backward."""
-    draws = getattr(experiment.objective, "num_flow_draws", 1)
-    forward = experiment.model.flops_per_row(len(experiment.data.cameras), draws)
+    forward = experiment.model.flops_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
     peak = peak_flops(jax.devices()[0].device_kind)
     return Recorder(
         batch_size=experiment.batch_size,

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from openpi_train.runtime.exits import USAGE, UsageError
-from openpi_train.training.rundir import changed_fields, environment, open_run
+from openpi_train.training.rundir import changed_fields, check_run, environment, open_run
 
 EXPERIMENT = {
     "model": {"__class__": "Pi0", "width": 64, "remat": "nothing"},
@@ -206,3 +206,14 @@ def test_environment_holds_no_secrets(monkeypatch):
     assert "hunter2" not in json.dumps(recorded)
     assert recorded["variables"]["SLURM_JOB_ID"] == "77"
     assert recorded["argv"] == ["prog", "--hub-token", "<hidden>", "--api-key=<hidden>", "--model.max-token-len", "48"]
+
+
+def test_a_check_refuses_like_an_open_and_leaves_no_trace(tmp_path):
+    check_run(tmp_path, "e", "x", experiment=EXPERIMENT)
+    assert not any(tmp_path.iterdir())
+    open_run(tmp_path, "e", "x", experiment=EXPERIMENT)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    with pytest.raises(UsageError, match="holds a run already"):
+        check_run(tmp_path, "e", "x", experiment=EXPERIMENT)
+    check_run(tmp_path, "e", "x", experiment=EXPERIMENT, overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before

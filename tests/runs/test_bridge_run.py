@@ -1,0 +1,43 @@
+"""The main experiments on real BridgeData, shrunk on the command line, on two processes with two devices each."""
+
+import json
+
+import pytest
+from command import losses, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+SHRUNK = (
+    *("--model.paligemma-variant", "dummy", "--model.action-expert-variant", "dummy", "--model.image-size", "64"),
+    *("--model.siglip.width", "32", "--model.siglip.depth", "2", "--model.siglip.mlp-dim", "64"),
+    *("--model.siglip.num-heads", "2", "--model.siglip.patch-size", "16", "--model.vocab-size", "512"),
+    *("--model.max-token-len", "64", "--data.tokenizer", "bytes", "--data.validation-fraction", "0.2"),
+    *(
+        "--batch-size",
+        "8",
+        "--num-train-steps",
+        "4",
+        "--log-interval",
+        "2",
+        "--save-interval",
+        "4",
+        "--num-workers",
+        "1",
+    ),
+    *("--eval.num-rows", "8", "--eval.num-sample-steps", "2"),
+)
+
+
+@pytest.mark.parametrize("experiment", ["pi0_bridge_traj", "pi05_bridge"])
+def test_shrunk_experiment_trains_on_the_real_sample(tmp_path, bridge_sample, experiment):
+    source = ("--data.datasets.0.source.path", bridge_sample, "--data.datasets.0.source.cache-dir", tmp_path / "index")
+    train(tmp_path, experiment, *source, *SHRUNK, processes=2, devices=2)
+    run = tmp_path / "runs" / experiment / "x"
+    assert set(losses(tmp_path, experiment)) == {2, 4}
+    results = json.loads((run / "results.json").read_text())
+    assert (results["processes"], results["devices"], results["steps"]) == (2, 4, [4])
+    assert [entry["step"] for entry in results["evaluations"]] == [0, 4]
+    # 5 Hz chunks of 50 steps on episodes of 10: nearly every row is cut short, and the loss must still be a number.
+    assert all(entry["val/loss"] > 0 for entry in results["evaluations"])
+    asset = next((run / "4" / "assets").iterdir())
+    stats = json.loads((asset / "norm_stats.json").read_text())["norm_stats"]
+    assert len(stats["actions"]["mean"]) == 7
