@@ -3,7 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test quick lint bench clean
+NEWEST ?= python3.13
+
+.PHONY: train test quick newest lint bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -25,6 +27,12 @@ test: lint
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess'
+
+# The quick suite on the newest Python and jax, in an environment of its own.
+newest:
+	test -x .venv-newest/bin/python || $(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --editable '.[dev]'
+	.venv-newest/bin/python -m pytest -m 'not slow and not multiprocess'
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
