@@ -10,7 +10,8 @@ import pytest
 from command import ROOT, environment, losses, train
 
 pytestmark = [pytest.mark.slow]
-RUN = ("debug", "--num-train-steps", "20", "--save-interval", "10", "--keep-last", "3")
+# Steps long enough that there is time for the kill between the first checkpoint and the end.
+RUN = ("debug", "--batch-size", "128", "--num-train-steps", "20", "--save-interval", "10", "--keep-last", "3")
 
 
 def test_twenty_steps_equal_ten_a_kill_and_a_resume(tmp_path):
