@@ -15,7 +15,6 @@ debug = Experiment(
         siglip=SiglipConfig(width=32, depth=2, mlp_dim=64, num_heads=2, patch_size=16),
         image_size=32,
         action_horizon=8,
-        max_token_len=32,
         vocab_size=512,
         dtype="float32",
     ),

@@ -47,5 +47,6 @@ pi0_bridge_traj_tiny = Experiment(
 """A small pi0 (about 1 M parameters, two cameras) on the embedded tabletop dataset; what `make train` runs.
 
 Command: python -m openpi_train pi0_bridge_traj_tiny --exp-name x  (after: python -m openpi_train data prepare)
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 5 minutes on 2 processes. Result: held-out loss 2.70 to 0.455, open-loop action error
+0.664 against 0.875 for the best constant (averaged weights; 2026-11-21, 2 shared cores, commit 5d5b161, `make train`).
 """

@@ -110,7 +110,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default=default,
         args=list(argv),
         prog=f"python -m openpi_train {name}",
-        description=registry.description(name),
+        # A blank line between lines: the help would run them together.
+        description=registry.description(name).replace("\n", "\n\n"),
     )
 
 
@@ -170,8 +171,10 @@ def convert(argv: Sequence[str]) -> int:
     parser.add_argument("--merge-lora", action="store_true", help="fold low-rank adapters into the weights")
     known, rest = parser.parse_known_args(argv)
     experiment = parse_experiment(known.experiment, rest)
+    from openpi_train.runtime import logs
     from openpi_train.tools.convert import export
 
+    logs.configure(0)
     print(export(experiment, known.step, known.out, known.merge_lora))
     return 0
 

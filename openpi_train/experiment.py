@@ -56,37 +56,48 @@ class Experiment:
     # The run's name (required): its directory is <checkpoint_base_dir>/<experiment>/<exp_name>.
     exp_name: str = ""
 
+    # Which model, and its sizes.
     model: ModelConfig
+    # What is minimised.
     objective: Objective
+    # What it is trained on.
     data: DataConfig
-    # Start weights.
+    # Where the first parameters come from.
     weight_loader: WeightLoader = dataclasses.field(default_factory=CheckpointWeightLoader)
+    # The learning rate, by optimizer step.
     lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
+    # How gradients become updates.
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamW)
     # Decay of the exponential moving average of the trainable parameters; None keeps none.
     ema_decay: float | None = 0.99
     # Regex of parameter paths to keep fixed, beside those that the model keeps fixed itself (LoRA).
     freeze: str | None = None
 
+    # Of initial parameters, row order, noise, times and augmentation.
     seed: int = 42
     # Rows per optimizer step, over all devices.
     batch_size: int = 32
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = 1
+    # Optimizer steps of the whole run.
     num_train_steps: int = 30_000
     # Data worker processes per training process; 0 reads in threads.
     num_workers: int = 2
 
     # Devices that share one copy of the state; the rest are replicas.
     fsdp_devices: int = 1
+    # What is cut over the devices that share one copy.
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
 
+    # Steps between lines of metrics.jsonl.
     log_interval: int = 100
+    # Steps between checkpoints.
     save_interval: int = 1_000
     # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
     keep_period: int | None = 5_000
     # How many of the newest checkpoints are kept.
     keep_last: int = 1
+    # Held-out evaluation during training.
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
     on_nan: Literal["stop", "skip"] = "stop"
@@ -95,10 +106,15 @@ class Experiment:
     resume: bool = False
     # Move an existing run of this name aside and start anew.
     overwrite: bool = False
+    # Also log to Weights & Biases (offline without an API key).
     wandb_enabled: bool = False
+    # Also write TensorBoard event files.
     tensorboard: bool = True
+    # The project at Weights & Biases.
     project_name: str = "openpi"
+    # Run directories lie below it; shared by all hosts.
     checkpoint_base_dir: str = "./checkpoints"
+    # Norm stats lie below it; shared by all hosts.
     assets_base_dir: str = "./assets"
 
     @property
@@ -107,13 +123,13 @@ class Experiment:
         return Path(self.assets_base_dir) / self.name
 
     def is_frozen(self, path: str) -> bool:
-        """Whether training leaves the parameter alone. `freeze` matches our path or the published name."""
-        if self.model.frozen(path):
-            return True
-        if self.freeze is None:
-            return False
-        pattern = re.compile(self.freeze)
-        return bool(pattern.fullmatch(path) or pattern.fullmatch(self.model.public_name(path)))
+        """Whether training leaves the parameter alone."""
+        return self.model.frozen(path) or self.freezes(path)
+
+    def freezes(self, path: str) -> bool:
+        """Whether `freeze` matches the whole of our path, or of the published name."""
+        names = (path, self.model.public_name(path))
+        return self.freeze is not None and any(re.fullmatch(self.freeze, name) for name in names)
 
     def check(self, num_devices: int) -> None:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""

@@ -26,10 +26,15 @@ class LRSchedule:
     `RsqrtDecaySchedule`, where `decay_steps` is called `timescale`).
     """
 
+    # What follows the warm-up.
     kind: ScheduleKind = "cosine"
+    # Steps of the linear warm-up.
     warmup_steps: int = 1_000
+    # The rate at its end.
     peak_lr: float = 2.5e-5
+    # Step at which decay_lr is reached, warm-up included (rsqrt: the time scale).
     decay_steps: int = 30_000
+    # The rate from there on.
     decay_lr: float = 2.5e-6
 
     def check(self) -> list[str]:
@@ -75,6 +80,7 @@ class LRSchedule:
 class OptimizerConfig(abc.ABC):
     """An optimizer without its learning rate."""
 
+    # Gradients of a larger global norm are scaled down to it.
     clip_gradient_norm: float = 1.0
 
     @abc.abstractmethod
@@ -96,10 +102,15 @@ class OptimizerConfig(abc.ABC):
 class AdamW(OptimizerConfig):
     """AdamW with openpi's defaults. `decay_mask`: a regex of the parameter paths that decay; None decays all."""
 
+    # Decay of the first moment.
     b1: float = 0.9
+    # Decay of the second moment.
     b2: float = 0.95
+    # Added to the root of the second moment.
     eps: float = 1e-8
+    # Decoupled weight decay, times the learning rate.
     weight_decay: float = 1e-10
+    # Regex of the parameter paths that decay; None decays all.
     decay_mask: str | None = None
 
     def check(self) -> list[str]:
@@ -124,7 +135,9 @@ class AdamW(OptimizerConfig):
 class SGD(OptimizerConfig):
     """Stochastic gradient descent with optional momentum."""
 
+    # Share of the last update that is kept; 0 keeps no state.
     momentum: float = 0.9
+    # Look ahead along the momentum.
     nesterov: bool = False
 
     def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:

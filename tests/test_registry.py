@@ -1,13 +1,14 @@
 """Finding experiments: by name, in a user's file, with the closest match for a wrong name."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from openpi_train import registry
+from openpi_train import cli, registry
 from openpi_train.experiment import Experiment
 
 NAMES = ("pi0_bridge_traj", "pi0_bridge_traj_lora", "pi0_bridge_traj_tiny", "pi05_bridge", "debug")
@@ -40,7 +41,7 @@ def test_an_experiment_of_a_users_file_is_found_by_name(tmp_path):
         textwrap.dedent(
             '''
             import dataclasses
-            from openpi_train import registry
+            from openpi_train import cli, registry
 
             try7 = dataclasses.replace(registry.load("debug"), batch_size=16)
             """The seventh try."""
@@ -72,3 +73,30 @@ def test_verbs_answer_without_importing_jax(verb):
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flag_explains_itself(name, capsys, monkeypatch):
+    """Each flag has a text, and no two flags of one group share it (tyro hands comments on to fields without one)."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        cli.parse_experiment(name, ["--help"])
+    options = capsys.readouterr().out.partition("[OPTIONS]")[2]  # after the process flags
+    lines = [line.strip(" │") for line in options.splitlines()]
+    texts: dict[str, str] = {}
+    flag = ""
+    for line in lines:
+        if re.match(r"--\w", line):
+            flag = line.split(",")[0].split()[0]
+            texts[flag] = ""
+        elif flag and line.strip("╭╰╮╯─-"):
+            texts[flag] += " " + line
+    assert len(texts) > 60
+    seen: dict[tuple[str, str], str] = {}
+    for flag, described in texts.items():
+        if ".cameras." in flag:  # an entry of a mapping; the mapping's text stands above the group
+            continue
+        text = described.partition("(default")[0].strip()
+        assert text, f"{flag} has no help"
+        twin = seen.setdefault((flag.rpartition(".")[0], text), flag)
+        assert twin == flag, f"{flag} and {twin} have the same help: {text}"

@@ -15,14 +15,21 @@ from openpi_train.data.source import BadRecord, Source, SourceConfig
 class FakeData(SourceConfig):
     """Episodes of a 7-dim arm: the state walks, the action is the next state's difference, as in BridgeData."""
 
+    # Episodes in the dataset.
     num_episodes: int = 20
     # Episodes have this many control steps, more or less a third.
     episode_length: int = 30
+    # Pixels.
     image_height: int = 224
+    # Pixels of a row.
     image_width: int = 224
+    # Image features.
     cameras: tuple[str, ...] = ("observation/image_0",)
+    # Dims of state and action.
     state_dim: int = 7
+    # Instructions to draw from.
     prompts: tuple[str, ...] = ("pick up the red cube", "put the cup on the plate", "close the drawer")
+    # Of all the made-up values.
     seed: int = 0
     # Control steps whose frames raise BadRecord, to try what a run does about them.
     bad_steps: tuple[int, ...] = ()

@@ -111,7 +111,8 @@ class RldsSource(Source):
         offset, length = self._spans[camera][step].tolist()
         shard = int(np.searchsorted(self._index.arrays["shard_ends"], step, side="right"))
         try:
-            data = os.pread(_open_file(*self._files[shard]).descriptor, length, offset)
+            file = _open_file(*self._files[shard])  # held until it is read: the cache may drop it meanwhile
+            data = os.pread(file.descriptor, length, offset)
         except OSError as error:
             raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
         if len(data) != length:

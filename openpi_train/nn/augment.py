@@ -33,8 +33,11 @@ class ImageAugmentation:
     crop_scale: float = 0.95
     # Rotation about the centre, drawn from [-rotation_degrees, rotation_degrees].
     rotation_degrees: float = 5.0
+    # Strength of the brightness jitter.
     brightness: float = 0.3
+    # Strength of the contrast jitter.
     contrast: float = 0.4
+    # Strength of the saturation jitter.
     saturation: float = 0.5
 
     def augment(

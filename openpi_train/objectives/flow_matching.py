@@ -31,12 +31,17 @@ class FlowMatching(Objective):
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity"})
 
+    # Draws of noise and time per row.
     num_flow_draws: int = 1
+    # Leave out dims beyond the robot's own.
     mask_action_dims: bool = False
+    # Leave out steps beyond the episode's end.
     mask_padded_steps: bool = True
     # Times are Beta(time_alpha, 1): above 1 they favour the noisy end.
     time_alpha: float = 1.5
+    # How strongly images are changed.
     augmentation: ImageAugmentation = dataclasses.field(default_factory=ImageAugmentation)
+    # Change training images at all.
     augment: bool = True
 
     def __post_init__(self):

@@ -25,10 +25,15 @@ class Bridge(Robot):
     zeros for the second. `trajectory` takes the pose of the next step as action (the gripper stays the commanded one).
     """
 
+    # The model's camera slot: the dataset's image feature.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"base_0_rgb": "observation/image_0"})
+    # Arms in the layout, 7 dims each.
     num_arms: int = 1
+    # Learn the poses reached, relative to the present one, rather than the recorded deltas.
     trajectory: bool = False
+    # The dataset's state feature.
     state_column: str = "observation/state"
+    # The dataset's action feature.
     action_column: str = "action"
 
     def __post_init__(self):

@@ -22,6 +22,7 @@ class Tabletop(Robot):
     The gripper is 0 closed .. 1 open, in the state measured, in the action commanded.
     """
 
+    # The model's camera slot: the dataset's image feature.
     cameras: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"base_0_rgb": "observation/image_0", "left_wrist_0_rgb": "observation/image_1"}
     )

@@ -59,5 +59,7 @@ def _add(root: logging.Logger, handler: logging.Handler) -> None:
 
 
 def _quiet_libraries(record: logging.LogRecord) -> bool:
-    # Orbax and jax report their own steps at INFO, several lines per save: those belong in the file.
-    return record.levelno >= logging.WARNING or record.name.startswith(("openpi_train", "__main__"))
+    # Orbax and jax report their own steps at INFO, several lines per save: those belong in the file. Through absl come
+    # also Orbax's warnings, of things that are as they should be (an item of a checkpoint has no metadata of its own).
+    least = logging.ERROR if record.name == "absl" else logging.WARNING
+    return record.levelno >= least or record.name.startswith(("openpi_train", "__main__"))

@@ -33,7 +33,9 @@ class ShardingConfig:
     Arrays below `min_shard_mib` MiB stay whole (openpi's rule and default, 4): a small gather costs more than it saves.
     """
 
+    # Which of optimizer state, gradients and parameters are cut.
     strategy: Strategy = "zero3"
+    # Smaller arrays stay whole, MiB.
     min_shard_mib: float = 4.0
 
 

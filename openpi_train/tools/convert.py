@@ -4,9 +4,11 @@ import logging
 import shutil
 from pathlib import Path
 
-from openpi_train.experiment import Experiment
+from openpi_train.data.files import read_json
+from openpi_train.experiment import Experiment, as_json
 from openpi_train.interop import openpi
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.training.rundir import changed_fields
 from openpi_train.training.step_dirs import StepDirs
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,12 @@ def export(experiment: Experiment, step: int | None, out: Path, merge_lora: bool
         raise UsageError(f"--out {out} exists; give a directory that does not")
     source = run / str(steps[-1] if step is None else step)
     model = experiment.model
+    changed = changed_fields(read_json(run / "experiment.json")["model"], as_json(model))
+    if changed:
+        listing = "\n".join(
+            f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()
+        )
+        raise UsageError(f"{run} was trained with another model; repeat its --model flags:\n{listing}")
     params = openpi.load_params(source, model)
     if merge_lora:
         params = model.merge_lora(params)

@@ -175,6 +175,8 @@ def _open(base, experiment_name, exp_name, experiment, resume, overwrite) -> Run
     elif resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
     for name, (before, after) in changes.items():
+        if name in ("resume", "overwrite"):
+            continue
         if _HARMLESS.fullmatch(name):
             logger.info("resuming with %s %r (was %r)", name, after, before)
         else:

@@ -23,7 +23,7 @@ from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import memory_bytes, peak_flops
 from openpi_train.planning.memory import Memory, predict, require
 from openpi_train.runtime import agree, logs, session
-from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, RunError
+from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, RunError, UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -66,7 +66,11 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     run = start(experiment, prepared)
     try:
         with jax.set_mesh(prepared.trainer.plan.mesh):
-            train(run)
+            if run.state.step < experiment.num_train_steps:
+                train(run)
+            else:
+                logger.warning("nothing is left to train: raise --num-train-steps to go on")
+                run.finish()
         report(run)
     except Preempted:
         session.stop()  # all processes end together: whoever left first would abort the others
@@ -83,6 +87,7 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
     optimizer = experiment.optimizer.create(schedule)
     model = experiment.model
     layout = lay_out(model, optimizer, experiment.is_frozen, experiment.ema_decay is not None, plan)
+    check_trainable(experiment, layout)
     trainer = Trainer(
         graphdef=layout.graphdef,
         model=model,
@@ -102,6 +107,18 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
         memory=predict(layout, plan, activations, rows),
         available_bytes=memory_bytes(jax.local_devices()[0], world.local_count or 1),
     )
+
+
+def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
+    """Say how much trains. Raises UsageError where nothing does, or where `--freeze` matches nothing."""
+    trainable, frozen = layout.shapes.params, layout.shapes.frozen
+    if not trainable:
+        raise UsageError(f"--freeze {experiment.freeze!r} leaves no parameter to train; all {len(frozen)} match it")
+    if experiment.freeze is not None and not any(experiment.freezes(path) for path in frozen):
+        names = ", ".join(experiment.model.public_name(path) for path in list(trainable)[:3])
+        raise UsageError(f"--freeze {experiment.freeze!r} matches no parameter as a whole; there are {names}, ...")
+    sizes = [sum(math.prod(leaf.shape) for leaf in leaves.values()) for leaves in (trainable, frozen)]
+    logger.info("parameters: %s train, %s are kept fixed", *(f"{size:,}" for size in sizes))
 
 
 def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
@@ -221,8 +238,6 @@ def first_state(
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
-        if state.step >= experiment.num_train_steps:
-            logger.warning("nothing is left to train: raise --num-train-steps to go on")
         return state
     with reported_as(CheckpointError):
         weights = experiment.weight_loader.load(experiment.model)
@@ -277,8 +292,9 @@ def report(run: Run) -> None:
     if len(run.history) < 2:
         return
     first, last = run.history[0], run.history[-1]
-    suffix = "_ema" if "val/loss_ema" in last else ""
-    logger.info("held-out loss: %.4f before, %.4f after", first[f"val/loss{suffix}"], last[f"val/loss{suffix}"])
+    suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
+    before, after = first[f"val/loss{suffix}"], last[f"val/loss{suffix}"]
+    logger.info("held-out loss%s: %.4f before, %.4f after", weights, before, after)
     if f"val/action_mse{suffix}" in last:
         logger.info(
             "open-loop action error (mean squared, normalised): %.4f before, %.4f after; mean-action baseline %.4f",

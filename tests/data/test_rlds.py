@@ -1,11 +1,14 @@
 """The RLDS source against the records themselves, on the real Bridge sample and on written datasets."""
 
+import concurrent.futures
 import io
 import logging
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from PIL import Image
 from rlds_toy import SIZE, toy_episode, toy_features, toy_source, write_toy
 from tensorflow_datasets.proto import tf_example_pb2
 
+from openpi_train.data import rlds
 from openpi_train.data.image import blank_cameras
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds_write import write_rlds
@@ -115,6 +119,7 @@ def test_existing_index_opens_without_tensorflow_datasets_or_jax(bridge, bridge_
     cache = bridge._index.root.parent
     code = f"""
 import sys
+import time
 import numpy as np
 from openpi_train.data.rlds import Rlds
 source = Rlds(path={str(bridge_sample)!r}, cache_dir={str(cache)!r}).open()
@@ -267,3 +272,20 @@ def test_picture_of_another_size_is_a_bad_record(tmp_path):
     assert source.frames(np.array([1]), "image").shape == (1, 8, 8, 3)
     with pytest.raises(BadRecord, match=r"step 1 of 2, image: cannot decode .* the picture is 8x8, expected 12x16"):
         source.frames(np.array([0, 1]), "image")
+
+
+def test_threads_that_open_a_shard_at_the_same_time_all_read_it(bridge_sample, tmp_path, monkeypatch):
+    """Each of them opens the file; all but one handle are dropped, and none may close under its reader."""
+    source = Rlds(path=str(bridge_sample), cache_dir=str(tmp_path)).open()
+    camera = source.cameras[0]
+    expected = [source.encoded(step, camera) for step in range(8)]
+    slow_open = os.open
+
+    def opened_slowly(*arguments, **options):
+        time.sleep(0.05)
+        return slow_open(*arguments, **options)
+
+    rlds._open_file.cache_clear()
+    monkeypatch.setattr(rlds.os, "open", opened_slowly)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda step: source.encoded(step, camera), range(8))) == expected
