@@ -271,4 +271,4 @@ def _metadata_digest(directory: Path) -> str:
 
 
 def _key(parts: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

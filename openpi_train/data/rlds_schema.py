@@ -158,7 +158,8 @@ def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def _leaves(feature: Any, branch: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, child in feature.items():
+    # Sorted: tfds hands features over in the order of a protobuf map, which differs from process to process.
+    for name, child in sorted(feature.items()):
         if isinstance(child, branch):
             yield from _leaves(child, branch, f"{prefix}{name}/")
         else:
