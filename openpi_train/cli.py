@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from openpi_train.runtime.exits import USAGE, RunError, UsageError, run_guarded
+from openpi_train.runtime.exits import USAGE, DataError, RunError, UsageError, reported_as, run_guarded
 from openpi_train.runtime.world import WorldFlags
 
 USAGE_TEXT = """\
@@ -140,7 +140,8 @@ def stats(argv: Sequence[str]) -> int:
     experiment = parse_experiment(known.experiment, ["--exp-name", "stats", *rest])
     from openpi_train.tools.stats import stats_table
 
-    print(stats_table(experiment.data, horizon=experiment.model.action_horizon, assets_dir=experiment.assets_dir))
+    with reported_as(DataError):
+        print(stats_table(experiment.data, horizon=experiment.model.action_horizon, assets_dir=experiment.assets_dir))
     return 0
 
 

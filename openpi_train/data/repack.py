@@ -1,6 +1,6 @@
 """Repacks a source into step-level ArrayRecord files, for remote or slow storage, and reads them back.
 
-Read next: `tables.py` (columns and prompts beside the records), `rlds.py` (the format that needs no second copy).
+Read next: `tables.py` (columns and prompts beside the records), `rlds/source.py` (the format it is made from).
 
 One record holds all cameras' pictures of one step, byte for byte as the source stores them: a step costs one read
 however many cameras a robot has. Columns, prompts and digests are copied, so the fingerprint stays the same.
@@ -40,8 +40,8 @@ _RECENT_STEPS = 64
 _OPEN_FILES = 256
 
 
-def repack(source: Source, directory: str | Path, *, steps_per_file: int = 4096) -> Path:
-    """Write all of a source to `directory`; returns it.
+def repack(source: Source, directory: str | Path, *, split: str | None = None, steps_per_file: int = 4096) -> Path:
+    """Write all of a source to `directory`; returns it. `split` is noted: the split of the dataset that the source is.
 
     A killed run is resumed by calling again: finished files are kept in `<directory>.partial` until all are there.
 
@@ -53,7 +53,12 @@ def repack(source: Source, directory: str | Path, *, steps_per_file: int = 4096)
     if source.num_steps == 0:
         raise ValueError("the source has no steps to repack")
     partial = final.with_name(final.name + ".partial")
-    plan = {"fingerprint": source.fingerprint, "cameras": list(source.cameras), "steps_per_file": steps_per_file}
+    plan = {
+        "fingerprint": source.fingerprint,
+        "split": split,
+        "cameras": list(source.cameras),
+        "steps_per_file": steps_per_file,
+    }
     with (
         tables.explain_cache_errors(final.parent, "the directory to repack to"),
         tables.locked(partial, f"repack of {final}"),
@@ -170,6 +175,8 @@ class StepArray(SourceConfig):
 
     # The directory that was given to `repack`.
     path: str
+    # The split that must have been repacked; None takes what is there.
+    split: str | None = None
     # Verify the checksums of columns and prompts when they are opened.
     check_crc: bool = True
 
@@ -179,11 +186,18 @@ class StepArray(SourceConfig):
         manifest = tables.read_manifest(root, format_version=FORMAT)
         if manifest is None:
             raise FileNotFoundError(f"{root} holds no repacked dataset (no {tables.MANIFEST} of format {FORMAT})")
+        if self.split not in (None, manifest["split"]):
+            raise ValueError(f"{root} holds split {manifest['split']!r}, not {self.split!r}; repack that one too")
         for name, size in manifest["records"].items():
             found = (root / name).stat().st_size if (root / name).is_file() else None
             if found != size:
                 raise ValueError(f"{root / name} is torn or missing ({found} of {size} bytes); copy it again")
         return StepArraySource(tables.open_tables(root, manifest, check_crc=self.check_crc))
+
+
+def is_repacked(path: str | Path) -> bool:
+    """Whether the directory is one that `repack` wrote."""
+    return tables.read_manifest(Path(path).expanduser(), format_version=FORMAT) is not None
 
 
 class StepArraySource(Source):

@@ -1,6 +1,6 @@
 """What every dataset format promises: episodes, columns, and frames by random access.
 
-Read next: `rlds.py` (the native format), `windows.py` (rows out of a source).
+Read next: `rlds/source.py` (the native format), `windows.py` (rows out of a source).
 """
 
 import abc
@@ -36,6 +36,8 @@ class Source(abc.ABC):
     prompt_index: np.ndarray
     # Names of the image features, e.g. ("observation/image_0",).
     cameras: tuple[str, ...]
+    # Episodes that could not be read and are left out.
+    num_dropped: int = 0
 
     @property
     def num_steps(self) -> int:

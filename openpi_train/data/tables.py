@@ -1,6 +1,6 @@
 """A directory of memory-mapped arrays with a manifest: what an index and a repacked dataset keep beside the images.
 
-Read next: `rlds_index.py` and `repack.py` (the two writers), `rlds.py` (the reader).
+Read next: `rlds/index.py` and `repack.py` (the two writers), `rlds/source.py` (the reader).
 
     <root>/manifest.json        replaced atomically, last: what it names is complete
     <root>/<tables>/*.npy       the arrays; `columns/observation/state.npy`, `episode_ends.npy`, ...
@@ -91,9 +91,9 @@ def read_manifest(root: Path, *, format_version: int) -> dict[str, Any] | None:
     """The manifest, or None where there is none of this format version."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
-    return manifest if manifest.get("format") == format_version else None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == format_version else None
 
 
 def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tables:

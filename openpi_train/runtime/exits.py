@@ -68,6 +68,15 @@ class Preempted(RunError):
     exit_code = PREEMPTED
 
 
+@contextlib.contextmanager
+def reported_as(kind: type[RunError]) -> Iterator[None]:
+    """Errors of reading what the user named end the run with the exit code of `kind`, their message alone shown."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise kind(str(error)) from error
+
+
 # What gloo, NCCL and jax's coordination service write when a peer is gone (gloo's arrive as a builtin ValueError).
 _PEER_LOST_SIGNS = (
     "Gloo all-",

@@ -1,6 +1,6 @@
 """The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage.
 
-Read next: `prepare.py`, `data/rlds_index.py`, `data/repack.py`.
+Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`.
 """
 
 import argparse
@@ -8,12 +8,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from openpi_train.runtime.exits import DataError, reported_as
+
 
 def main(argv: Sequence[str]) -> int:
-    """Run `data <what> ...`. Returns the exit code; raises ValueError, FileNotFoundError and DataError with advice."""
+    """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     given = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    given.run(given)
+    with reported_as(DataError):
+        given.run(given)
     return 0
 
 
@@ -23,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
+    prepare.add_argument("--val-episodes-per-task", type=int, default=4, help="held-out episodes (%(default)s)")
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
     prepare.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     prepare.set_defaults(run=_prepare)
@@ -42,7 +46,11 @@ def _prepare(given: argparse.Namespace) -> None:
     from openpi_train.tools.prepare import prepare
 
     made = prepare(
-        given.directory, episodes_per_task=given.episodes_per_task, image_size=given.image_size, seed=given.seed
+        given.directory,
+        episodes_per_task=given.episodes_per_task,
+        val_episodes_per_task=given.val_episodes_per_task,
+        image_size=given.image_size,
+        seed=given.seed,
     )
     print(f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}")
 
@@ -66,5 +74,6 @@ def _repack(given: argparse.Namespace) -> None:
     from openpi_train.data.repack import repack
 
     print(
-        f"wrote {repack(_source(given), given.out)}; read it with source=StepArray(path=...) in an experiment of yours"
+        f"wrote {repack(_source(given), given.out, split=given.split)}; "
+        f"train from it with --data.datasets.0.source.path {given.out}"
     )

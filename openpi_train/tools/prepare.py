@@ -1,6 +1,6 @@
 """The `data prepare` verb: writes the embedded dataset, tabletop episodes by the scripted expert, with its tokenizer.
 
-Read next: `envs/tabletop_expert.py` (who acts), `data/rlds_write.py` (how it is stored).
+Read next: `envs/tabletop_expert.py` (who acts), `data/rlds/write.py` (how it is stored).
 
 What is written lies in one folder that appears as a whole: the RLDS dataset, `tokenizer.model`, and `prepared.json`
 with the arguments and the checksum of every file.
@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from openpi_train.data import places
-from openpi_train.data.rlds_write import write_rlds
+from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop
 from openpi_train.envs.tabletop_expert import demonstrate
+from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ def prepare(
         image_size: Height and width of both cameras' pictures.
 
     Raises:
-        ValueError: A number is out of range.
+        UsageError: A number is out of range.
         RuntimeError: The expert keeps failing a task, which means that the environment is broken.
     """
     if min(episodes_per_task, val_episodes_per_task) < 1:
-        raise ValueError(
+        raise UsageError(
             f"episodes_per_task {episodes_per_task} and val_episodes_per_task {val_episodes_per_task} must be positive"
         )
     root = (places.datasets() if directory is None else Path(directory).expanduser()) / NAME

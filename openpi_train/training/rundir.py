@@ -44,6 +44,27 @@ _SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth)$|secret|passw|crede
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """Which run is asked for, and what to do where one is there already.
+
+    `experiment` holds its JSON values; with `resume` (continue that run) they are compared with the saved ones.
+    `overwrite` moves that run to `<exp_name>.replaced-<time>`; nothing is deleted.
+    """
+
+    checkpoint_base_dir: str | os.PathLike[str]
+    experiment_name: str
+    exp_name: str
+    experiment: Mapping[str, Any]
+    resume: bool = False
+    overwrite: bool = False
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The run's directory, absolute."""
+        return pathlib.Path(self.checkpoint_base_dir).absolute() / self.experiment_name / self.exp_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDir:
     """An opened run directory. `resumed`: it was there before. `replaced`: where an older run was moved to."""
 
@@ -52,23 +73,32 @@ class RunDir:
     replaced: pathlib.Path | None = None
 
 
+def check_run(request: RunRequest) -> None:
+    """Refuse now what `open_run` would refuse, and write nothing: a start that fails later then leaves no trace.
+
+    Every process must call it. Raises UsageError, on every process.
+    """
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            _inspect(request)
+        except UsageError as error:
+            problem = str(error)
+    if problem := from_process_0("check the run directory", problem):
+        raise UsageError(problem)
+
+
 def open_run(
-    checkpoint_base_dir: str | os.PathLike[str],
-    experiment_name: str,
-    exp_name: str,
+    request: RunRequest,
     *,
-    experiment: Mapping[str, Any],
-    resume: bool = False,
-    overwrite: bool = False,
     process_index: int | None = None,
     broadcast: Callable[[str, Any], Any] = from_process_0,
 ) -> RunDir:
-    """Make or find the run's directory and record the start in it. Every process must call it; process 0 acts.
+    """Make or find the run's directory. Every process must call it; process 0 acts.
+
+    What a run that is resumed has on record stays as it is until `record_start`.
 
     Args:
-        experiment: the experiment as JSON values; with `resume` it is compared with the saved one.
-        resume: continue a run that is there; says so and starts where there is none.
-        overwrite: move a run that is there to `<exp_name>.replaced-<time>`; nothing is deleted.
         process_index: this process's; None asks jax.
         broadcast: hands process 0's JSON value to all processes, given a name for what is agreed on.
 
@@ -79,13 +109,14 @@ def open_run(
     answer: dict[str, Any] = {}
     if index == 0:
         try:
-            run = _open(pathlib.Path(checkpoint_base_dir), experiment_name, exp_name, experiment, resume, overwrite)
+            run = _open(request)
             replaced = str(run.replaced) if run.replaced else None
             answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced}
         except UsageError as error:
             answer = {"error": str(error)}
         except OSError as error:
-            problem = f"--checkpoint-base-dir {checkpoint_base_dir} cannot be used ({error}); choose another directory"
+            base = request.checkpoint_base_dir
+            problem = f"--checkpoint-base-dir {base} cannot be used ({error}); choose another directory"
             answer = {"error": problem}
     answer = broadcast("open the run directory", answer)
     if "error" in answer:
@@ -98,6 +129,19 @@ def open_run(
         )
     replaced = pathlib.Path(answer["replaced"]) if answer["replaced"] else None
     return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
+
+
+def record_start(request: RunRequest) -> None:
+    """Write down, in the opened directory, what is run from here on and on what. For process 0 alone."""
+    path = request.path
+    changes = changed_fields(_read(path / "experiment.json"), request.experiment)
+    try:
+        starts = _read(path / "environment.json")["starts"]
+    except FileNotFoundError:
+        starts = []
+    start = {**environment(), "changed": {name: list(values) for name, values in changes.items()}}
+    write_json(path / "environment.json", {"starts": [*starts, start]})
+    write_json(path / "experiment.json", dict(request.experiment))
 
 
 def package_versions() -> dict[str, str]:
@@ -143,36 +187,14 @@ def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[
     return {} if saved == given else {prefix.removesuffix("."): (saved, given)}
 
 
-def check_run(
-    checkpoint_base_dir: str | os.PathLike[str],
-    experiment_name: str,
-    exp_name: str,
-    *,
-    experiment: Mapping[str, Any],
-    resume: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """Refuse now what `open_run` would refuse, and write nothing: a start that fails later then leaves no trace.
-
-    Every process must call it. Raises UsageError, on every process.
-    """
-    problem = ""
-    if jax.process_index() == 0:
-        try:
-            _inspect(pathlib.Path(checkpoint_base_dir), experiment_name, exp_name, experiment, resume, overwrite)
-        except UsageError as error:
-            problem = str(error)
-    if problem := from_process_0("check the run directory", problem):
-        raise UsageError(problem)
-
-
-def _open(base, experiment_name, exp_name, experiment, resume, overwrite) -> RunDir:
-    path, is_run, changes = _inspect(base, experiment_name, exp_name, experiment, resume, overwrite)
+def _open(request: RunRequest) -> RunDir:
+    path = request.path
+    is_run, changes = _inspect(request)
     replaced = None
-    if is_run and overwrite:
+    if is_run and request.overwrite:
         replaced = set_aside(path, "replaced")
         logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
-    elif resume and not is_run:
+    elif request.resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
     for name, (before, after) in changes.items():
         if name in ("resume", "overwrite"):
@@ -185,30 +207,32 @@ def _open(base, experiment_name, exp_name, experiment, resume, overwrite) -> Run
                 *(name, after, before),
             )
     path.mkdir(parents=True, exist_ok=True)
-    _record(path, experiment, changes)
-    return RunDir(path=path, resumed=is_run and resume, replaced=replaced)
+    resumed = is_run and request.resume
+    if not resumed:
+        write_json(path / "experiment.json", dict(request.experiment))
+    return RunDir(path=path, resumed=resumed, replaced=replaced)
 
 
-def _inspect(base, experiment_name, exp_name, experiment, resume, overwrite) -> tuple[pathlib.Path, bool, dict]:
-    """Where the run lies, whether it is there, and what differs from it; writes nothing."""
-    _check_flags(experiment_name, exp_name, resume, overwrite)
-    path = base.absolute() / experiment_name / exp_name
+def _inspect(request: RunRequest) -> tuple[bool, dict]:
+    """Whether the run is there, and what differs from it; writes nothing."""
+    _check_flags(request)
+    path = request.path
     is_run = (path / "experiment.json").is_file()
     # Log files may be opened before the run is.
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - {"logs"}):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
-    if is_run and not resume and not overwrite:
+    if is_run and not request.resume and not request.overwrite:
         raise UsageError(
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
             "another --exp-name leaves it alone"
         )
-    return path, is_run, _check_same_run(path, experiment) if is_run and resume else {}
+    return is_run, _check_same_run(path, request.experiment) if is_run and request.resume else {}
 
 
-def _check_flags(experiment_name: str, exp_name: str, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
+def _check_flags(request: RunRequest) -> None:
+    if request.resume and request.overwrite:
         raise UsageError("--resume and --overwrite exclude each other: continue the run, or move it aside?")
-    for flag, name in (("experiment name", experiment_name), ("--exp-name", exp_name)):
+    for flag, name in (("experiment name", request.experiment_name), ("--exp-name", request.exp_name)):
         if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
             raise UsageError(
                 f"{flag} {name!r} names a directory: it may not be empty, start with a dot or contain a path separator"
@@ -231,16 +255,6 @@ def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[s
 
 def _switches_ema(name: str, values: tuple[Any, Any]) -> bool:
     return name == "ema_decay" and (values[0] is None) != (values[1] is None)
-
-
-def _record(path: pathlib.Path, experiment: Mapping[str, Any], changes: Mapping[str, tuple[Any, Any]]) -> None:
-    try:
-        starts = _read(path / "environment.json")["starts"]
-    except FileNotFoundError:
-        starts = []
-    start = {**environment(), "changed": {name: list(values) for name, values in changes.items()}}
-    write_json(path / "environment.json", {"starts": [*starts, start]})
-    write_json(path / "experiment.json", dict(experiment))
 
 
 def _read(path: pathlib.Path) -> Any:

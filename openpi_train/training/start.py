@@ -3,12 +3,10 @@
 The order matters: what can be refused without allocating anything is refused first, and by all processes together.
 """
 
-import contextlib
 import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import memory_bytes, peak_flops
 from openpi_train.planning.memory import Memory, predict, require
 from openpi_train.runtime import agree, logs, session
-from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, RunError, UsageError
+from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, UsageError, reported_as
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -35,7 +33,7 @@ from openpi_train.training.metrics import Metrics, read_evaluations
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
-from openpi_train.training.rundir import check_run, open_run
+from openpi_train.training.rundir import RunRequest, check_run, open_run, record_start
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -144,19 +142,19 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
 def start(experiment: Experiment, prepared: Prepared) -> Run:
     """Open directory, data and state. Every process must call it."""
     trainer, layout = prepared.trainer, prepared.layout
-    where = (experiment.checkpoint_base_dir, experiment.name, experiment.exp_name)
-    given: dict[str, Any] = {
-        "experiment": as_json(experiment),
-        "resume": experiment.resume,
-        "overwrite": experiment.overwrite,
-    }
-    check_run(*where, **given)
+    request = RunRequest(
+        checkpoint_base_dir=experiment.checkpoint_base_dir,
+        experiment_name=experiment.name,
+        exp_name=experiment.exp_name,
+        experiment=as_json(experiment),
+        resume=experiment.resume,
+        overwrite=experiment.overwrite,
+    )
+    check_run(request)
     data = open_data_in_turn(experiment)
-    directory = open_run(*where, **given).path
+    directory = open_run(request).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
-    if jax.process_index() == 0:
-        write_json(directory / "plan.json", prepared.memory.as_json())
     checkpoints = Checkpoints(
         directory,
         public_name=experiment.model.public_name,
@@ -172,6 +170,9 @@ def start(experiment: Experiment, prepared: Prepared) -> Run:
     with jax.set_mesh(trainer.plan.mesh):
         state = first_state(experiment, trainer, layout, checkpoints, feed)
         evaluator = make_evaluator(experiment, trainer, data)
+    if jax.process_index() == 0:
+        record_start(request)
+        write_json(directory / "plan.json", prepared.memory.as_json())
     return Run(
         experiment=experiment,
         directory=directory,
@@ -215,15 +216,6 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             normalization=model.normalization,
             assets_dir=experiment.assets_dir,
         )
-
-
-@contextlib.contextmanager
-def reported_as(kind: type[RunError]) -> Iterator[None]:
-    """Errors of reading what the user named end the run with the exit code of `kind`, their message alone shown."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise kind(str(error)) from error
 
 
 def first_state(

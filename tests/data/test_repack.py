@@ -49,6 +49,13 @@ def test_repacked_bridge_equals_its_source(bridge_sample, tmp_path):
     assert repacked.describe(70) == f"{path}/steps-00001.array_record, record 6, episode 7, step 0 of 10"
 
 
+def test_a_copy_is_opened_by_the_path_of_an_rlds_dataset(source, tmp_path):
+    path = str(repack(source, tmp_path / "copy", split="train"))
+    assert_same(Rlds(path=path).open(), source)
+    with pytest.raises(ValueError, match="holds split 'train', not 'val'; repack that one too"):
+        Rlds(path=path, split="val").open()
+
+
 def test_two_repacks_after_each_other_are_equal(source, tmp_path):
     first = StepArray(path=str(repack(source, tmp_path / "a", steps_per_file=7))).open()
     assert_same(StepArray(path=str(repack(first, tmp_path / "b", steps_per_file=1000))).open(), source)

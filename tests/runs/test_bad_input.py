@@ -231,6 +231,12 @@ def test_a_torn_file_of_the_bridge_sample_is_named(here, tmp_path, bridge_sample
     check(openpi_train(*arguments), DATA, shard.name, "record 14", "the file is torn", "--data.on-bad-record skip")
 
 
+@pytest.mark.parametrize("verb", ["data index PATH", f"stats {ARM} {SOURCE}.path PATH"], ids=["data", "stats"])
+def test_verbs_about_data_end_with_the_code_for_data(here, tmp_path, verb):
+    line = verb.replace("HERE", str(here)).replace("PATH", f"{tmp_path}/nowhere")
+    check(openpi_train(*line.split()), DATA, f"{tmp_path}/nowhere", "dataset_info.json")
+
+
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry run"])
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, flags):
     sample = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"

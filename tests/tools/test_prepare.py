@@ -12,11 +12,12 @@ from tensorflow_datasets.proto import tf_example_pb2
 
 from openpi_train.data import image
 from openpi_train.data.rlds import Rlds
-from openpi_train.data.tfrecord import read_records
+from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop import Tabletop
 from openpi_train.robots.tabletop import Tabletop as TabletopRobot
+from openpi_train.runtime.exits import UsageError
 from openpi_train.tools import prepare as tool
 from openpi_train.tools.prepare import prepare
 
@@ -187,7 +188,7 @@ def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, 
 
 
 def test_useless_numbers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="val_episodes_per_task 0 must be positive"):
+    with pytest.raises(UsageError, match="val_episodes_per_task 0 must be positive"):
         prepare(tmp_path, val_episodes_per_task=0)
 
 

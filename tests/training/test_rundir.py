@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from openpi_train.runtime.exits import USAGE, UsageError
-from openpi_train.training.rundir import changed_fields, check_run, environment, open_run
+from openpi_train.training.rundir import RunRequest, changed_fields, check_run, environment, open_run, record_start
 
 EXPERIMENT = {
     "model": {"__class__": "Pi0", "width": 64, "remat": "nothing"},
@@ -24,8 +24,16 @@ EXPERIMENT = {
 }
 
 
-def start(base, name="first", *, experiment=EXPERIMENT, **flags):
-    return open_run(base, "debug", name, experiment=experiment, **flags)
+def request(base, name="first", *, experiment=EXPERIMENT, **flags):
+    return RunRequest(checkpoint_base_dir=base, experiment_name="debug", exp_name=name, experiment=experiment, **flags)
+
+
+def start(base, name="first", **given):
+    """A start that gets as far as training."""
+    asked = request(base, name, **given)
+    run = open_run(asked)
+    record_start(asked)
+    return run
 
 
 def test_new_run_records_experiment_and_environment(tmp_path):
@@ -78,6 +86,13 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
     assert run.resumed
     starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
+
+
+def test_resume_that_fails_later_leaves_the_record_as_it_was(tmp_path):
+    run = start(tmp_path)
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    open_run(request(tmp_path, resume=True, experiment={**EXPERIMENT, "batch_size": 64}))
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
 
 
 def test_both_flags_exclude_each_other(tmp_path):
@@ -171,7 +186,7 @@ def two_processes(base, **flags):
     def run(index):
         broadcast = broadcast_0 if index == 0 else lambda *_: network.get(timeout=10)
         try:
-            return start(base, process_index=index, broadcast=broadcast, **flags)
+            return open_run(request(base, **flags), process_index=index, broadcast=broadcast)
         except UsageError as error:
             return str(error)
 
@@ -189,8 +204,8 @@ def test_every_process_gets_the_directory_or_the_error_of_process_0(tmp_path):
 
 def test_process_that_does_not_see_the_directory_says_that_it_must_be_shared(tmp_path):
     with pytest.raises(UsageError, match=r"process 1 on .* does not see .*file system that all hosts share"):
-        start(
-            tmp_path,
+        open_run(
+            request(tmp_path),
             process_index=1,
             broadcast=lambda *_: {"path": str(tmp_path / "elsewhere"), "resumed": False, "replaced": None},
         )
@@ -209,11 +224,11 @@ def test_environment_holds_no_secrets(monkeypatch):
 
 
 def test_a_check_refuses_like_an_open_and_leaves_no_trace(tmp_path):
-    check_run(tmp_path, "e", "x", experiment=EXPERIMENT)
+    check_run(request(tmp_path))
     assert not any(tmp_path.iterdir())
-    open_run(tmp_path, "e", "x", experiment=EXPERIMENT)
+    start(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     with pytest.raises(UsageError, match="holds a run already"):
-        check_run(tmp_path, "e", "x", experiment=EXPERIMENT)
-    check_run(tmp_path, "e", "x", experiment=EXPERIMENT, overwrite=True)
+        check_run(request(tmp_path))
+    check_run(request(tmp_path, overwrite=True))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before

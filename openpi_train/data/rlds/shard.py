@@ -1,6 +1,6 @@
 """Reads one shard of an RLDS split into small arrays: episode lengths, digests, columns, prompts, places of images.
 
-Read next: `example.py` (the wire format of one record), `rlds_index.py` (joins the shards).
+Read next: `example.py` (the wire format of one record), `index.py` (joins the shards).
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.example import Feature, read_example
-from openpi_train.data.rlds_schema import FEATURES_FILE, INFO_FILE, Schema, Shard
-from openpi_train.data.tfrecord import read_records
+from openpi_train.data.rlds.example import Feature, read_example
+from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, Schema, Shard
+from openpi_train.data.rlds.tfrecord import read_records
 
 
 def scan_shard(

@@ -1,6 +1,6 @@
 """Writes episodes as a genuine RLDS dataset directory: TFRecord shards, dataset_info.json and features.json.
 
-Read next: `rlds.py` (reads it back), `tfrecord.py` (framing).
+Read next: `source.py` (reads it back), `tfrecord.py` (framing).
 
 tensorflow-datasets encodes the episodes and writes its own metadata, so that its readers accept the result; TensorFlow
 is not needed. Everything is written under a temporary name and renamed at the end: a torn write is never taken for a
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from openpi_train.data import image, tables
-from openpi_train.data.rlds_schema import FEATURES_FILE
-from openpi_train.data.tfrecord import write_record
+from openpi_train.data.rlds.schema import FEATURES_FILE
+from openpi_train.data.rlds.tfrecord import write_record
 
 logger = logging.getLogger(__name__)
 

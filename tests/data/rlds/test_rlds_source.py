@@ -16,12 +16,12 @@ from PIL import Image
 from rlds_toy import SIZE, toy_episode, toy_features, toy_source, write_toy
 from tensorflow_datasets.proto import tf_example_pb2
 
-from openpi_train.data import rlds
 from openpi_train.data.image import blank_cameras
 from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds_write import write_rlds
+from openpi_train.data.rlds import source as rlds_source
+from openpi_train.data.rlds.tfrecord import read_records
+from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.source import BadRecord
-from openpi_train.data.tfrecord import read_records
 
 TRAIN = "bridge_dataset-train.tfrecord-00000-of-00001"
 
@@ -285,7 +285,7 @@ def test_threads_that_open_a_shard_at_the_same_time_all_read_it(bridge_sample, t
         time.sleep(0.05)
         return slow_open(*arguments, **options)
 
-    rlds._open_file.cache_clear()
-    monkeypatch.setattr(rlds.os, "open", opened_slowly)
+    rlds_source._open_file.cache_clear()
+    monkeypatch.setattr(rlds_source.os, "open", opened_slowly)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda step: source.encoded(step, camera), range(8))) == expected

@@ -5,7 +5,7 @@ import struct
 import google_crc32c
 import pytest
 
-from openpi_train.data.tfrecord import FOOTER_BYTES, HEADER_BYTES, masked_crc, read_records, write_record
+from openpi_train.data.rlds.tfrecord import FOOTER_BYTES, HEADER_BYTES, masked_crc, read_records, write_record
 
 PAYLOADS = [b"first", b"", b"a" * 70_000, b"last"]
 

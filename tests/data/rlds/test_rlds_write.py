@@ -9,9 +9,10 @@ import tensorflow_datasets as tfds
 from rlds_toy import SIZE, toy_episode, toy_episodes, toy_features, toy_source, write_toy
 from tensorflow_datasets.proto import tf_example_pb2
 
-from openpi_train.data import image, rlds_write
-from openpi_train.data.rlds_write import write_rlds
-from openpi_train.data.tfrecord import read_records
+from openpi_train.data import image
+from openpi_train.data.rlds import write as rlds_write
+from openpi_train.data.rlds.tfrecord import read_records
+from openpi_train.data.rlds.write import write_rlds
 
 
 def write(directory, episodes, features=None):

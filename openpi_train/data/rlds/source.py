@@ -1,6 +1,6 @@
 """The native dataset format: RLDS as tensorflow-datasets publishes it, read by random access over its TFRecord shards.
 
-Read next: `rlds_index.py` (the cached index that says where each image lies), `windows.py` (rows out of a source).
+Read next: `index.py` (the cached index that says where each image lies), `data/windows.py` (rows out of a source).
 
 One image costs one `pread` and one decode. Neither TensorFlow nor a copy of the dataset is needed; columns, prompts and
 episode ends come from the index as memory-mapped arrays.
@@ -16,7 +16,10 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from openpi_train.data import image, places, rlds_index, rlds_schema, tables
+from openpi_train.data import image, places, tables
+from openpi_train.data.repack import StepArray, is_repacked
+from openpi_train.data.rlds.index import FORMAT, IndexOptions, open_index
+from openpi_train.data.rlds.schema import find_version
 from openpi_train.data.source import BadRecord, Source, SourceConfig
 
 logger = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ _OPEN_FILES = 256
 class Rlds(SourceConfig):
     """An RLDS dataset on a local or mounted disk."""
 
-    # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version.
+    # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version; or a directory that `repack` wrote.
     path: str
     # A split that dataset_info.json names; join several as "train+val".
     split: str = "train"
@@ -46,15 +49,17 @@ class Rlds(SourceConfig):
     # A record that is torn or fails its checksum: stop, or leave its episode out.
     on_bad_record: Literal["error", "skip"] = "error"
 
-    def open(self) -> "RldsSource":
-        """Open the split, building or refreshing its index first.
+    def open(self) -> Source:
+        """Open the split, building or refreshing its index first; a repacked copy needs none.
 
         Raises FileNotFoundError (no dataset, missing shards), ValueError (unknown split or feature), BadRecord
         (damaged records and `on_bad_record="error"`), OSError (a cache that cannot be written).
         """
-        directory = rlds_schema.find_version(self.path)
-        options = rlds_index.IndexOptions(self.split, self.prompt_feature, self.wide_columns, self.check_crc)
-        index = rlds_index.open_index(
+        if is_repacked(self.path):
+            return StepArray(path=self.path, split=self.split, check_crc=self.check_crc).open()
+        directory = find_version(self.path)
+        options = IndexOptions(self.split, self.prompt_feature, self.wide_columns, self.check_crc)
+        index = open_index(
             directory,
             options,
             cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else places.indexes(),
@@ -94,7 +99,6 @@ class RldsSource(Source):
         self.prompts = index.prompts
         self.prompt_index = arrays["prompt_index"]
         self.cameras = tuple(manifest["cameras"])
-        # Episodes that could not be read and are left out.
         self.num_dropped = sum(entry["episodes"] for entry in manifest["dropped"])
         self._spans = index.group("spans/")
         self._files = [(directory / shard["name"], shard["size"], shard["mtime_ns"]) for shard in manifest["shards"]]
@@ -136,7 +140,7 @@ class RldsSource(Source):
 
 def _reopen(directory: Path, root: Path, fingerprint: str) -> RldsSource:
     """Open an index again in another process. Raises ValueError where it was rebuilt with other data meanwhile."""
-    manifest = tables.read_manifest(root, format_version=rlds_index.FORMAT)
+    manifest = tables.read_manifest(root, format_version=FORMAT)
     if manifest is None or manifest["fingerprint"] != fingerprint:
         raise ValueError(
             f"the index {root} was removed or rebuilt with other data while a run was using it; restart it"

@@ -1,6 +1,6 @@
 """Builds the sidecar index of an RLDS split: where every encoded image lies, and all that is small, as arrays.
 
-Read next: `tables.py` (how the arrays lie on disk), `rlds_shard.py` (reads one shard), `rlds.py` (the source).
+Read next: `data/tables.py` (how the arrays lie on disk), `shard.py` (reads one shard), `source.py` (the source).
 
     <cache_dir>/<name>-<version>-<split>-<key>/
       manifest.json          shards with size and mtime, counts, dropped records, fingerprint, files with checksums
@@ -27,9 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import rlds_schema, tables
-from openpi_train.data.rlds_schema import Schema, Shard
-from openpi_train.data.rlds_shard import scan_shard
+from openpi_train.data import tables
+from openpi_train.data.rlds.schema import (
+    FEATURES_FILE,
+    INFO_FILE,
+    Schema,
+    Shard,
+    list_shards,
+    load_builder,
+    read_schema,
+)
+from openpi_train.data.rlds.shard import scan_shard
 from openpi_train.data.source import BadRecord
 
 logger = logging.getLogger(__name__)
@@ -85,9 +93,9 @@ def _fresh_manifest(root: Path, directory: Path) -> dict[str, Any] | None:
 
 def _build(root: Path, label: str, directory: Path, options: IndexOptions, workers: int) -> dict[str, Any]:
     """Read the shards that have no part yet, join all parts, and put the new manifest in place."""
-    builder = rlds_schema.load_builder(directory)
-    shards = rlds_schema.list_shards(builder, options.split)
-    schema = rlds_schema.read_schema(builder, options.prompt_feature, options.wide_columns)
+    builder = load_builder(directory)
+    shards = list_shards(builder, options.split)
+    schema = read_schema(builder, options.prompt_feature, options.wide_columns)
     stats = _stat_shards(directory, shards)
     parts_directory = root / "parts"
     parts_directory.mkdir(exist_ok=True)
@@ -247,7 +255,7 @@ def _stat_shards(directory: Path, shards: list[Shard]) -> list[tuple[int, int]]:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{len(missing)} of the {len(paths)} shards that {rlds_schema.INFO_FILE} names are missing in {directory}: "
+            f"{len(missing)} of the {len(paths)} shards that {INFO_FILE} names are missing in {directory}: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download them, or choose another split."
         )
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -264,7 +272,7 @@ def _remove_stale(root: Path, current: str, parts: list[Path]) -> None:
 
 def _metadata_digest(directory: Path) -> str:
     digest = hashlib.sha256()
-    for name in (rlds_schema.INFO_FILE, rlds_schema.FEATURES_FILE):
+    for name in (INFO_FILE, FEATURES_FILE):
         path = directory / name
         digest.update(path.read_bytes() if path.is_file() else b"missing")
     return digest.hexdigest()

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from rlds_toy import toy_source, write_toy
 
-from openpi_train.data import rlds_index, tables
+from openpi_train.data import tables
+from openpi_train.data.rlds import index as rlds_index
+from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.source import BadRecord
-from openpi_train.data.tfrecord import read_records
 
 
 @pytest.fixture

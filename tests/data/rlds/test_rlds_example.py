@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tensorflow_datasets.proto import tf_example_pb2
 
-from openpi_train.data.example import read_example
-from openpi_train.data.tfrecord import read_records
+from openpi_train.data.rlds.example import read_example
+from openpi_train.data.rlds.tfrecord import read_records
 
 
 def assert_same_as_proto(payload: bytes):
