@@ -84,7 +84,7 @@ def _local(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
     spec = LaunchSpec(
         arguments=arguments,
         processes_per_host=given.processes,
-        port=given.port or _free_port(),
+        port=given.port or free_port(),
         devices_per_process=given.devices_per_process,
         token="" if given.dry_run else secrets.token_hex(8),  # lines to type by hand need none
     )
@@ -127,7 +127,7 @@ def _manual_line(given: argparse.Namespace, node: int, arguments: tuple[str, ...
     return shlex.join(["python", "-m", "openpi_train", "launch", "manual", *words, "--", *arguments])
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free on this machine together with the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:

@@ -6,25 +6,13 @@ import pytest
 from command import losses, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-SHRUNK = (
-    *("--model.paligemma-variant", "dummy", "--model.action-expert-variant", "dummy", "--model.image-size", "64"),
-    *("--model.siglip.width", "32", "--model.siglip.depth", "2", "--model.siglip.mlp-dim", "64"),
-    *("--model.siglip.num-heads", "2", "--model.siglip.patch-size", "16", "--model.vocab-size", "512"),
-    *("--model.max-token-len", "64", "--data.tokenizer", "bytes", "--data.validation-fraction", "0.2"),
-    *(
-        "--batch-size",
-        "8",
-        "--num-train-steps",
-        "4",
-        "--log-interval",
-        "2",
-        "--save-interval",
-        "4",
-        "--num-workers",
-        "1",
-    ),
-    *("--eval.num-rows", "8", "--eval.num-sample-steps", "2"),
-)
+SHRUNK = """
+    --model.paligemma-variant dummy --model.action-expert-variant dummy --model.image-size 64
+    --model.siglip.width 32 --model.siglip.depth 2 --model.siglip.mlp-dim 64 --model.siglip.num-heads 2
+    --model.siglip.patch-size 16 --model.vocab-size 512 --model.max-token-len 64
+    --data.tokenizer bytes --data.validation-fraction 0.2 --batch-size 8 --num-workers 1
+    --num-train-steps 4 --log-interval 2 --save-interval 4 --eval.num-rows 8 --eval.num-sample-steps 2
+""".split()
 
 
 @pytest.mark.parametrize("experiment", ["pi0_bridge_traj", "pi05_bridge"])

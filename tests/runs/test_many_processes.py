@@ -5,17 +5,7 @@ import pytest
 from command import losses, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-RUN = (
-    "debug",
-    "--num-train-steps",
-    "4",
-    "--save-interval",
-    "2",
-    "--fsdp-devices",
-    "2",
-    "--sharding.min-shard-mib",
-    "0",
-)
+RUN = "debug --num-train-steps 4 --save-interval 2 --fsdp-devices 2 --sharding.min-shard-mib 0".split()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Processes that talk to each other on the loopback interface."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -9,19 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from openpi_train.launch import cli
+
 
 @pytest.fixture
 def free_port() -> int:
     """A port that is free together with the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-                return port
-            except (OSError, OverflowError):
-                continue
+    return cli.free_port()
 
 
 @pytest.fixture
