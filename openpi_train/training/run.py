@@ -13,6 +13,7 @@ import jax
 from openpi_train.data.feed import Feed
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.runtime import preempt
+from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout
@@ -61,8 +62,10 @@ class Run:
         self.progress.advance(step, step_s=self.recorder.last_step_s())
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write one line of metrics."""
-        self.metrics.log(step, values)
+        """Write one line of metrics, with each dataset's realised share of the rows so far where there are several."""
+        shares = self.feed.proportions()
+        mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
+        self.metrics.log(step, {**values, **mixed})
         self.progress.report(values)
 
     def evaluate(self, step: int, state: TrainState) -> None:
@@ -100,6 +103,7 @@ class Run:
     def finish(self) -> None:
         """Wait for the last checkpoint, write `results.json`, close everything. Every process must call it."""
         self.checkpoints.close()
+        bad_records = sum(gather("count bad records", self.feed.bad_records))
         self.feed.close()
         self.progress.close()
         self.metrics.close()
@@ -111,6 +115,8 @@ class Run:
                 "steps": self.checkpoints.steps(),
                 "best_step": self.checkpoints.best.step if self.checkpoints.best else None,
                 "evaluations": self.history,
+                "proportions": self.feed.proportions(),
+                "bad_records": bad_records,
                 "seconds": time.perf_counter() - self.started,
                 "processes": jax.process_count(),
                 "devices": jax.device_count(),
