@@ -176,6 +176,18 @@ def test_every_path_exists(file):
     assert not missing
 
 
+def test_readme_has_a_line_for_every_file_and_no_other():
+    block = (ROOT / "README.md").read_text().split("## The tree", 1)[1]
+    told, folders = set(), []
+    for indent, name in re.findall(r"^    ((?:  )*)([\w./]+)(?=  +\S|$)", block, re.MULTILINE):
+        folders = [*folders[: len(indent) // 2], name]
+        if not name.endswith("/"):
+            told.add("".join(folders))
+    roots = [ROOT / name for name in ("openpi_train", "configs", "scripts", "benchmarks")]
+    files = [file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".sh")]
+    assert told == {str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"}
+
+
 def test_documented_robot_and_source_give_rows(my_runs, tmp_path):
     robot = my_runs.Gantry()
     windows = Windows(source=FakeData(image_height=8, image_width=8).open(), robot=robot, horizon=4)
