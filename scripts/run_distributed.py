@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from openpi_train.launch import cli
-from openpi_train.launch.spec import LaunchError, ProcessCommand
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +63,7 @@ def _launch(given: argparse.Namespace) -> list[str]:
             raise LaunchError(f"{size // per_node} hosts need --master-addr, the address of the first")
         words = ["manual", "--node-rank", given.node_rank, "--num-nodes", size // per_node]
         words += ["--gpus-per-node", per_node, "--master-addr", given.master_addr]
-        words += ["--master-port", given.master_port or cli.DEFAULT_PORT]
+        words += ["--master-port", given.master_port or DEFAULT_PORT]
     words += ["--devices-per-process", given.devices_per_process] if given.devices_per_process else []
     words += ["--dry-run"] if given.dry_run else []
     return [str(word) for word in words]
@@ -81,7 +81,7 @@ def _one_process(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
         "LOCAL_WORLD_SIZE": given.gpus_per_node,
         "NODE_RANK": given.node_rank,
         "MASTER_ADDR": given.master_addr or "127.0.0.1",
-        "MASTER_PORT": given.master_port or cli.DEFAULT_PORT,
+        "MASTER_PORT": given.master_port or DEFAULT_PORT,
         "JAX_PLATFORMS": "cpu" if given.devices_per_process else None,
         "JAX_NUM_CPU_DEVICES": given.devices_per_process,
     }

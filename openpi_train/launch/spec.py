@@ -1,4 +1,4 @@
-"""What to start, where, and with which environment: pure data, no process. Read next: `local.py`, which starts it.
+"""What to start, where, and with which environment: pure data, no process. Read next: `processes.py`, which starts it.
 
 Every launcher describes its run as a `LaunchSpec` and asks `commands` what that means for each process.
 """
@@ -6,6 +6,8 @@ Every launcher describes its run as a `LaunchSpec` and asks `commands` what that
 import dataclasses
 import shlex
 import sys
+
+DEFAULT_PORT = 29500
 
 
 class LaunchError(Exception):
@@ -21,7 +23,7 @@ class LaunchSpec:
     processes_per_host: int
     hosts: tuple[str, ...] = ("127.0.0.1",)
     """Addresses, or any labels for hosts other than the first, whose address all must be able to reach."""
-    port: int = 29500
+    port: int = DEFAULT_PORT
     """Port of the master for jax's coordinator; the one after it is for the rendezvous."""
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""

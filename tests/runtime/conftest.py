@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from openpi_train.launch import cli
+from openpi_train.launch import processes
 
 
 @pytest.fixture
 def free_port() -> int:
     """A port that is free together with the next one."""
-    return cli.free_port()
+    return processes.free_port()
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ def launcher(child: str, folder: Path, processes: int = 3, grace_s: float = 3.0,
     """A launcher that runs the Python text `child` in every process; `rank` is known there."""
     child = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(child)
     driver = (
-        "import sys\nfrom pathlib import Path\nfrom openpi_train.launch import local\n"
+        "import sys\nfrom pathlib import Path\nfrom openpi_train.launch import processes\n"
         "from openpi_train.launch.spec import LaunchSpec, commands\n"
         f"spec = LaunchSpec(arguments=({child!r},), processes_per_host={processes}, program=(sys.executable, '-c'))\n"
-        f"sys.exit(local.run(commands(spec), Path({str(folder)!r}), {grace_s}))\n"
+        f"sys.exit(processes.run(commands(spec), Path({str(folder)!r}), {grace_s}))\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
