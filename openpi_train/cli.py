@@ -67,7 +67,7 @@ class ProcessFlags:
 def _process_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     group = parser.add_argument_group(
-        "process flags (detected from RANK.., Slurm or Open MPI where not given; see docs/launching.md)"
+        "process flags (detected from RANK.., Slurm, Open MPI or Kubernetes where not given; see docs/launching.md)"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num-processes", type=int, help="processes of the run")
@@ -180,12 +180,50 @@ def convert(argv: Sequence[str]) -> int:
     return 0
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """`doctor [experiment]`: look at this machine, its peers and what an experiment needs; say what to do."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openpi_train doctor",
+        description="Look at everything that a run needs; a line per thing: ok, warn or fail, and what to do. The exit "
+        "code is 2 where something failed. With `launch ... -- doctor` all processes of a run look together.",
+        epilog="Any field of the experiment may be set as in training: doctor debug --checkpoint-base-dir DIR",
+    )
+    parser.add_argument("experiment", nargs="?", help="a name from `list`, or file.py:name")
+    parser.add_argument(
+        "--hosts", type=lambda text: text.split(","), default=[], metavar="A,B:PORT", help="also reach these"
+    )
+    parser.add_argument("--port", type=int, help="coordinator's port, which must be free with the next one (29500)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    if any(word in ("-h", "--help") for word in argv):
+        print(_process_parser().format_help())
+    process, rest = _process_flags(argv)
+    known, rest = parser.parse_known_args(rest)
+    if process.dry_run:
+        parser.error("--dry-run: doctor trains nothing; leave it out")
+    if rest and not known.experiment:
+        parser.error(f"{rest[0]} is a field of an experiment: name the experiment first")
+    experiment = parse_experiment(known.experiment, ["--exp-name", "doctor", *rest]) if known.experiment else None
+    from openpi_train.tools.doctor import main
+
+    run_guarded(
+        lambda: main(
+            experiment,
+            process.world,
+            devices_per_process=process.devices_per_process,
+            hosts=known.hosts,
+            port=known.port,
+            as_text=not known.json,
+        )
+    )
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
     "stats": stats,
     "data": data,
     "convert": convert,
+    "doctor": doctor,
 }
 
 

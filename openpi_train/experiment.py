@@ -19,6 +19,7 @@ from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
 from openpi_train.optim import AdamW, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.strategy import ShardingConfig
 
 # The least value of each field that has one. Those of the model and the objective are checked where they are defined.
@@ -32,6 +33,8 @@ _AT_LEAST_1 = (
     "keep_last",
 )
 _AT_LEAST_1 += ("keep_period", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
+_AT_LEAST_1 += ("reference_batch_size",)
+_AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
 _LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0}
 
 
@@ -79,6 +82,14 @@ class Experiment:
     batch_size: int = 32
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = 1
+    # --no-keep-effective-batch-size: batch_size is meant for each device, so the effective one grows with their number.
+    keep_effective_batch_size: bool = True
+    # Where a run continues on other devices, fit grad_accum and fsdp_devices to them: same rows, same memory on each.
+    elastic: bool = True
+    # How the learning rate goes with the effective batch size, against reference_batch_size.
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    # The batch that lr_schedule was made for.
+    reference_batch_size: int | None = None
     # Optimizer steps of the whole run.
     num_train_steps: int = 30_000
     # Data worker processes per training process; 0 reads in threads.
@@ -110,6 +121,8 @@ class Experiment:
     wandb_enabled: bool = False
     # Also write TensorBoard event files.
     tensorboard: bool = True
+    # How long the processes of the run wait for each other.
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     # The project at Weights & Biases.
     project_name: str = "openpi"
     # Run directories lie below it; shared by all hosts.
@@ -180,6 +193,11 @@ class Experiment:
         problems = []
         if not self.exp_name:
             problems.append("--exp-name NAME is missing: the run's directory is named after it")
+        if (self.lr_scaling == "none") != (self.reference_batch_size is None):
+            problems.append(
+                f"--lr-scaling {self.lr_scaling} with --reference-batch-size {self.reference_batch_size}: "
+                "give both, the second being the batch that the learning rate was made for, or neither"
+            )
         if self.resume and self.overwrite:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:

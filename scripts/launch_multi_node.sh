@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Start this host's processes of a run on several hosts. Run the same line on every host, with NODE_RANK set on each
-# but the first:
+# Start a run on several hosts. Either this host's share: the same line on every host, with NODE_RANK set on each but
+# the first. Or all of it from here, over ssh, with the names of all hosts, the master first, in HOSTS:
 #
 #   NODE_RANK=1 ./scripts/launch_multi_node.sh <master address> <hosts> <processes per host> [-- experiment ...]
+#   HOSTS=node1,node2 ./scripts/launch_multi_node.sh <master address> <hosts> <processes per host> [-- experiment ...]
 #
 # Without an experiment it trains pi0_bridge_traj, continuing a run that is there. Environment: MASTER_PORT (29500),
 # PYTHON (python).
@@ -10,7 +11,7 @@ set -euo pipefail
 
 usage() {
     echo "launch_multi_node.sh: $1" >&2
-    echo "usage: [NODE_RANK=k] $0 <master address> <hosts> <processes per host> [-- experiment --exp-name x ...]" >&2
+    echo "usage: [NODE_RANK=k | HOSTS=a,b] $0 <master address> <hosts> <processes per host> [-- experiment --exp-name x ...]" >&2
     exit 2
 }
 
@@ -34,14 +35,21 @@ own_addresses() {
     hostname -I 2>/dev/null || true
 }
 
+launch=("${PYTHON:-python}" -m openpi_train launch)
+run=(--processes-per-node "$per_host" --master-addr "$master" --master-port "${MASTER_PORT:-29500}" "${dry_run[@]}" -- "$@")
+
+if [ -n "${HOSTS:-}" ]; then
+    IFS=, read -ra names <<<"$HOSTS"
+    [ "${#names[@]}" = "$hosts" ] || usage "HOSTS names ${#names[@]} hosts ($HOSTS), not $hosts"
+    exec "${launch[@]}" ssh --hosts "$HOSTS" "${run[@]}"
+fi
+
 if [ -z "${NODE_RANK:-}" ]; then
     if [ "$hosts" = 1 ] || own_addresses | tr ' ' '\n' | grep -qxF "$master"; then
         NODE_RANK=0
     else
-        usage "this host is not $master, so say which it is: NODE_RANK=1 for the second host, and so on"
+        usage "this host is not $master, so say which it is: NODE_RANK=1 for the second host, and so on; or name all in HOSTS"
     fi
 fi
 
-exec "${PYTHON:-python}" -m openpi_train launch manual --node-rank "$NODE_RANK" --num-nodes "$hosts" \
-    --processes-per-node "$per_host" --master-addr "$master" --master-port "${MASTER_PORT:-29500}" \
-    "${dry_run[@]}" -- "$@"
+exec "${launch[@]}" manual --node-rank "$NODE_RANK" --num-nodes "$hosts" "${run[@]}"

@@ -2,9 +2,13 @@
 """The older tools' way to start a run; a thin door to `python -m openpi_train launch`.
 
     python scripts/run_distributed.py --mode manual --world-size 4 -- pi0_bridge_traj --exp-name x
+    python scripts/run_distributed.py --mode create_slurm --num-nodes 2 --gpus-per-node 4 -- debug --exp-name x
 
-Without --rank it starts this host's processes and watches over them, as `launch local` (one host) and `launch manual`
-(several) do. With --rank it becomes that one process. Nothing is added to what follows "--".
+manual: without --rank it starts this host's processes and watches over them, as `launch local` (one host) and `launch
+manual` (several) do; with --rank it becomes that one process. Nothing is added to what follows "--".
+create_slurm: writes <output dir>/run_slurm.sh, as `launch slurm` does.
+slurm: inside a Slurm job; a task of a step becomes its process, a batch script or salloc starts one task per process.
+Both Slurm modes continue a run that is there (--resume), since a job may be requeued.
 """
 
 import argparse
@@ -16,13 +20,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from openpi_train.launch import cli
+from openpi_train.launch.slurm import in_step, resumed
+from openpi_train.launch.slurm_script import RANK_VARIABLES
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand
+
+# What the guide of the older tool starts where it names no experiment; `launch_multi_node.sh` has the same.
+_DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
 
 def main(argv: list[str]) -> int:
     options, arguments = cli.split_arguments(argv)
     given = _parser().parse_args(options)
     try:
+        if given.mode == "create_slurm":
+            return cli.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
+        if given.mode == "slurm":
+            return _inside_slurm(given, arguments)
         if given.rank is not None:
             return _one_process(given, arguments)
         return cli.main([*_launch(given), "--", *arguments])
@@ -34,7 +47,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     environ = os.environ
     parser = argparse.ArgumentParser(prog="run_distributed.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mode", choices=["manual"], default="manual")
+    parser.add_argument("--mode", choices=["manual", "slurm", "create_slurm"], default="manual")
     parser.add_argument("--world-size", type=int, default=environ.get("WORLD_SIZE"), help="processes on all hosts")
     parser.add_argument("--gpus-per-node", type=int, help="processes per host, a GPU each (default: all on this host)")
     parser.add_argument("--rank", type=int, help="be this one process instead of starting all of this host")
@@ -44,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-port", type=int, default=environ.get("MASTER_PORT"), help="a free port there")
     parser.add_argument("--devices-per-process", type=int, help="make so many CPU devices in each process")
     parser.add_argument("--dry-run", action="store_true", help="print the command lines, start nothing")
+    slurm = parser.add_argument_group("--mode create_slurm, besides --gpus-per-node; more in `launch slurm --help`")
+    slurm.add_argument("--job-name", default="distributed_training")
+    slurm.add_argument("--num-nodes", type=int, default=1, help="number of hosts (%(default)s)")
+    slurm.add_argument("--time-limit", help="as Slurm writes it: 24:00:00")
+    slurm.add_argument("--partition")
+    slurm.add_argument("--output-dir", default="slurm_scripts", help="for run_slurm.sh and output (%(default)s)")
     return parser
 
 
@@ -67,6 +86,37 @@ def _launch(given: argparse.Namespace) -> list[str]:
     words += ["--devices-per-process", given.devices_per_process] if given.devices_per_process else []
     words += ["--dry-run"] if given.dry_run else []
     return [str(word) for word in words]
+
+
+def _create_slurm(given: argparse.Namespace) -> list[str]:
+    """The `launch` arguments that write run_slurm.sh."""
+    words = ["slurm", "--job-name", given.job_name, "--nodes", given.num_nodes, "--output-dir", given.output_dir]
+    words += ["--file", Path(given.output_dir) / "run_slurm.sh"]
+    options = ("gpus_per_node", "devices_per_process", "time_limit", "partition")
+    for name, value in ((name, getattr(given, name)) for name in options):
+        words += [f"--{name.replace('_', '-')}", value] if value is not None else []
+    words += ["--dry-run"] if given.dry_run else []
+    return [str(word) for word in words]
+
+
+def _inside_slurm(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
+    """Become the process of this task, or start one task per process."""
+    if "SLURM_JOB_ID" not in os.environ:
+        raise LaunchError("this is no Slurm job: use sbatch or salloc first, or --mode create_slurm to write a job")
+    program = [sys.executable, "-m", "openpi_train", *resumed(arguments or _DEFAULT_RUN)]
+    if not in_step(os.environ):
+        counts = {"--ntasks": given.world_size, "--ntasks-per-node": given.gpus_per_node}
+        words = [word for name, value in counts.items() if value for word in (name, str(value))]
+        program = ["srun", "--kill-on-bad-exit=1", "--label", *words, *program]
+    devices = given.devices_per_process
+    cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}
+    command = ProcessCommand("", tuple(program), cpu)
+    if given.dry_run:
+        print(command.line())
+        return 0
+    # Slurm says who is who; what a shell has set for the manual mode must not.
+    environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    os.execvpe(command.argv[0], command.argv, {**environ, **command.env})
 
 
 def _one_process(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:

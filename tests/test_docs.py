@@ -23,7 +23,7 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows
 from openpi_train.keys import row_keys
-from openpi_train.tools import convert, stats
+from openpi_train.tools import convert, doctor, stats
 from openpi_train.tools import data as data_tool
 from openpi_train.training import start
 
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
 FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHES = ("RANK=", "kind: Job", "#SBATCH ")  # what a dry run prints: command lines, a manifest, a batch script
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HOSTS")
 
 
 def commands() -> list[tuple[str, list[str], dict[str, str]]]:
@@ -48,13 +49,15 @@ def commands() -> list[tuple[str, list[str], dict[str, str]]]:
 
 
 def code_lines(text: str) -> list[str]:
-    """The command lines in fenced and indented blocks, with their continuation lines."""
+    """The command lines in fenced and indented blocks, with their continuation lines, and whole ones in tables."""
     fenced, lines = False, []
     for line in text.replace("\\\n", " ").splitlines():
         if line.startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
             lines.append(line.strip().removeprefix("$ "))
+        elif line.startswith("|"):
+            lines += re.findall(r"`([^`]+)`", line)
     return [line for line in lines if re.sub(r"^([A-Z_]+=\S* )+", "", line).startswith(PROGRAMS)]
 
 
@@ -88,7 +91,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
-    places = {start: ["main", "dry_run"], stats: ["stats_table"], convert: ["export"]}
+    places = {start: ["main", "dry_run"], stats: ["stats_table"], convert: ["export"], doctor: ["main"]}
     for module, names in (places | {data_tool: ["_prepare", "_index", "_repack"]}).items():
         for name in names:
             monkeypatch.setattr(module, name, work)
@@ -99,7 +102,7 @@ def check_program(arguments: list[str], seen: list[object]) -> None:
     """The program takes these arguments, up to where it would start to work."""
     if arguments[0] == "launch":
         output = dry_run([sys.executable, "-m", "openpi_train"], arguments, {})
-        assert "RANK=" in output
+        assert any(sign in output for sign in LAUNCHES), output
         arguments = arguments[arguments.index("--") + 1 :]
     with_help = "--help" in arguments or "-h" in arguments
     before = len(seen)
@@ -148,7 +151,8 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
         script = words[1] if words[0] == "python" else words[0]
         assert (ROOT / script).is_file(), f"{script} is not there"
         program = [sys.executable, script] if words[0] == "python" else [script]
-        assert "RANK=" in dry_run(program, words[len(program) :], variables)
+        output = dry_run(program, words[len(program) :], variables)
+        assert any(sign in output for sign in LAUNCHES), output
         if "--" in words:
             check_program(words[words.index("--") + 1 :], seen)
 

@@ -16,7 +16,7 @@ ROWS = (
     {"models"},
     {"objectives", "interop"},
     {"experiment"},
-    {"registry", "planning"},
+    {"registry", "planning", "elastic"},
     {"training"},
     {"tools"},
     {"cli"},

@@ -114,10 +114,12 @@ def cached_norm_stats(
 
     Every process may call it at once: all write the same bytes, each file whole.
     """
-    known = _read_cache(folder, _fingerprint(windows, weights, max_samples))
+    known = stored_norm_stats(windows, weights, folder, max_samples=max_samples)
     if known is not None:
+        stats, notes = known
+        report_notes(notes, folder.name)
         logger.info("norm stats: using %s", folder / FILE_NAME)
-        return known
+        return stats
     started = time.monotonic()
     logger.info("norm stats: computing from %d samples (columns only)", sum(len(window) for window in windows))
     stats, notes = compute_norm_stats(windows, weights, max_samples)
@@ -158,7 +160,10 @@ def report_notes(notes: Mapping[str, Mapping[str, str]], label: str) -> None:
             logger.warning("norm stats of %s: nearly constant or seldom moving dims of %s: %s", label, name, listed)
 
 
-def _read_cache(folder: Path, fingerprint: str) -> dict[str, NormStats] | None:
+def stored_norm_stats(
+    windows: Sequence[Windows], weights: Sequence[float], folder: Path, *, max_samples: int
+) -> tuple[dict[str, NormStats], dict[str, dict[str, str]]] | None:
+    """The stats in `folder`, with their notes as of `compute_norm_stats`; None where they are not of these data."""
     if not (folder / _DETAILS).is_file() or not (folder / FILE_NAME).is_file():
         return None
     try:
@@ -166,7 +171,7 @@ def _read_cache(folder: Path, fingerprint: str) -> dict[str, NormStats] | None:
     except ValueError as error:
         logger.warning("norm stats: %s cannot be read (%s); they are computed anew", folder / _DETAILS, error)
         return None
-    if details["fingerprint"] != fingerprint:
+    if details["fingerprint"] != _fingerprint(windows, weights, max_samples):
         logger.info("norm stats: the data or its settings changed since %s was written", folder / FILE_NAME)
         return None
     if details["sha256"] != _sha256((folder / FILE_NAME).read_bytes()):
@@ -176,10 +181,10 @@ def _read_cache(folder: Path, fingerprint: str) -> dict[str, NormStats] | None:
             "(--data.datasets.N.norm-stats %s uses it as it is)", folder / FILE_NAME, _EDITED, kept,
         )  # fmt: skip
         return None
-    report_notes(details["notes"], folder.name)
     stats = read_norm_stats(folder)
     bounds = {name: [np.asarray(bound) for bound in pair] for name, pair in details["extremes"].items()}
-    return {name: dataclasses.replace(s, low=bounds[name][0], high=bounds[name][1]) for name, s in stats.items()}
+    stats = {name: dataclasses.replace(s, low=bounds[name][0], high=bounds[name][1]) for name, s in stats.items()}
+    return stats, details["notes"]
 
 
 def _fingerprint(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> str:

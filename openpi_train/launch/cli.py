@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from openpi_train.launch import local, manual
+from openpi_train.launch import kubernetes, local, manual, slurm, ssh
 from openpi_train.launch.spec import LaunchError
 
 _USAGE_ERROR = 2
-FORMS = (local, manual)
+FORMS = (local, manual, ssh, slurm, kubernetes)
 
 
 def main(argv: Sequence[str]) -> int:

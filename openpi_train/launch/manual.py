@@ -7,7 +7,7 @@ import argparse
 import shlex
 from typing import Any
 
-from openpi_train.launch.processes import add_options, start
+from openpi_train.launch.processes import add_options, add_per_node_options, start
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, commands
 
 
@@ -18,9 +18,7 @@ def add_parser(forms: Any) -> None:
     parser.add_argument("--num-nodes", type=int, required=True, help="number of hosts")
     parser.add_argument("--master-addr", required=True, help="address of host 0, which all hosts can reach")
     parser.add_argument("--master-port", type=int, default=DEFAULT_PORT, help="coordinator's port there (%(default)s)")
-    count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--gpus-per-node", type=int, help="one process for each of so many GPUs per host")
-    count.add_argument("--processes-per-node", type=int, help="processes per host; they share its GPUs equally")
+    add_per_node_options(parser)
     parser.add_argument("--job-token", default="", help="a word, the same on all hosts, that keeps other jobs out")
     add_options(parser)
     parser.set_defaults(launch=launch)

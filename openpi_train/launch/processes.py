@@ -5,20 +5,17 @@ process also has a file with all of its output. The first failure ends all, and 
 """
 
 import argparse
-import ctypes
-import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
+from openpi_train.launch.child import Child, Started
 from openpi_train.launch.spec import ProcessCommand
 
 # Codes that a process ends with because another one did: never the root cause if there is a different one.
@@ -29,79 +26,56 @@ _ERROR_LINES = 30
 _HIDDEN = b"[Gloo] Rank "  # gloo greets every new group of processes on stdout
 
 
-class Child:
-    """A started process: its output goes to `path`, and its exit code and end time appear when it ends."""
+class Record:
+    """What the launcher knows of one process, wherever it runs: its output lies in `path`; `code` once it has ended."""
 
-    def __init__(self, command: ProcessCommand, log_dir: Path):
-        self.rank = command.rank
-        self.path = log_dir / f"process_{self.rank}.txt"
+    def __init__(self, rank: int, log_dir: Path, screen: "Screen", host: str = ""):
+        self.rank = rank
+        self.who = f"process {rank} on {host}" if host else f"process {rank}"
+        self.prefix = f"[{host}:{rank}]" if host else f"[{rank}]"
+        self.path = log_dir / f"process_{rank}.txt"
         self.errors: list[bytes] = []
         self.code: int | None = None
         self.ended_at = float("inf")
-        self._process = subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes to the launcher alone, which passes it on
-            preexec_fn=_die_with_launcher if sys.platform == "linux" else None,
-        )
-        self._threads: list[threading.Thread] = []
+        self._screen = screen
+        self._log = self.path.open("wb")
+        self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
-    def watch(self, screen: "_Screen") -> None:
-        """Read the output and wait for the end, in threads, from when all processes are started."""
-        log = self.path.open("wb")
-        process = self._process
-        assert process.stdout is not None and process.stderr is not None
-        readers = [
-            threading.Thread(target=self._read, args=(process.stdout, log, screen if self.rank == 0 else None)),
-            threading.Thread(target=self._read, args=(process.stderr, log, screen, self.errors)),
-        ]
-        self._threads = [*readers, threading.Thread(target=self._wait)]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+    def take(self, line: bytes, is_error: bool) -> None:
+        """One line that the process has written to stdout or, if `is_error`, to stderr."""
+        with self._lock:
+            with suppress(ValueError):  # closed: a process that outlived its parent still talks
+                self._log.write(line)
+                self._log.flush()
+            if is_error:
+                self.errors.append(line)
+                del self.errors[:-_ERROR_LINES]
+        if (is_error or self.rank == 0) and not line.startswith(_HIDDEN):
+            self._screen.show(self.prefix, line)
 
-    def send(self, signum: int) -> None:
-        """Send a signal to the process; SIGKILL goes to all that it has started, too."""
-        with suppress(ProcessLookupError):
-            if signum == signal.SIGKILL:
-                os.killpg(self._process.pid, signum)
-            elif self.code is None:
-                self._process.send_signal(signum)
+    def end(self, code: int) -> None:
+        """The process has ended, or is given up as lost; the first word counts."""
+        if self.code is not None:
+            return
+        self.ended_at = time.monotonic()
+        self.code = code
 
     def close(self) -> None:
-        """Clear away what an ended process has left running, and see its output to the end."""
-        self.send(signal.SIGKILL)
-        for thread in self._threads:
-            thread.join(timeout=5.0)
-
-    def _wait(self) -> None:
-        code = self._process.wait()
-        self.ended_at = time.monotonic()
-        self.code = code if code >= 0 else 128 - code
-
-    def _read(self, stream: IO[bytes], log: IO[bytes], screen: "_Screen | None", keep: list[bytes] | None = None):
-        for line in stream:
-            log.write(line)
-            log.flush()
-            if keep is not None:
-                keep.append(line)
-                del keep[:-_ERROR_LINES]
-            if screen is not None and not line.startswith(_HIDDEN):
-                screen.show(self.rank, line)
+        """No more lines are kept."""
+        with self._lock:
+            self._log.close()
 
 
-class _Screen:
+class Screen:
     """The terminal: whole lines of several processes, never mixed."""
 
     def __init__(self):
         self._lock = threading.Lock()
 
-    def show(self, rank: int, line: bytes) -> None:
+    def show(self, prefix: str, line: bytes) -> None:
+        """Print one line of a process."""
         with self._lock:
-            sys.stdout.write(f"[{rank}] {line.decode(errors='replace').rstrip()}\n")
+            sys.stdout.write(f"{prefix} {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
 
 
@@ -113,90 +87,116 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grace-s", type=float, default=15.0, help="time to end after another failed (%(default)s s)")
 
 
+def add_per_node_options(parser: argparse.ArgumentParser) -> None:
+    """How many processes each of several hosts has."""
+    count = parser.add_mutually_exclusive_group(required=True)
+    count.add_argument("--gpus-per-node", type=int, help="one process for each of so many GPUs per host")
+    count.add_argument("--processes-per-node", type=int, help="processes per host; they share its GPUs equally")
+
+
 def start(share: Sequence[ProcessCommand], *, dry_run: bool, log_dir: Path | None, grace_s: float) -> int:
     """Start this machine's `share` of a run, or with `dry_run` only print it; returns the exit code."""
     if dry_run:
         for command in share:
             print(command.line())
         return 0
+    return run(share, announced(len(share), log_dir), grace_s)
+
+
+def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path:
+    """The folder for the processes' output, made and told to the user."""
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="openpi_train_launch_"))
-    count = "1 process" if len(share) == 1 else f"{len(share)} processes"
-    print(f"starting {count}; all that each writes: {log_dir}/process_<k>.txt", flush=True)
-    return run(share, log_dir, grace_s)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    count = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    print(f"starting {count}{where}; all that each writes: {log_dir}/process_<k>.txt", flush=True)
+    return log_dir
 
 
 def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> int:
-    """Run all commands on this machine and return the exit code of the run: 0, or that of the first failure.
+    """Run all commands on this machine and return the exit code of the run, as `oversee` does."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    screen = Screen()
+    records = [Record(command.rank, log_dir, screen) for command in commands]
+    children = (
+        Child(command.argv, command.env, record.take, record.end)
+        for command, record in zip(commands, records, strict=True)
+    )
+    return oversee(children, records, grace_s)
+
+
+def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float) -> int:
+    """Start what `start` yields, wait until all `records` have ended, and return the exit code of the run: 0, or that
+    of the first failure.
 
     SIGINT and SIGTERM are passed on to all processes, which may take as long as they need to save; a second one
     ends them at once. After a failure the others get `grace_s` to end by themselves.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
-    screen = _Screen()
-    children: list[Child] = []
+    started: list[Started] = []
     try:
-        with _forwarded_signals(children):
-            for command in commands:
-                children.append(Child(command, log_dir))
-            for child in children:
-                child.watch(screen)
-            _wait_for_end(children, grace_s)
+        with forwarded_signals(started):
+            for one in start:
+                started.append(one)
+            for one in started:
+                one.watch()
+            _wait_for_end(records, started, grace_s)
     finally:
-        for child in children:
-            child.close()
-    return _report(children)
+        for closed in (*started, *records):
+            closed.close()
+    return _report(records)
 
 
-def _wait_for_end(children: Sequence[Child], grace_s: float) -> None:
+def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s: float) -> None:
     """Return when all have ended; from the first failure on, make them.
 
     They first get a moment to notice by themselves: a process that is told to stop after a peer has died waits for
     that peer in jax's preemption service, and never says what it saw.
     """
     failed_at, asked, killed = None, False, False
-    while any(child.code is None for child in children):
+    while any(record.code is None for record in records):
         time.sleep(0.05)
-        if not any(child.code not in (None, 0, _PREEMPTED) for child in children):
+        if not any(record.code not in (None, 0, _PREEMPTED) for record in records):
             continue
         failed_at = failed_at or time.monotonic()
         since_s = time.monotonic() - failed_at
         if not asked and since_s > _SETTLE_S:
             asked = True
-            _send(children, signal.SIGTERM)
+            _send(started, signal.SIGTERM)
         if not killed and since_s > _SETTLE_S + grace_s:
             killed = True
-            _send(children, signal.SIGKILL)
+            _send(started, signal.SIGKILL)
 
 
-def _report(children: Sequence[Child]) -> int:
+def _report(records: Sequence[Record]) -> int:
     """Show the root cause last, and return the exit code of the run."""
-    ended = sorted((child for child in children if child.code), key=lambda child: child.ended_at)
+    ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
         return 0
-    failed = [child for child in ended if child.code != _PREEMPTED] or ended
+    failed = [record for record in ended if record.code != _PREEMPTED] or ended
     first = failed[0].ended_at
-    soon = [child for child in failed if child.ended_at - first <= _SETTLE_S]
-    culprit = next((child for child in soon if child.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
+    soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
+    culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
     assert culprit.code is not None
     if culprit.code == _PREEMPTED:
         sys.stderr.write("stopped on request, everything is saved: continue with the same command and --resume\n")
         return culprit.code
     for line in culprit.errors:
-        sys.stderr.write(f"[{culprit.rank}] {line.decode(errors='replace').rstrip()}\n")
-    signalled = f" (signal {signal.Signals(culprit.code - 128).name})" if culprit.code > 128 else ""
-    sys.stderr.write(f"process {culprit.rank} failed with exit code {culprit.code}{signalled}: see {culprit.path}\n")
+        sys.stderr.write(f"{culprit.prefix} {line.decode(errors='replace').rstrip()}\n")
+    names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
+    sys.stderr.write(
+        f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}: see {culprit.path}\n"
+    )
     return culprit.code
 
 
 @contextmanager
-def _forwarded_signals(children: Sequence[Child]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the children; the second time kill them."""
+def forwarded_signals(started: Sequence[Started]) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on to all that is started; the second time kill it."""
     received = 0
 
     def forward(signum: int, _frame: object) -> None:
         nonlocal received
         received += 1
-        _send(children, signum if received == 1 else signal.SIGKILL)
+        _send(started, signum if received == 1 else signal.SIGKILL)
 
     previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -206,15 +206,9 @@ def _forwarded_signals(children: Sequence[Child]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _send(children: Sequence[Child], signum: int) -> None:
-    for child in children:
-        child.send(signum)
-
-
-def _die_with_launcher() -> None:
-    """In the new process: be killed when the launcher is, so that no run is left behind with a port."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _send(started: Sequence[Started], signum: int) -> None:
+    for one in started:
+        one.send(signum)
 
 
 def free_port() -> int:

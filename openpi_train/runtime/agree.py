@@ -19,6 +19,12 @@ DEFAULT_TIMEOUT_S = 300.0
 _SLICE_MS = 2000  # Python handles signals only between calls into the service
 
 _calls_made = 0
+_hosts: list[str] = []
+
+
+def name_hosts(hosts: list[str]) -> None:
+    """Note which host each process is on, by process index, to say in messages."""
+    _hosts[:] = hosts
 
 
 def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -78,8 +84,9 @@ def _value_of(client: Any, name: str, call: int, index: int, process_count: int,
 
 def _missing(client: Any, call: int, process_count: int) -> str:
     present = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(_key(call, ""))}
-    missing = [str(index) for index in range(process_count) if str(index) not in present]
-    return f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
+    missing = [index for index in range(process_count) if str(index) not in present]
+    names = [f"{index} on {_hosts[index]}" if _hosts else str(index) for index in missing]
+    return f"process{'es' if len(missing) > 1 else ''} {', '.join(names)}"
 
 
 def _key(call: int, index: int | str) -> str:

@@ -12,9 +12,10 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import listen_host
 
@@ -46,19 +47,22 @@ class Guest:
 
     connection: socket.socket
     hello: Hello | None = None
+    peer: Peer | None = None
     gone: bool = False
     same_machine: bool = True
 
-    def answer(self, error: str | None, lost: bool = False) -> None:
+    def answer(self, own: Hello, error: str | None, lost: bool = False) -> None:
         with contextlib.suppress(OSError):  # it left: its own log says why
-            self.connection.sendall(json.dumps({"error": error, "lost": lost}).encode() + b"\n")
+            verdict = {"host": own.host, "error": error, "lost": lost}
+            self.connection.sendall(json.dumps(verdict).encode() + b"\n")
 
 
 class Door:
     """Process 0's side: listens, hears every guest in a thread of its own, and tells all of them one verdict."""
 
-    def __init__(self, own: Hello, host: str, port: int):
-        self.own = own
+    def __init__(self, own: Hello, host: str, port: int, host_of: Callable[[int], str | None] = lambda index: None):
+        """`host_of` is the name of the host of a process that has not come, where it is known."""
+        self.own, self.host_of = own, host_of
         self.arrivals: queue.Queue[Guest] = queue.Queue()
         self.waiting, self.started = True, False
         # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
@@ -66,8 +70,8 @@ class Door:
         self.listener = listen(host, port + 1)
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
-    def gather(self, timeout_s: float, cpu_collectives: bool) -> None:
-        """Wait for all guests and give the verdict. Raises like `meet`."""
+    def gather(self, timeout_s: float, cpu_collectives: bool) -> list[Peer]:
+        """Wait for all guests, give the verdict, and return all. Raises like `meet`."""
         guests: dict[int, Guest] = {}
         error, kind = None, UsageError
         wait = Wait(timeout_s)
@@ -75,7 +79,7 @@ class Door:
             if wait.is_over():
                 error, kind = f"{self._missing(guests)}, which never came within {timeout_s:.0f} s", PeerLostError
                 break
-            wait.report(lambda: self._missing(guests))
+            wait.report(lambda: f"{self._missing(guests)} missing")
             try:
                 error = self._receive(self.arrivals.get(timeout=0.2), guests)
             except queue.Empty:
@@ -84,15 +88,16 @@ class Door:
             error = _unreachable_names([self.own, *(_hello(guest) for guest in guests.values())], guests.values())
         self.waiting, self.started = False, error is None
         for guest in guests.values():
-            guest.answer(error, lost=kind is PeerLostError)
+            guest.answer(self.own, error, lost=kind is PeerLostError)
         if error is not None:
             self._close(error)
             raise kind(error)
+        return [guest.peer for guest in guests.values() if guest.peer is not None]
 
     def _close(self, error: str) -> None:
         self.listener.close()
         while not self.arrivals.empty():  # those who came while the verdict fell
-            self.arrivals.get().answer(error)
+            self.arrivals.get().answer(self.own, error)
 
     def _receive(self, guest: Guest, guests: dict[int, Guest]) -> str | None:
         """Take in one arrival or departure; what makes the whole run impossible comes back as text."""
@@ -106,16 +111,22 @@ class Door:
         if error is None:
             guests[hello.process_index] = guest
         else:
-            guest.answer(error)
+            guest.answer(self.own, error)
         return error
 
     def _missing(self, guests: Mapping[int, Guest]) -> str:
         count = self.own.process_count
-        missing = [str(index) for index in range(1, count) if index not in guests]
-        present = [self.own.who(), *(_hello(guest).who() for _, guest in sorted(guests.items()))]
-        noun = "process" if len(missing) == 1 else "processes"
-        here = ", ".join(present)
-        return f"waiting for {len(missing)} of {count} processes (here: {here}): {noun} {', '.join(missing)}"
+        missing: dict[str | None, list[str]] = {}
+        for index in range(1, count):
+            if index not in guests:
+                missing.setdefault(self.host_of(index), []).append(str(index))
+        names = []
+        for host, indices in missing.items():
+            processes = f"process{'es' if len(indices) > 1 else ''} {', '.join(indices)}"
+            names.append(f"{host} ({processes})" if host else processes)
+        number = sum(map(len, missing.values()))
+        here = ", ".join([self.own.who(), *(_hello(guest).who() for _, guest in sorted(guests.items()))])
+        return f"waiting for {number} of {count} processes (here: {here}): {', '.join(names)}"
 
     def _accept(self) -> None:
         while True:
@@ -142,18 +153,19 @@ class Door:
     def _admit(self, guest: Guest, hello: Hello) -> None:
         if hello.token != self.own.token:
             logger.warning("turned away %s, which belongs to another job", hello.who())
-            guest.answer(f"the run at this address is another job (process 0 on {self.own.host}): use another port")
+            error = f"the run at this address is another job (process 0 on {self.own.host}): use another port"
+            guest.answer(self.own, error)
         elif self.started:
             logger.warning("turned away %s: all processes are here already", hello.who())
-            guest.answer(
+            error = (
                 f"the run at this address has started already with all its {self.own.process_count} processes: end it "
                 "first, or use another port"
             )
+            guest.answer(self.own, error)
         else:
+            guest.peer = Peer(hello.process_index, hello.host, guest.connection)
             self.arrivals.put(guest)
-            with contextlib.suppress(OSError):  # the connection broke, which is a way of leaving
-                while guest.connection.recv(4096):
-                    pass
+            guest.peer.listen()
             guest.gone = True
             self.arrivals.put(guest)
             if self.waiting:

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -106,17 +105,16 @@ def exit_code_of(error: BaseException) -> int:
     return BUG
 
 
-_linger_s = 0.0
+_say_farewell: Callable[[int, str], None] | None = None
 
 
-def linger_before_failing(seconds: float) -> None:
-    """Have this process wait so long between its last words and its end, if it does not end well.
+def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
+    """Have `farewell(exit code, reason)` called between this process's last words and its end, if it ends badly.
 
-    For process 0, which serves the coordination of all: when it goes, jax aborts the others before they can say what
-    they know.
+    For the watchdog, which tells the other processes.
     """
-    global _linger_s
-    _linger_s = seconds
+    global _say_farewell
+    _say_farewell = farewell
 
 
 def run_guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -128,18 +126,20 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
     faulthandler.enable()
     # `kill -USR2 <process>` prints where every thread is. SIGUSR1 stays free for preemption notices.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    reason = ""
     try:
         code = main() or DONE
     except SystemExit as ending:  # argparse and tyro end this way, and have said why
         code = ending.code or DONE
     except BaseException as error:
         code = exit_code_of(error)
+        reason = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         _report(error, code)
     if code == DONE:
         sys.exit(DONE)
     if isinstance(code, str):
         logger.error("%s", code)
-    _leave(code if isinstance(code, int) else BUG)
+    _leave(code if isinstance(code, int) else BUG, reason)
 
 
 def _report(error: BaseException, code: int) -> None:
@@ -156,12 +156,18 @@ def _report(error: BaseException, code: int) -> None:
         logger.error("ended by an unexpected error", exc_info=error)
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, reason: str) -> NoReturn:
+    if _say_farewell is not None:
+        _say_farewell(code, reason)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End the process at once, from any thread, with all that was written flushed."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all
             stream.flush()
-    time.sleep(_linger_s)
     os._exit(code)
 
 

@@ -1,14 +1,17 @@
 """Where log lines go: a file per process, and one terminal. Read next: `exits.py`, which writes the last line.
 
-Every process writes everything to `<run_dir>/logs/process_<k>.log`. On the terminal process 0 shows what the project
-says at INFO and what libraries say at WARNING; the other processes show only errors.
+Every process writes everything to `<run_dir>/logs/process_<k>.log`, each line with its step and phase. On the terminal
+process 0 shows what the project says at INFO and what libraries say at WARNING; the other processes show only errors.
 """
 
+import faulthandler
 import logging
 import sys
 from pathlib import Path
 
-_FORMAT = "%(asctime)s %(levelname).1s process {process_index} %(name)s: %(message)s"
+from openpi_train.runtime import phases
+
+_FORMAT = "%(asctime)s %(levelname).1s process {process_index} step %(step)d [%(phase)s] %(name)s: %(message)s"
 _TERMINAL_FORMAT = "%(asctime)s %(levelname).1s {who}%(message)s"
 _MARK = "openpi_train_handler"
 
@@ -36,6 +39,16 @@ def log_path(run_dir: Path, process_index: int) -> Path:
     return run_dir / "logs" / f"process_{process_index}.log"
 
 
+def dump_stacks() -> None:
+    """Write where every thread of this process is to its log file; to the terminal where there is none yet."""
+    ours = [one for one in logging.getLogger().handlers if getattr(one, _MARK, False)]
+    files = [one.stream for one in ours if isinstance(one, logging.FileHandler) and one.stream is not None]
+    for stream in files or [sys.stderr]:
+        stream.write("where every thread of this process is:\n")
+        stream.flush()
+        faulthandler.dump_traceback(stream, all_threads=True)
+
+
 def _terminal(process_index: int) -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
     who = "" if process_index == 0 else f"process {process_index}: "
@@ -50,7 +63,14 @@ def _file(process_index: int, run_dir: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT.format(process_index=process_index)))
+    handler.addFilter(_add_phase)
     return handler
+
+
+def _add_phase(record: logging.LogRecord) -> bool:
+    now = phases.current()
+    record.step, record.phase = now.step, now.name
+    return True
 
 
 def _add(root: logging.Logger, handler: logging.Handler) -> None:

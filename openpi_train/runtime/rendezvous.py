@@ -3,25 +3,32 @@
 jax aborts the process, uncatchably and naming nothing, when a peer is late, a port is taken or a host name does not
 resolve, and it accepts peers that disagree on the world size. So first every process says who it is to process 0 over
 plain TCP, one port above the coordinator's, and process 0 tells all of them the same verdict. One JSON line each way:
-a `Hello` from the process, `{"error": null or text, "lost": whether somebody never came}` back. The token keeps jobs
-apart; it is no protection from an attacker, and jax's own service has none either: use a trusted network.
+a `Hello` from the process, `{"host": process 0's, "error": null or text, "lost": whether somebody never came}` back.
+Then the connection is the watchdog's (`peer.py`). The token keeps jobs apart; it is no protection from an attacker, and
+jax's own service has none either: use a trusted network.
 """
 
 import contextlib
 import dataclasses
 import json
 import socket
+import threading
 import time
 from collections.abc import Mapping
 
 from openpi_train.runtime.door import Door, Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
 
 
-def meet(world: World, facts: Mapping[str, str], *, timeout_s: float = 300.0, cpu_collectives: bool = False) -> None:
+def meet(
+    world: World, facts: Mapping[str, str], *, timeout_s: float = 300.0, cpu_collectives: bool = False
+) -> list[Peer]:
     """Return once all processes of `world` have met and agree; every process must call it.
+
+    To process 0 come back all others, to the others process 0: the connections stay open for the life of the run.
 
     Args:
         facts: what must be equal everywhere; a difference is reported by its key and both values.
@@ -42,20 +49,15 @@ def meet(world: World, facts: Mapping[str, str], *, timeout_s: float = 300.0, cp
     )
     host, port = split_address(world.coordinator)
     if world.process_index == 0:
-        Door(hello, host, port).gather(timeout_s, cpu_collectives)
+        return Door(hello, host, port, world.host_of).gather(timeout_s, cpu_collectives)
     else:
-        _visit(hello, host, port, timeout_s)
+        # The cluster's DNS learns a pod's name only once the pod is there; elsewhere an unknown name is a mistake.
+        return _visit(hello, host, port, timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0)
 
 
-def _visit(own: Hello, host: str, port: int, timeout_s: float) -> None:
+def _visit(own: Hello, host: str, port: int, timeout_s: float, name_timeout_s: float) -> list[Peer]:
     """The side of all other processes: knock until process 0 opens, say hello, wait for the verdict."""
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise UsageError(
-            f"the coordinator's host name {host!r} does not resolve on {own.host} ({error}): give its address, or a "
-            "name that every host knows"
-        ) from None
+    _await_name(own, host, name_timeout_s)
     where = f"process 0 at {host}, port {port + 1}"
     wait = Wait(timeout_s)
     while True:
@@ -71,19 +73,47 @@ def _visit(own: Hello, host: str, port: int, timeout_s: float) -> None:
             )
         wait.report(lambda: f"{own.who()} waits for {where}")
         time.sleep(0.2)
-    with connection:
+    try:
         connection.sendall(json.dumps(dataclasses.asdict(own)).encode() + b"\n")
-        verdict = _await_verdict(connection, own, where, timeout_s)
-    if verdict["error"] is not None:
-        raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+        verdict, rest = _await_verdict(connection, own, where, timeout_s)
+        if verdict["error"] is not None:
+            raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+    except BaseException:
+        connection.close()
+        raise
+    peer = Peer(0, verdict["host"], connection, rest)
+    threading.Thread(target=peer.listen, name="process 0", daemon=True).start()
+    return [peer]
 
 
-def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> dict:
+def _await_name(own: Hello, host: str, timeout_s: float) -> None:
+    """Return once the coordinator's host name resolves.
+
+    Raises UsageError where it does not and there is nothing to wait for, PeerLostError where it did not in time.
+    """
+    wait = Wait(timeout_s)
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            reason = str(error)
+        if wait.is_over():
+            raise (PeerLostError if timeout_s else UsageError)(
+                f"the coordinator's host name {host!r} does not resolve on {own.host} ({reason}): give its address, "
+                "or a name that every host knows"
+            )
+        wait.report(lambda: f"{own.who()} waits for the name {host!r} to be known here")
+        time.sleep(1.0)
+
+
+def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> tuple[dict, bytes]:
+    """Process 0's answer, and what it has said since."""
     # Process 0 may have begun to wait for the others only now, and it must be the one to say who is missing.
     wait = Wait(timeout_s + 15.0)
     connection.settimeout(1.0)
     received = b""
-    while not received.endswith(b"\n"):
+    while b"\n" not in received:
         try:
             part = connection.recv(4096)
         except TimeoutError:
@@ -96,10 +126,11 @@ def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s:
         if not part:
             raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why")
         received += part
+    line, _, rest = received.partition(b"\n")
     with contextlib.suppress(ValueError):
-        verdict = json.loads(received)
-        if isinstance(verdict, dict) and verdict.keys() == {"error", "lost"}:
-            return verdict
+        verdict = json.loads(line)
+        if isinstance(verdict, dict) and verdict.keys() == {"host", "error", "lost"}:
+            return verdict, rest
     raise UsageError(f"another program answers for {where}: use another port")
 
 

@@ -1,4 +1,5 @@
-"""Start and stop jax as one of N processes. Read next: `world.py` (who am I), `rendezvous.py` (do all agree).
+"""Start and stop jax as one of N processes. Read next: `world.py` (who am I), `rendezvous.py` (do all
+agree), `watchdog.py` (are all still there).
 
 `jax.distributed.initialize` is called for one process too: a plain process would add up numbers in another order, and
 a run would then depend on the number of processes and not on its mesh alone; and SIGTERM would not be caught.
@@ -8,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import logging
+import math
 import os
 import platform
 import socket
@@ -19,28 +21,23 @@ from typing import Any
 import jax
 
 import openpi_train
-from openpi_train.runtime import agree, exits, xla
+from openpi_train.runtime import agree, preempt, xla
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.peer import Peer
+from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.waiting import Timeouts
+from openpi_train.runtime.watchdog import Watchdog
 from openpi_train.runtime.world import World, listen_host, split_address
 
 logger = logging.getLogger(__name__)
 
-_LINGER_S = 1.0  # enough for the others to fail of the same cause by themselves
+# jax's own time-outs: the watchdog's come first, except in jax's handshake, once all have met, and its farewell.
+_CONNECT_S = 60
+_SHUTDOWN_S = 60
+_HEARTBEAT_SLACK_S = 40
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long the processes wait for each other, in seconds."""
-
-    rendezvous_s: float = 300.0
-    """For all processes to be started."""
-    connect_s: int = 60
-    """For jax's own handshake, once all have met."""
-    heartbeat_s: int = 40
-    """Silence after which a process counts as lost; outlasts a short break of the network."""
-    shutdown_s: int = 60
-    """For jax's own farewell, once all have finished."""
+_watchdog: Watchdog | None = None
 
 
 def start(
@@ -63,6 +60,7 @@ def start(
         UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be shared out.
         PeerLostError: a process did not come in time.
     """
+    global _watchdog
     timeouts = timeouts or Timeouts()
     for note in world.notes:
         logger.warning("%s", note)
@@ -70,22 +68,27 @@ def start(
         jax.config.update("jax_num_cpu_devices", devices_per_process)
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     kind = xla.device_kind(platforms, os.environ)
-    for line in xla.apply_settings(kind, os.environ):
+    for line in xla.apply_settings(kind, os.environ, xla.extent_of(world, os.environ)):
         logger.info("environment: %s", line)
     _use_compilation_cache()
-    if world.process_count > 1:
-        exits.linger_before_failing(_LINGER_S if world.process_index == 0 else 0.0)
-        meet(
-            world, software() | flat_facts(facts or {}), timeout_s=timeouts.rendezvous_s, cpu_collectives=kind == "cpu"
-        )
-    else:
-        world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
-    _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts)
-    _report(world)
+    with preempt.stoppable_start():
+        peers: list[Peer] = []
+        if world.process_count > 1:
+            with phase("meeting the other processes"):
+                everything = software() | flat_facts(facts or {})
+                peers = meet(world, everything, timeout_s=timeouts.rendezvous_s, cpu_collectives=kind == "cpu")
+        else:
+            world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
+        who = f"process {world.process_index} on {socket.gethostname()}"
+        _watchdog = Watchdog(world.process_index, who, peers, timeouts, preempt.stop_noticed)
+        _watchdog.start()
+        with phase("starting jax"):
+            _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts)
+            _report(world)
     return world
 
 
-def stop(timeout_s: float = 300.0) -> None:
+def stop(timeout_s: float = Timeouts.finish_s) -> None:
     """Leave the run in order: returns once all processes have called it.
 
     Only for runs that end well; after an exception `exits.run_guarded` ends the process without it.
@@ -93,8 +96,11 @@ def stop(timeout_s: float = 300.0) -> None:
     Raises:
         PeerLostError: a process did not call it within `timeout_s`.
     """
-    agree.barrier("the end of the run", timeout_s)
-    jax.distributed.shutdown()
+    with phase("leaving the run"):
+        agree.barrier("the end of the run", timeout_s)
+        jax.distributed.shutdown()
+    if _watchdog is not None:
+        _watchdog.close()
 
 
 def software() -> dict[str, str]:
@@ -158,9 +164,9 @@ def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Time
         local_device_ids=local_device_ids,
         cluster_detection_method="deactivate",
         coordinator_bind_address=(f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}") if listen else None,
-        initialization_timeout=timeouts.connect_s,
-        heartbeat_timeout_seconds=timeouts.heartbeat_s,
-        shutdown_timeout_seconds=timeouts.shutdown_s,
+        initialization_timeout=_CONNECT_S,
+        heartbeat_timeout_seconds=math.ceil(timeouts.lost_s) + _HEARTBEAT_SLACK_S,
+        shutdown_timeout_seconds=_SHUTDOWN_S,
     )
     assert jax.process_count() == world.process_count, "the devices' backend does not see all processes"
     logger.info("jax started in %.1f s", time.monotonic() - begin)
@@ -171,6 +177,7 @@ def _report(world: World) -> None:
     devices = jax.local_devices()
     own = f"process {world.process_index}: {len(devices)} x {devices[0].device_kind}"
     everyone = agree.gather("who is there", [socket.gethostname(), own])
+    agree.name_hosts([host for host, _ in everyone])
     for host in dict.fromkeys(host for host, _ in everyone):
         logger.info("%s: %s", host, "; ".join(line for name, line in everyone if name == host))
 

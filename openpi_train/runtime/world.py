@@ -3,8 +3,9 @@
 Read next: `session.py`, which starts jax with the answer, and `rendezvous.py`, which checks that all agree on it.
 
 The first of these that speaks is believed: explicit flags, RANK-style variables (what our launchers set), a Slurm step,
-Open MPI, and else the process is alone. Detection by jax itself is never used: it differs between releases, gives
-every process one GPU under Slurm, and fails in a Kubernetes pod without a service account.
+Open MPI, a pod of a Kubernetes Indexed Job, and else the process is alone. Detection by jax itself is never used: it
+differs between releases, gives every process one GPU under Slurm, and fails in a Kubernetes pod without a service
+account.
 """
 
 import dataclasses
@@ -15,6 +16,15 @@ from collections.abc import Mapping
 from openpi_train.runtime.exits import UsageError
 
 TOKEN_VARIABLE = "OPENPI_TRAIN_JOB_TOKEN"
+# Host names in order, with commas between them, from a launcher that knows them.
+HOSTS_VARIABLE = "OPENPI_TRAIN_HOSTS"
+# Set by `launch kubernetes`; the index of a pod, JOB_COMPLETION_INDEX, is set by Kubernetes itself.
+_POD_INDEX, _POD_COUNT, _POD_COORDINATOR = (
+    "JOB_COMPLETION_INDEX",
+    "OPENPI_TRAIN_NUM_PROCESSES",
+    "OPENPI_TRAIN_COORDINATOR",
+)
+_INTERACTIVE_STEP = "4294967290"  # the shell that salloc may open on the first node, a step of one task
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,9 +51,11 @@ class World:
     coordinator: str | None
     """host:port, or None for a process alone, which takes a free port of its own."""
     source: str
-    """"flags", "environment", "slurm", "openmpi" or "alone"."""
+    """"flags", "environment", "slurm", "openmpi", "kubernetes" or "alone"."""
     token: str = dataclasses.field(default="", repr=False)
     """Word that all processes of the job know; the rendezvous turns away whoever says another."""
+    hosts: tuple[str, ...] = ()
+    """The hosts' names in order, where a launcher said them; only to name who is missing."""
     notes: tuple[str, ...] = ()
     """What was seen in the environment and not obeyed, with the reason."""
 
@@ -61,6 +73,12 @@ class World:
         if self.coordinator is not None:
             split_address(self.coordinator)
 
+    def host_of(self, process_index: int) -> str | None:
+        """The name of any process's host, where it is known: a launcher gives all hosts equally many processes."""
+        if not self.hosts or self.process_count % len(self.hosts):
+            return None
+        return self.hosts[process_index // (self.process_count // len(self.hosts))]
+
 
 def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
     """This process's place, from the first source that speaks.
@@ -69,8 +87,9 @@ def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
         UsageError: a source speaks but says too little or nonsense (RANK without WORLD_SIZE, a word for a number).
     """
     world = _from_flags(flags) or _from_environment(environ) or _from_slurm(environ) or _from_openmpi(environ)
-    world = world or _alone(environ)
-    return dataclasses.replace(world, token=environ.get(TOKEN_VARIABLE) or world.token)
+    world = world or _from_kubernetes(environ) or _alone(environ)
+    hosts = tuple(filter(None, environ.get(HOSTS_VARIABLE, "").split(",")))
+    return dataclasses.replace(world, token=environ.get(TOKEN_VARIABLE) or world.token, hosts=hosts)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -149,8 +168,8 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World | None:
-    """A task of a Slurm step, started by srun. A batch script or an ssh login into an allocation is none."""
-    if "SLURM_STEP_NODELIST" not in environ:
+    """A task of a Slurm step, started by srun. A batch script, salloc or an ssh login into an allocation is none."""
+    if "SLURM_STEP_NODELIST" not in environ or environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
         return None
     names = ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     values = {name: _number(environ, name) for name in names}
@@ -159,12 +178,14 @@ def _from_slurm(environ: Mapping[str, str]) -> World | None:
         missing = missing or ["SLURM_STEP_TASKS_PER_NODE"]
         raise UsageError(f"a Slurm step without {', '.join(missing)}: start with srun, or give --coordinator etc.")
     job, count, index, local_index, node = (values[name] or 0 for name in names)
+    restart, step = (_number(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    port = _job_port(job + 1009 * restart + 101 * step)  # a port of its own for each start
     return World(
         process_index=index,
         process_count=count,
         local_index=local_index,
         local_count=slurm_counts(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
-        coordinator=f"{first_slurm_host(environ['SLURM_STEP_NODELIST'])}:{_job_port(job)}",
+        coordinator=f"{first_slurm_host(environ['SLURM_STEP_NODELIST'])}:{port}",
         source="slurm",
         token=f"slurm-{job}.{environ.get('SLURM_STEP_ID', '')}.{environ.get('SLURM_RESTART_COUNT', '')}",
     )
@@ -194,6 +215,36 @@ def _from_openmpi(environ: Mapping[str, str]) -> World | None:
         coordinator=f"{host}:{environ.get('MASTER_PORT') or _job_port(zlib.crc32(job.encode()))}",
         source="openmpi",
         token=f"openmpi-{job}",
+    )
+
+
+def _from_kubernetes(environ: Mapping[str, str]) -> World | None:
+    """The process of a pod of an Indexed Job, one per host. How many there are, only the manifest knows."""
+    index, count = _number(environ, _POD_INDEX), _number(environ, _POD_COUNT)
+    if index is None and count in (None, 1):
+        return None
+    needed = (_POD_INDEX, _POD_COUNT) if count == 1 else (_POD_INDEX, _POD_COUNT, _POD_COORDINATOR)
+    missing = [name for name in needed if name not in environ]
+    if missing or index is None or count is None:
+        present = [f"{name}={environ[name]}" for name in needed if name in environ]
+        what = {
+            _POD_INDEX: "`completionMode: Indexed` in the Job's spec",
+            _POD_COUNT: f"{_POD_COUNT}=<number of pods>, or 1 for pods that each train alone",
+            _POD_COORDINATOR: f"{_POD_COORDINATOR}=<name of the pod with index 0>:<port>",
+        }
+        raise UsageError(
+            f"a Kubernetes pod with {' '.join(present)} but without {', '.join(missing)}: set "
+            f"{'; '.join(what[name] for name in missing)}. `launch kubernetes` writes a manifest that has it all"
+        )
+    coordinator = environ.get(_POD_COORDINATOR) if count > 1 else None
+    return World(
+        process_index=index if count > 1 else 0,
+        process_count=count,
+        local_index=0,
+        local_count=1,
+        coordinator=coordinator,
+        source="kubernetes",
+        token=f"kubernetes-{coordinator}",
     )
 
 

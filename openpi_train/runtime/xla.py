@@ -1,6 +1,7 @@
-"""What XLA and jax are told before the devices start, as one table with a reason per row. Read next: `session.py`.
+"""What XLA, jax and NCCL are told before the devices start: one table, with a reason and a source per row.
 
-A variable that the user has set is never changed.
+Only what is documented to help and is not the default already; what the user has set is never changed, and a flag that
+this jaxlib does not know is never given to it, since it would end the process. Read next: `xla_flags.py`, `session.py`.
 """
 
 import dataclasses
@@ -8,55 +9,160 @@ import importlib.util
 import os
 import platform
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+from openpi_train.runtime import xla_flags
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.world import World
+
+Extent = Literal["device", "devices", "hosts"]
+"""What a run spreads over: one device, several devices of one host, or several hosts."""
+_EXTENTS: tuple[Extent, ...] = ("device", "devices", "hosts")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """An environment variable for one kind of device."""
+    """An environment variable, or a flag in XLA_FLAGS if it begins with "--", for one kind of device."""
 
     kind: str
-    variable: str
+    extent: Extent
+    """The smallest extent that it is for; larger ones get it too."""
+    name: str
     value: str
     reason: str
+    source: str
 
 
 SETTINGS = (
     Setting(
         "gpu",
+        "device",
         "XLA_CLIENT_MEM_FRACTION",
         "0.9",
         "training has the GPU to itself, and jax's default of 0.75 leaves a quarter of its memory idle",
+        "docs.jax.dev/en/latest/gpu_memory_allocation.html; 0.9 is NVIDIA's choice in "
+        "docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance",
+    ),
+    Setting(
+        "gpu",
+        "devices",
+        "--xla_gpu_enable_latency_hiding_scheduler",
+        "true",
+        "lets collectives run while the GPU computes; off by default in jaxlib 0.10.2, left to XLA in 0.12",
+        "docs.jax.dev/en/latest/gpu_performance_tips.html; docs.nvidia.com/jax-toolbox/environment-variables",
+    ),
+    Setting(
+        "gpu",
+        "hosts",
+        "NCCL_DEBUG",
+        "WARN",
+        "what fails between hosts is named in the log before the error comes; else it prints its version only",
+        "docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of a row in this environment."""
+
+    setting: Setting
+    applied: bool
+    line: str
+    """For the log and for `doctor`."""
+
 
 _OLD_FRACTION, _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
 
 
-def apply_settings(kind: str, environ: MutableMapping[str, str]) -> list[str]:
-    """Set what the table says for this kind of device and the user has not; returns a line per row for the log.
+def apply_settings(kind: str, environ: MutableMapping[str, str], extent: Extent = "device") -> list[str]:
+    """Set what the table says for these devices and the user has not; returns a line per row for the log.
 
     Raises:
-        UsageError: both the old and the new name of the memory fraction are set, which jax refuses later and worse.
+        UsageError: a value that jax or XLA would refuse later, and worse: both names of the memory fraction, no number
+            for it, or a flag of the user's in XLA_FLAGS that this jaxlib does not know.
     """
+    lines = _check_users_own(environ)
+    for decision in decide(kind, environ, extent):
+        setting = decision.setting
+        if decision.applied and setting.name.startswith("--"):
+            environ["XLA_FLAGS"] = " ".join([*_users_flags(environ), f"{setting.name}={setting.value}"])
+        elif decision.applied:
+            environ[setting.name] = setting.value
+        lines.append(decision.line)
+    return lines
+
+
+def decide(
+    kind: str,
+    environ: Mapping[str, str],
+    extent: Extent,
+    *,
+    settings: Sequence[Setting] = SETTINGS,
+    rejected: Callable[[str], str | None] = xla_flags.rejected,
+) -> list[Decision]:
+    """What becomes of each row of `settings` that is for this kind and extent, without doing it.
+
+    Args: `rejected` says why the installed jaxlib refuses a value of XLA_FLAGS, as `xla_flags.rejected` does.
+    """
+    decisions = []
+    for setting in settings:
+        if setting.kind != kind or _EXTENTS.index(setting.extent) > _EXTENTS.index(extent):
+            continue
+        told = f"{setting.name}={setting.value}"
+        users = _users_value(setting.name, environ)
+        if users is not None:
+            decisions.append(Decision(setting, False, f"{setting.name}={users} (yours)"))
+        elif setting.name.startswith("--") and (why := rejected(told)) != "":
+            why = why or "it could not be found out whether this jaxlib knows it"
+            decisions.append(Decision(setting, False, f"{told} left out: {why}"))
+        else:
+            decisions.append(Decision(setting, True, f"{told} ({setting.reason})"))
+    return decisions
+
+
+def extent_of(world: World, environ: Mapping[str, str]) -> Extent:
+    """How far a run spreads. Where nobody said how many processes share a host, several are taken for several hosts."""
+    if world.process_count > 1 and world.local_count != world.process_count:
+        return "hosts"
+    return "devices" if world.process_count > 1 or num_gpus(environ) > 1 else "device"
+
+
+def _users_value(name: str, environ: Mapping[str, str]) -> str | None:
+    if not name.startswith("--"):
+        return environ.get(name)
+    values = [flag.partition("=")[2] or "true" for flag in _users_flags(environ) if flag.partition("=")[0] == name]
+    return values[-1] if values else None
+
+
+def _users_flags(environ: Mapping[str, str]) -> list[str]:
+    """The flags of XLA_FLAGS, which holds them or names a file of them."""
+    text = environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-"):
+        try:
+            text = Path(text).read_text()
+        except OSError as error:
+            raise UsageError(f"XLA_FLAGS={text!r} is neither flags nor a file of them ({error}); unset it") from error
+    return text.split()
+
+
+def _check_users_own(environ: MutableMapping[str, str]) -> list[str]:
+    """Translate the memory fraction's old name, and refuse what jax or XLA could not read."""
     lines = []
     if _OLD_FRACTION in environ:
         if _FRACTION in environ:
             raise UsageError(f"{_OLD_FRACTION} and {_FRACTION} are both set: unset the first, its old name")
         environ[_FRACTION] = environ.pop(_OLD_FRACTION)
         lines.append(f"{_FRACTION}={environ[_FRACTION]} (given by its old name {_OLD_FRACTION})")
-    for setting in SETTINGS:
-        if setting.kind != kind:
-            continue
-        if setting.variable in environ:
-            lines.append(f"{setting.variable}={environ[setting.variable]} (yours)")
-        else:
-            environ[setting.variable] = setting.value
-            lines.append(f"{setting.variable}={setting.value} ({setting.reason})")
+    fraction = environ.get(_FRACTION, "1")
+    if not fraction.replace(".", "", 1).isdecimal():
+        raise UsageError(f"{_FRACTION}={fraction!r} is not a share of the GPU's memory such as 0.9")
+    flags = _users_flags(environ)
+    if flags and (why := xla_flags.rejected(" ".join(flags))):
+        raise UsageError(f"XLA_FLAGS={environ['XLA_FLAGS']!r} would end the process: {why}. Take it out of XLA_FLAGS")
     return lines
 
 
@@ -88,8 +194,8 @@ def compilation_cache_dir(environ: Mapping[str, str]) -> str:
     """
     if given := environ.get("JAX_COMPILATION_CACHE_DIR"):
         return given
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "openpi_train", "compiled", f"{platform.machine()}-{zlib.crc32(_cpu_features()):08x}")
+    machine = f"{platform.machine()}-{zlib.crc32(_cpu_features()):08x}"
+    return os.path.join(xla_flags.cache_dir(environ), "compiled", machine)
 
 
 def _cpu_features() -> bytes:

@@ -7,7 +7,7 @@ the baseline predicts, for every dim, the mean of the evaluated actions themselv
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,13 +33,27 @@ def held_out_batches(feed: Feed, batch_size: int, num_rows: int) -> list[ActionB
     return [mask_filler(feed.batch(index), index * batch_size) for index in range(count)]
 
 
+class _Stopped(Exception):
+    """All processes were asked to stop in the middle of an evaluation."""
+
+
 class Evaluator:
     """Evaluates states on batches that stay on the devices between evaluations."""
 
-    def __init__(self, trainer: Trainer, batches: Iterable[Any], num_sample_steps: int):
-        """`batches` are global arrays; rows that only fill the last batch have an all-False `action_mask`."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Iterable[Any],
+        num_sample_steps: int,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
+        """`batches` are global arrays; rows that only fill the last batch have an all-False `action_mask`.
+
+        `stop_requested` is asked after every batch, equally often on all processes.
+        """
         self._trainer = trainer
         self._batches = list(batches)
+        self._stop_requested = stop_requested
         self._sum_norms = jax.jit(trainer.objective.norms)
         self._loss = jax.jit(functools.partial(_loss, trainer))
         self._moments = jax.jit(_moments)
@@ -48,10 +62,16 @@ class Evaluator:
     def __call__(self, state: TrainState) -> dict[str, float]:
         """`val/loss`, `val/action_mse`, their `_ema` forms where the run keeps an average, and the baseline.
 
-        Every process must call it. Empty where there is no held-out row.
+        Every process must call it. Empty where there is no held-out row, or where it was to stop before the end.
         """
         if not self._batches:
             return {}
+        try:
+            return self._values(state)
+        except _Stopped:
+            return {}
+
+    def _values(self, state: TrainState) -> dict[str, float]:
         values: dict[str, Any] = self._evaluate(state.params, state.frozen)
         if state.ema is not None:
             averaged = self._evaluate(state.ema, state.frozen)
@@ -62,12 +82,21 @@ class Evaluator:
 
     def _evaluate(self, params: Params, frozen: Params) -> dict[str, Any]:
         norms = jax.tree.map(lambda *each: sum(each), *[self._sum_norms(batch) for batch in self._batches])
-        loss = sum(self._loss(params, frozen, batch, norms, index) for index, batch in enumerate(self._batches))
-        values: dict[str, Any] = {"val/loss": loss}
+        losses = self._over_batches(lambda batch, index: self._loss(params, frozen, batch, norms, index))
+        values: dict[str, Any] = {"val/loss": sum(losses)}
         if "sample" in self._trainer.model.provides:
-            pairs = [self._action_error(params, frozen, batch, index) for index, batch in enumerate(self._batches)]
+            pairs = self._over_batches(lambda batch, index: self._action_error(params, frozen, batch, index))
             values["val/action_mse"] = sum(error for error, _ in pairs) / sum(count for _, count in pairs)
         return values
+
+    def _over_batches(self, function: Callable[[Any, int], Any]) -> list[Any]:
+        """What `function(batch, index)` gives for every batch, one after the other. Raises _Stopped if asked to."""
+        results = []
+        for index, batch in enumerate(self._batches):
+            results.append(jax.block_until_ready(function(batch, index)))
+            if self._stop_requested():
+                raise _Stopped
+        return results
 
     def _baseline(self) -> float:
         moments = [self._moments(batch) for batch in self._batches]

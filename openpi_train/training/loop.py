@@ -12,20 +12,19 @@ def train(run: Run) -> TrainState:
     """
     state, experiment, recorder = run.state, run.experiment, run.recorder
     first, total = int(state.step), experiment.num_train_steps
-    if first == 0:
-        run.evaluate(0, state)
+    run.catch_up(state)
     step_function = run.compile_step(state)
     for step in range(first + 1, total + 1):
         state, metrics = step_function(state, run.feed.next(state))
         run.note(step, metrics)
-        stop = run.stop_requested(step)
-        last = stop or step == total
-        if last or step % experiment.log_interval == 0:
+        stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
+        if stop or evaluate or step % experiment.log_interval == 0:
             run.log(step, recorder.read())
-        if step == total or (experiment.eval.interval and step % experiment.eval.interval == 0):
+        if evaluate and not stop:
             with recorder.paused():
                 run.evaluate(step, state)
-        if last or step % experiment.save_interval == 0:
+            stop = run.stop_requested()
+        if stop or step == total or step % experiment.save_interval == 0:
             recorder.check()
             with recorder.paused():
                 run.save(step, state)

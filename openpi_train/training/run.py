@@ -12,7 +12,8 @@ import jax
 
 from openpi_train.data.feed import Feed
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.runtime import preempt
+from openpi_train.runtime import phases, preempt
+from openpi_train.runtime.phases import phase
 from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.evaluate import Evaluator
@@ -45,6 +46,7 @@ class Run:
     history: list[dict[str, Any]]
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
+    @phase("compiling the training step", abandonable=True)
     def compile_step(self, state: TrainState) -> StepFunction:
         """The compiled step, with a log line for how long that took."""
         logger.info("compiling the training step (a first time can take minutes)")
@@ -53,12 +55,14 @@ class Run:
         batch = self.experiment.model.batch_spec(self.experiment.batch_size, self.experiment.data.cameras)
         compiled = self.trainer.compile_step(self.layout.shardings, state, batch)
         logger.info("compiled the training step in %.1f s", time.perf_counter() - started)
+        gather("the compiled training step", None)  # gloo would give up on those who compile 30 s longer than others
         self.recorder.restart_clock()
         return compiled
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note what a step reported (device arrays), and show how far the run is."""
         self.recorder.add(step, metrics)
+        phases.step_done(step)
         self.progress.advance(step, step_s=self.recorder.last_step_s())
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -68,8 +72,24 @@ class Run:
         self.metrics.log(step, {**values, **mixed})
         self.progress.report(values)
 
+    def catch_up(self, state: TrainState) -> None:
+        """Evaluate before the first step, and on resuming where a stop left the evaluation out."""
+        step = int(state.step)
+        if self.evaluation_is_due(step) and step not in [line["step"] for line in self.history]:
+            with phase("evaluating", abandonable=True):
+                self.evaluate(step, state)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the state of this step is to be evaluated: the first one, the last one, and at the interval."""
+        interval = self.experiment.eval.interval
+        return step in (0, self.experiment.num_train_steps) or bool(interval and step % interval == 0)
+
+    @phase("evaluating")
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluate on the held-out rows, write the result, and let the checkpoint compete for the best."""
+        """Evaluate on the held-out rows, write the result, and let the checkpoint compete for the best.
+
+        A stop that is asked for meanwhile leaves the evaluation out; a resumed run catches up.
+        """
         started = time.perf_counter()
         values = self.evaluator(state)
         if not values:
@@ -84,6 +104,7 @@ class Run:
         self.history.append({"step": step, **values})
         self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
 
+    @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
         """Start saving a checkpoint."""
         stall_s = self.checkpoints.save(
@@ -96,10 +117,11 @@ class Run:
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
 
-    def stop_requested(self, step: int) -> bool:
-        """Whether all processes stop after this step."""
-        return preempt.stop_requested(step)
+    def stop_requested(self) -> bool:
+        """Whether all processes save and stop now."""
+        return preempt.stop_requested()
 
+    @phase("finishing")
     def finish(self) -> None:
         """Wait for the last checkpoint, write `results.json`, close everything. Every process must call it."""
         self.checkpoints.close()

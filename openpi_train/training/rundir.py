@@ -131,15 +131,18 @@ def open_run(
     return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
 
 
-def record_start(request: RunRequest) -> None:
-    """Write down, in the opened directory, what is run from here on and on what. For process 0 alone."""
+def record_start(request: RunRequest, measured: Mapping[str, Any]) -> None:
+    """Write down, in the opened directory, what is run from here on and on what. For process 0 alone.
+
+    `measured` is what was found out about this start's devices, as JSON.
+    """
     path = request.path
     changes = changed_fields(_read(path / "experiment.json"), request.experiment)
     try:
         starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
         starts = []
-    start = {**environment(), "changed": {name: list(values) for name, values in changes.items()}}
+    start = {**environment(), **measured, "changed": {name: list(values) for name, values in changes.items()}}
     write_json(path / "environment.json", {"starts": [*starts, start]})
     write_json(path / "experiment.json", dict(request.experiment))
 

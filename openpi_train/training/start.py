@@ -20,8 +20,9 @@ from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import memory_bytes, peak_flops
 from openpi_train.planning.memory import Memory, predict, require
-from openpi_train.runtime import agree, logs, session
+from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, UsageError, reported_as
+from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -39,9 +40,6 @@ from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
 
-# Indexing a dataset of terabytes on a slow disk may take hours; the wait says whom it is for.
-DATA_TIMEOUT_S = 6 * 3600.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -58,22 +56,28 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
-    world = session.start(world, facts={"experiment": as_json(experiment)}, devices_per_process=devices_per_process)
-    prepared = prepare(experiment, world)
-    require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
-    run = start(experiment, prepared)
+    facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
+    world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
+    with phase("preparing the run", abandonable=True):
+        prepared = prepare(experiment, world)
+        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        collectives = selftest.measure()
+        if collectives is not None:
+            logger.info("%s", collectives.line())
+        run = start(experiment, prepared, collectives)
     try:
-        with jax.set_mesh(prepared.trainer.plan.mesh):
+        with jax.set_mesh(prepared.trainer.plan.mesh), phase("training", limited=True):
             if run.state.step < experiment.num_train_steps:
                 train(run)
             else:
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
+                run.catch_up(run.state)
                 run.finish()
         report(run)
     except Preempted:
-        session.stop()  # all processes end together: whoever left first would abort the others
+        session.stop(timeouts.finish_s)  # all processes end together: whoever left first would abort the others
         raise
-    session.stop()
+    session.stop(timeouts.finish_s)
     return 0
 
 
@@ -139,7 +143,7 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     return 0
 
 
-def start(experiment: Experiment, prepared: Prepared) -> Run:
+def start(experiment: Experiment, prepared: Prepared, collectives: selftest.Collectives | None = None) -> Run:
     """Open directory, data and state. Every process must call it."""
     trainer, layout = prepared.trainer, prepared.layout
     request = RunRequest(
@@ -170,8 +174,9 @@ def start(experiment: Experiment, prepared: Prepared) -> Run:
     with jax.set_mesh(trainer.plan.mesh):
         state = first_state(experiment, trainer, layout, checkpoints, feed)
         evaluator = make_evaluator(experiment, trainer, data)
+    phases.at_step(int(state.step))
     if jax.process_index() == 0:
-        record_start(request)
+        record_start(request, {"collectives": collectives.as_json() if collectives else None})
         write_json(directory / "plan.json", prepared.memory.as_json())
     return Run(
         experiment=experiment,
@@ -192,13 +197,14 @@ def start(experiment: Experiment, prepared: Prepared) -> Run:
     )
 
 
+@phase("opening the data")
 def open_data_in_turn(experiment: Experiment) -> OpenedData:
     """`open_run_data`, process 0 first: it builds the index and the norm stats, the others find them."""
     if jax.process_index() == 0:
         data = open_run_data(experiment)
-        agree.barrier("process 0 has opened the data", DATA_TIMEOUT_S)
+        agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
         return data
-    agree.barrier("process 0 has opened the data", DATA_TIMEOUT_S)
+    agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
     return open_run_data(experiment)
 
 
@@ -218,6 +224,7 @@ def open_run_data(experiment: Experiment) -> OpenedData:
         )
 
 
+@phase("making the state")
 def first_state(
     experiment: Experiment, trainer: Trainer, layout: StateLayout, checkpoints: Checkpoints, feed: Feed
 ) -> TrainState:
@@ -239,6 +246,7 @@ def first_state(
     )
 
 
+@phase("reading the held-out rows")
 def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -> Evaluator:
     """The held-out rows, on the devices for the whole run."""
     batches: list[Any] = []
@@ -249,7 +257,7 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -
         feed.close()
     else:
         logger.warning("no episode is held out: there will be no held-out loss (--data.validation-fraction)")
-    return Evaluator(trainer, batches, experiment.eval.num_sample_steps)
+    return Evaluator(trainer, batches, experiment.eval.num_sample_steps, preempt.stop_requested)
 
 
 def make_recorder(experiment: Experiment, feed: Feed) -> Recorder:

@@ -260,7 +260,7 @@ def test_workers_end_when_the_process_that_started_them_is_killed(tokenizer_path
 
 
 @pytest.mark.slow
-def test_workers_outlive_a_sigterm_sent_to_every_process_of_the_job(rows, feed_of):
+def test_workers_outlive_requests_to_stop_sent_to_every_process_of_the_job(rows, feed_of):
     before = {child.pid for child in multiprocessing.active_children()}
     feed = feed_of(rows, num_workers=2)
     feed.next()
@@ -268,6 +268,7 @@ def test_workers_outlive_a_sigterm_sent_to_every_process_of_the_job(rows, feed_o
     assert len(workers) == 2
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGUSR1)
     expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(1, 12)]
     for batch in expected:
         assert equal({name: value for name, value in host(feed.next()).items() if name != "row"}, batch)

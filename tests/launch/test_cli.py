@@ -14,7 +14,9 @@ EXPERIMENT = ["--", "pi0_bridge_traj_tiny", "--exp-name", "x"]
 
 def script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     """Run one of the scripts in an environment that says nothing of any cluster but `environment`."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "NODE_RANK")}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "NODE_RANK", "HOSTS")
+    }
     paths = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
     return subprocess.run(
         argv, cwd=ROOT, env={**clean, **paths, **environment}, capture_output=True, text=True, timeout=60, check=False
@@ -143,6 +145,17 @@ def test_launch_multi_node_starts_what_launch_manual_starts(capsys):
     options = ["--node-rank", "1", "--num-nodes", "2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
     assert cli.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
+
+
+def test_launch_multi_node_with_a_list_of_hosts_starts_what_launch_ssh_starts(capsys):
+    words = ["192.168.1.100", "2", "4", "--dry-run", *EXPERIMENT]
+    by_script = script("scripts/launch_multi_node.sh", *words, HOSTS="node1,ann@node2")
+    assert by_script.returncode == 0, by_script.stderr
+    options = ["--hosts", "node1,ann@node2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
+    assert cli.main(["ssh", *options, "--workdir", str(ROOT), "--dry-run", *EXPERIMENT]) == 0
+    assert by_script.stdout == capsys.readouterr().out
+    refused = script("scripts/launch_multi_node.sh", *words, HOSTS="node1")
+    assert refused.returncode == 2 and "HOSTS names 1 hosts (node1), not 2" in refused.stderr
 
 
 def test_launch_multi_node_knows_the_master_and_resumes_by_default():

@@ -159,7 +159,7 @@ RUN = """
             assert multihost_utils.process_allgather(np.asarray(rank)).tolist() == [0, 1]
             if step == 1:
                 print("training", flush=True)
-            if preempt.stop_requested(step):
+            if preempt.stop_requested():
                 session.stop()
                 raise exits.Preempted("saved")
             time.sleep(0.02)

@@ -1,5 +1,6 @@
 """Killed and resumed equals uninterrupted, bit for bit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -59,3 +60,42 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
     assert "--resume" in output
     steps = losses(tmp_path)
     assert (tmp_path / "runs" / "debug" / "x" / str(max(steps)) / "manifest.json").exists()
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
+    # Nearly all of the time goes into evaluations, so that is where the signal arrives.
+    evaluate = (
+        "--eval.interval",
+        "1",
+        "--eval.num-rows",
+        "200",
+        "--data.validation-fraction",
+        "0.5",
+        "--batch-size",
+        "2",
+    )
+    many = ("debug", *evaluate, "--save-interval", "100000", "--num-train-steps", "100000")
+    flags = ("--exp-name", "x", "--checkpoint-base-dir", tmp_path / "runs", "--assets-base-dir", tmp_path / "assets")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "openpi_train", *many, *map(str, flags)],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 480
+    while len(evaluations(tmp_path)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(240) == 75
+    last = max(losses(tmp_path))
+    assert evaluations(tmp_path)[-1] in (last - 1, last)
+    train(tmp_path, *many[:-1], str(last + 1), "--resume")
+    assert evaluations(tmp_path) == list(range(last + 2))
+
+
+def evaluations(base):
+    """The steps with held-out results."""
+    metrics = base / "runs" / "debug" / "x" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [line["step"] for line in map(json.loads, lines) if "val/loss" in line]

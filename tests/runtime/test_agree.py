@@ -1,4 +1,5 @@
 import json
+import socket
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_a_time_out_names_who_is_missing(run_processes):
     )
     for result in (results[0], results[2]):
         assert result.returncode == 70
-        assert "process 1 did not reach 'save' within 1 s" in result.stderr
+        assert f"process 1 on {socket.gethostname()} did not reach 'save' within 1 s" in result.stderr
 
 
 @pytest.mark.multiprocess

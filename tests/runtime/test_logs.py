@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from openpi_train.runtime import logs
+from openpi_train.runtime import logs, phases
 
 
 @pytest.fixture
@@ -32,9 +32,19 @@ def test_process_zero_shows_news_and_files_keep_everything(tmp_path, capsys, res
     shown = capsys.readouterr().err
     assert shown.count("our news") == 1
     assert "library warning" in shown and "our error" in shown and "library chatter" not in shown
-    kept = logs.log_path(tmp_path, 0).read_text()
-    for text in ("our news", "library chatter", "library warning", "our error", "process 0 openpi_train.training"):
+    kept = kept_by(tmp_path)
+    for text in ("our news", "library chatter", "library warning", "our error"):
         assert text in kept
+    assert "I process 0 step 0 [starting] openpi_train.training: our news" in kept
+    with phases.phase("training", limited=True):
+        phases.at_step(12)
+        say()
+    phases.at_step(0)
+    assert "E process 0 step 12 [training] openpi_train.training: our error" in kept_by(tmp_path)
+
+
+def kept_by(run_dir):
+    return logs.log_path(run_dir, 0).read_text()
 
 
 def test_other_processes_show_only_errors_with_their_number(tmp_path, capsys, restored_logging):

@@ -83,6 +83,14 @@ def test_a_missing_process_is_named_and_so_are_those_present(free_port):
     )
 
 
+def test_missing_hosts_are_named_where_the_launcher_knows_them(free_port):
+    world = dataclasses.replace(world_of(free_port, 0, 6), hosts=("node1", "node2", "node3"))
+    (error,) = meet_all(world, timeout_s=1.0)
+    assert ": node1 (process 1), node2 (processes 2, 3), node3 (processes 4, 5), which never came within 1 s" in str(
+        error
+    )
+
+
 def test_a_missing_process_zero_is_named_with_what_to_check(free_port):
     (error,) = meet_all(world_of(free_port, 1, 2), timeout_s=1.0)
     assert isinstance(error, PeerLostError)
@@ -200,7 +208,7 @@ def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     meet_all(world_of(free_port, 0, 3), world_of(free_port, 1, 3), timeout_s=2.0)
     messages = [record.message for record in caplog.records]
-    assert any("waiting for 1 of 3 processes" in text and "process 2 since" in text for text in messages)
+    assert any("waiting for 1 of 3 processes" in text and "process 2 missing since" in text for text in messages)
     assert any("is connected and waits until all 3 processes are here" in text for text in messages)
 
 

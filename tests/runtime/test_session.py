@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_cou
         for step in range(400):
             if step == 3 and world.process_index == world.process_count - 1:
                 os.kill(os.getpid(), 15)
-            if preempt.stop_requested(step):
+            if preempt.stop_requested():
                 print(step, flush=True)
                 session.stop()
                 raise exits.Preempted(f"stopped at step {step}")
@@ -101,6 +102,78 @@ def test_a_killed_peer_ends_the_others_with_code_70(run_processes):
     assert results[1].returncode == -signal.SIGKILL
     assert results[0].returncode == 70, results[0]
     assert "was lost" in results[0].stderr
+
+
+WAIT_FOR_ALL = """
+import threading
+from openpi_train.runtime.phases import phase
+with phase("waiting"):
+    agree.barrier("all are up")
+    if world.process_index == {victim}:
+        {fault}
+    agree.barrier("never", 300)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_while_others_wait_for_it_is_named(run_processes, victim):
+    results = run_processes(WAIT_FOR_ALL.format(victim=victim, fault="os.kill(os.getpid(), 9)"), 2)
+    assert results[victim].returncode == -signal.SIGKILL
+    left = results[1 - victim]
+    assert left.returncode == 70, left
+    assert f"process {victim} on {socket.gethostname()} was lost" in left.stderr
+    assert "where every thread of this process is:" in left.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_fails_alone_keeps_its_code_and_the_others_say_why(run_processes, victim):
+    results = run_processes(WAIT_FOR_ALL.format(victim=victim, fault="raise exits.DataError('torn file')"), 2)
+    assert results[victim].returncode == 3
+    left = results[1 - victim]
+    assert left.returncode == 70, left
+    assert f"process {victim} on {socket.gethostname()} ended with code 3 (waiting): torn file" in left.stderr
+
+
+@pytest.mark.multiprocess
+def test_processes_that_fail_of_the_same_cause_keep_their_code(run_processes):
+    fault = "pass\n    time.sleep(0.5 * world.process_index); raise exits.NumbersError('loss nan at step 7')"
+    results = run_processes(WAIT_FOR_ALL.format(victim=0, fault=fault), 2)
+    assert [result.returncode for result in results] == [5, 5], results
+    assert all("was lost" not in result.stderr and "ended with code" not in result.stderr for result in results)
+
+
+@pytest.mark.multiprocess
+def test_an_abort_that_no_other_process_caused_stays_one(run_processes):
+    results = run_processes(WAIT_FOR_ALL.format(victim=1, fault="os.abort()"), 2)
+    assert results[1].returncode == -signal.SIGABRT
+    assert "aborted by C++ code" in results[1].stderr and "where every thread" in results[1].stderr
+    assert results[0].returncode == 70
+    assert "process 1 on" in results[0].stderr and "was lost (waiting)" in results[0].stderr
+
+
+@pytest.mark.multiprocess
+def test_a_signal_before_all_have_met_ends_the_process_for_a_requeue(free_port):
+    code = (
+        "import os\n"
+        "from openpi_train.runtime import exits, logs, session\n"
+        "from openpi_train.runtime.world import WorldFlags, find_world\n"
+        f"flags = WorldFlags(coordinator='127.0.0.1:{free_port}', num_processes=2, process_id=0)\n"
+        "logs.configure(0)\n"
+        "exits.run_guarded(lambda: session.start(find_world(flags, os.environ)))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", free_port + 1)) == 0:
+                break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR1)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, errors
+    assert "asked to stop before the run began" in errors
 
 
 @pytest.mark.multiprocess

@@ -23,6 +23,12 @@ OPENMPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.0.0.7,192.168.1.7:46299",
     "OMPI_MCA_ess_base_jobid": "1531576321",
 }
+KUBERNETES = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JOB_COMPLETION_INDEX": "2",
+    "OPENPI_TRAIN_NUM_PROCESSES": "4",
+    "OPENPI_TRAIN_COORDINATOR": "run-0.run:29500",
+}
 FLAGS = WorldFlags(coordinator="node0:1234", num_processes=3, process_id=2)
 
 
@@ -49,6 +55,10 @@ def place(world):
         (WorldFlags(), SLURM_STEP, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
         (WorldFlags(), {**SLURM_STEP, **OPENMPI}, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
         (WorldFlags(), {**OPENMPI, "MASTER_PORT": "30000"}, ("openmpi", 3, 4, 1, 2), "10.0.0.7:30000"),
+        (WorldFlags(), KUBERNETES, ("kubernetes", 2, 4, 0, 1), "run-0.run:29500"),
+        (WorldFlags(), {**KUBERNETES, **OPENMPI, "MASTER_PORT": "30000"}, ("openmpi", 3, 4, 1, 2), "10.0.0.7:30000"),
+        (WorldFlags(), {**KUBERNETES, "OPENPI_TRAIN_NUM_PROCESSES": "1"}, ("kubernetes", 0, 1, 0, 1), None),
+        (WorldFlags(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("alone", 0, 1, 0, 1), None),
     ],
 )
 def test_the_first_source_that_speaks_is_believed(flags, environ, expected, coordinator):
@@ -66,6 +76,18 @@ def test_the_first_source_that_speaks_is_believed(flags, environ, expected, coor
         (WorldFlags(), {**TORCH, "RANK": "8"}, "process 8 of 8 .* cannot be"),
         (WorldFlags(), {**TORCH, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "local process 4 of 4"),
         (WorldFlags(), {**TORCH, "MASTER_PORT": "65535"}, "port from 1 to 65534"),
+        (
+            WorldFlags(),
+            {"JOB_COMPLETION_INDEX": "2"},
+            "pod with JOB_COMPLETION_INDEX=2 but without OPENPI_TRAIN_NUM_PROCESSES, OPENPI_TRAIN_COORDINATOR: set "
+            "OPENPI_TRAIN_NUM_PROCESSES=<number of pods>, or 1 for .*; OPENPI_TRAIN_COORDINATOR=<name of the pod",
+        ),
+        (
+            WorldFlags(),
+            {name: value for name, value in KUBERNETES.items() if name != "JOB_COMPLETION_INDEX"},
+            "without JOB_COMPLETION_INDEX: set `completionMode: Indexed` in the Job's spec",
+        ),
+        (WorldFlags(), {**KUBERNETES, "JOB_COMPLETION_INDEX": "4"}, r"process 4 of 4 \(from kubernetes\) cannot be"),
         (WorldFlags(num_processes=2), {}, "--num-processes given without --coordinator, --process-id"),
         (WorldFlags(), {"SLURM_STEP_NODELIST": "a"}, "a Slurm step without SLURM_JOB_ID"),
         (
@@ -80,8 +102,10 @@ def test_a_source_that_says_too_little_is_refused_with_what_to_do(flags, environ
         find_world(flags, environ)
 
 
-def test_a_login_into_a_slurm_job_is_explained_and_not_obeyed():
-    world = find_world(WorldFlags(), SLURM_JOB)
+# An ssh login, and the shell that salloc opens as a step of its own.
+@pytest.mark.parametrize("environ", [SLURM_JOB, {**SLURM_STEP, "SLURM_STEP_ID": "4294967290"}])
+def test_a_login_into_a_slurm_job_is_explained_and_not_obeyed(environ):
+    world = find_world(WorldFlags(), environ)
     assert place(world) == ("alone", 0, 1, 0, 1)
     assert "not in a step of it" in world.notes[0] and "srun" in world.notes[0]
 
@@ -94,11 +118,21 @@ def test_a_master_address_alone_is_explained_and_not_obeyed():
     )
 
 
-def test_every_slurm_start_has_its_own_token():
+def test_every_slurm_start_has_its_own_token_and_port():
     first = find_world(WorldFlags(), SLURM_STEP)
     requeued = find_world(WorldFlags(), {**SLURM_STEP, "SLURM_RESTART_COUNT": "1"})
-    assert first.token and first.token != requeued.token
+    second_step = find_world(WorldFlags(), {**SLURM_STEP, "SLURM_STEP_ID": "1"})
+    starts = (first, requeued, second_step)
+    assert first.token and len({start.token for start in starts}) == 3
+    assert len({start.coordinator for start in starts}) == 3
     assert first.token not in repr(first)
+
+
+def test_a_pod_knows_the_token_of_its_job():
+    token = find_world(WorldFlags(), {**KUBERNETES, "OPENPI_TRAIN_JOB_TOKEN": "uid-of-the-job"}).token
+    assert token == "uid-of-the-job"
+    other = {**KUBERNETES, "OPENPI_TRAIN_COORDINATOR": "other-0.other:29500"}
+    assert find_world(WorldFlags(), KUBERNETES).token != find_world(WorldFlags(), other).token
 
 
 @pytest.mark.parametrize(

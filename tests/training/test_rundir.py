@@ -32,7 +32,7 @@ def start(base, name="first", **given):
     """A start that gets as far as training."""
     asked = request(base, name, **given)
     run = open_run(asked)
-    record_start(asked)
+    record_start(asked, {})
     return run
 
 

@@ -62,9 +62,7 @@ def open_index(directory: Path, options: IndexOptions, *, cache_dir: Path, worke
     Raises FileNotFoundError for missing shards, ValueError for metadata that does not fit, BadRecord where no
     episode is readable, OSError for a cache that cannot be written.
     """
-    key = _key([str(directory.resolve()), *dataclasses.astuple(options)])
-    label = f"{directory.parent.name}-{directory.name}-{options.split.replace(' ', '')}"
-    root = cache_dir / f"{label}-{key}"
+    label, root = _place(directory, options, cache_dir)
     manifest = _fresh_manifest(root, directory)
     if manifest is None:
         with (
@@ -73,6 +71,21 @@ def open_index(directory: Path, options: IndexOptions, *, cache_dir: Path, worke
         ):
             manifest = _fresh_manifest(root, directory) or _build(root, label, directory, options, workers)
     return tables.open_tables(root, manifest, check_crc=options.check_crc)
+
+
+def is_fresh(directory: Path, options: IndexOptions, *, cache_dir: Path) -> bool:
+    """Whether `open_index` has nothing to build. Raises as it does for an unknown split or missing shards."""
+    fresh = _fresh_manifest(_place(directory, options, cache_dir)[1], directory) is not None
+    if not fresh:
+        _stat_shards(directory, list_shards(load_builder(directory), options.split))
+    return fresh
+
+
+def _place(directory: Path, options: IndexOptions, cache_dir: Path) -> tuple[str, Path]:
+    """What an index is called in the log, and its folder."""
+    key = _key([str(directory.resolve()), *dataclasses.astuple(options)])
+    label = f"{directory.parent.name}-{directory.name}-{options.split.replace(' ', '')}"
+    return label, cache_dir / f"{label}-{key}"
 
 
 def _fresh_manifest(root: Path, directory: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from openpi_train.data import image, places, tables
 from openpi_train.data.repack import StepArray, is_repacked
-from openpi_train.data.rlds.index import FORMAT, IndexOptions, open_index
+from openpi_train.data.rlds.index import FORMAT, IndexOptions, is_fresh, open_index
 from openpi_train.data.rlds.schema import find_version
 from openpi_train.data.source import BadRecord, Source, SourceConfig
 
@@ -58,17 +58,26 @@ class Rlds(SourceConfig):
         if is_repacked(self.path):
             return StepArray(path=self.path, split=self.split, check_crc=self.check_crc).open()
         directory = find_version(self.path)
-        options = IndexOptions(self.split, self.prompt_feature, self.wide_columns, self.check_crc)
-        index = open_index(
-            directory,
-            options,
-            cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else places.indexes(),
-            workers=self.build_workers,
-        )
+        index = open_index(directory, self._options(), cache_dir=self._cache_dir(), workers=self.build_workers)
         dropped = index.manifest["dropped"]
         if dropped:
             self._report_dropped(directory, dropped)
         return RldsSource(directory, index)
+
+    def is_ready(self) -> bool:
+        """Whether `open` finds an index that is up to date, or first has to read all shards for minutes or hours.
+
+        Raises FileNotFoundError (no dataset, missing shards) and ValueError (unknown split), without reading a shard.
+        """
+        if is_repacked(self.path):
+            return True
+        return is_fresh(find_version(self.path), self._options(), cache_dir=self._cache_dir())
+
+    def _options(self) -> IndexOptions:
+        return IndexOptions(self.split, self.prompt_feature, self.wide_columns, self.check_crc)
+
+    def _cache_dir(self) -> Path:
+        return Path(self.cache_dir).expanduser() if self.cache_dir else places.indexes()
 
     def _report_dropped(self, directory: Path, dropped: list[dict[str, Any]]) -> None:
         episodes = sum(entry["episodes"] for entry in dropped)

@@ -1,0 +1,67 @@
+"""What changes where a run continues on another number of devices, and how the learning rate goes with the batch.
+
+Pure: experiment in, experiment out, with a line for the log per decision. Read next: `training/start.py`, which asks.
+"""
+
+import dataclasses
+import math
+
+from openpi_train.experiment import Experiment
+
+
+def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -> tuple[Experiment, list[str]]:
+    """The experiment as it runs on `num_devices`, and what to say about it.
+
+    `first_devices` is the number that the run was first started on where it is continued, None for a new run. Three
+    things may then differ from what was given: the batch (`keep_effective_batch_size` False: `batch_size` rows on each
+    device), the accumulation and the devices that share one copy of the state (`elastic`, on another number of devices
+    than at first), and the learning rate (`lr_scaling`). What cannot be made to fit is left as it is, for
+    `Experiment.check` to refuse with advice.
+    """
+    began_on = first_devices or num_devices
+    lines: list[str] = []
+    if not experiment.keep_effective_batch_size:
+        experiment = dataclasses.replace(experiment, batch_size=experiment.batch_size * began_on)
+    if num_devices != began_on:
+        lines.append(f"the run began on {began_on} devices and goes on on {num_devices}: same rows, same loss")
+        if experiment.elastic:
+            experiment, changes = _fit(experiment, num_devices, began_on)
+            lines += changes
+    experiment, rate = _scale(experiment)
+    rows = experiment.batch_size // (num_devices * experiment.grad_accum)
+    batch = (
+        f"effective batch size {experiment.batch_size}: {rows} rows x {num_devices} devices x "
+        f"{experiment.grad_accum} micro-batches"
+    )
+    return experiment, [*lines, batch, rate]
+
+
+def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Experiment, list[str]]:
+    """The same rows per step, with no more of them on a device at a time than its memory was enough for at first."""
+    lines = []
+    most = experiment.batch_size // (began_on * experiment.grad_accum)
+    rows, rest = divmod(experiment.batch_size, num_devices)
+    fitting = [] if rest else [n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most]
+    if fitting and fitting[0] != experiment.grad_accum:
+        lines.append(f"grad_accum {fitting[0]} instead of {experiment.grad_accum}: {rows // fitting[0]} rows at a time")
+        experiment = dataclasses.replace(experiment, grad_accum=fitting[0])
+    if num_devices % experiment.fsdp_devices:
+        shared = max(n for n in range(1, experiment.fsdp_devices + 1) if num_devices % n == 0)
+        lines.append(f"fsdp_devices {shared} instead of {experiment.fsdp_devices}, which does not divide {num_devices}")
+        experiment = dataclasses.replace(experiment, fsdp_devices=shared)
+    return experiment, lines
+
+
+def _scale(experiment: Experiment) -> tuple[Experiment, str]:
+    """The learning rate times the batch's ratio to the reference, or the ratio's root."""
+    schedule, reference = experiment.lr_schedule, experiment.reference_batch_size
+    if experiment.lr_scaling == "none" or reference is None:
+        return experiment, f"learning rate: peak {schedule.peak_lr:g}"
+    ratio = experiment.batch_size / reference
+    factor = ratio if experiment.lr_scaling == "linear" else math.sqrt(ratio)
+    scaled = dataclasses.replace(schedule, peak_lr=schedule.peak_lr * factor, decay_lr=schedule.decay_lr * factor)
+    line = (
+        f"learning rate: peak {scaled.peak_lr:g} = {schedule.peak_lr:g} x {factor:g} ({experiment.lr_scaling} in the "
+        f"batch: {experiment.batch_size} against {reference})"
+    )
+    return dataclasses.replace(experiment, lr_schedule=scaled), line

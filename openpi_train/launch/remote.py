@@ -1,0 +1,108 @@
+"""The far side of `launch ssh`: runs one host's share and tells the launcher all. Read next: `ssh.py`, the near side.
+
+Both talk in lines over ssh's own pipes. In comes the job (its token and environment with it, where `ps` shows neither),
+then signals, and every few seconds a sign of life. Out goes, behind a mark that no login message begins with, that the
+share runs, each line of each process, and each exit code. Nobody at the other end for a minute, or the end of stdin,
+is the end of the run here: SIGTERM, so that the processes save, and after the grace period SIGKILL.
+"""
+
+import contextlib
+import json
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from openpi_train.launch.child import Child
+from openpi_train.launch.processes import forwarded_signals
+from openpi_train.launch.spec import LaunchSpec, commands
+
+MARK = b"\x1e"  # the separator of RFC 7464 for JSON texts in a stream
+BEAT_S = 5.0
+SILENCE_S = 60.0  # as long as ssh's own keep-alive waits at the near side
+STARTED, LINE, ENDED = "started", "line", "ended"
+
+
+class Share:
+    """The processes of this host, and the way back to the launcher."""
+
+    def __init__(self, job: dict[str, Any]):
+        self.grace_s: float = job["grace_s"]
+        self.alive: set[int] = set()
+        self.mail: queue.Queue[bytes | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self.children = [
+            self._start(command.rank, command.argv, {**job["env"], **command.env})
+            for command in commands(LaunchSpec(**job["spec"]))
+            if command.env["NODE_RANK"] == str(job["node"])
+        ]
+
+    def run(self) -> None:
+        """Return when all processes have ended, after passing on what the launcher sends."""
+        self._tell(STARTED)
+        for child in self.children:
+            child.watch()
+        threading.Thread(target=self._listen, daemon=True).start()
+        heard_at = time.monotonic()
+        while self.alive:
+            with contextlib.suppress(queue.Empty):
+                line = self.mail.get(timeout=1.0)
+                if line is None:
+                    break
+                heard_at = time.monotonic()
+                self.send(json.loads(line).get("signal", 0))
+            if time.monotonic() - heard_at > SILENCE_S:
+                break
+        self._end()
+
+    def send(self, signum: int) -> None:
+        """Send a signal to all processes; signal 0 changes nothing."""
+        for child in self.children:
+            child.send(signum)
+
+    def _start(self, rank: int, argv: tuple[str, ...], env: dict[str, str]) -> Child:
+        def took(line: bytes, is_error: bool) -> None:
+            self._tell(LINE, rank, is_error, line.decode(errors="replace"))
+
+        def ended(code: int) -> None:
+            self.alive.discard(rank)
+            self._tell(ENDED, rank, code)
+            self.mail.put(b"{}")
+
+        self.alive.add(rank)
+        return Child(argv, env, took, ended)
+
+    def _listen(self) -> None:
+        for line in sys.stdin.buffer.raw:  # pyright: ignore[reportAttributeAccessIssue]
+            self.mail.put(line)
+        self.mail.put(None)
+
+    def _tell(self, *news: object) -> None:
+        with self._lock, contextlib.suppress(OSError):  # no launcher: the end of stdin is what ends the run
+            sys.stdout.buffer.write(MARK + json.dumps(news).encode() + b"\n")
+            sys.stdout.buffer.flush()
+
+    def _end(self) -> None:
+        self.send(signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for child in self.children:
+            child.close()
+
+
+def main() -> int:
+    """Run the share that the first line of stdin describes; 0 unless there is none: the processes' codes are told."""
+    first = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]
+    if not first.endswith(b"\n"):
+        return 2
+    share = Share(json.loads(first))
+    with forwarded_signals(share.children):
+        share.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

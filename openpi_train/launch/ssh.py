@@ -1,0 +1,200 @@
+"""`launch ssh`: all processes of a run on a list of hosts, started and watched from here. Read next: `remote.py`.
+
+One ssh per host runs the host's share there. The processes look to this launcher like its own: their lines come here,
+the first failure ends all, signals are passed on, and nothing is left running when the launcher or its connection dies.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import secrets
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.launch import remote
+from openpi_train.launch.child import DRAIN_S, Child, Started
+from openpi_train.launch.processes import Record, Screen, add_options, add_per_node_options, announced, oversee
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, commands
+
+# No questions, which nobody could answer; a host that is gone is noticed after a minute.
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+_USAGE_ERROR = 2
+_PEER_LOST = 70
+_SSH_FAILED = 255  # ssh's own failure; every other code is that of what ran over there
+
+
+def add_parser(forms: Any) -> None:
+    """Add this form to the `launch` verb's."""
+    parser = forms.add_parser("ssh", help="all processes on a list of hosts, started from here")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--hosts", help="host names with commas between, as ssh knows them; user@host where needed")
+    where.add_argument("--hosts-file", type=Path, help="file with a host per line; # begins a comment")
+    add_per_node_options(parser)
+    parser.add_argument(
+        "--master-addr", help="address of the first host, which all hosts can reach (default: its name)"
+    )
+    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT, help="coordinator's port there (%(default)s)")
+    parser.add_argument("--workdir", default=os.getcwd(), help="folder to run in, on every host (default: this one)")
+    parser.add_argument("--python", default=sys.executable, help="Python on every host (default: the path of this one)")
+    parser.add_argument(
+        "--env",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variables; NAME alone: as it is here",
+    )
+    parser.add_argument("--ssh-command", default=SSH, help="what connects, instead of: %(default)s")
+    add_options(parser)
+    parser.set_defaults(launch=launch)
+
+
+def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
+    """Start the shares of all hosts, and return the exit code of the run."""
+    hosts = _hosts(given)
+    names = [_name(host) for host in hosts]
+    spec = LaunchSpec(
+        arguments=arguments,
+        processes_per_host=given.gpus_per_node or given.processes_per_node,
+        hosts=(given.master_addr or names[0], *names[1:]),
+        port=given.master_port,
+        devices_per_process=given.devices_per_process,
+        token="" if given.dry_run else secrets.token_hex(8),
+        program=(given.python, "-m", "openpi_train"),
+    )
+    env = _variables(given.env)
+    far = f"cd {shlex.quote(given.workdir)} && exec {shlex.quote(given.python)} -m {remote.__name__}"
+    lines = [(*shlex.split(given.ssh_command), host, far) for host in hosts]
+    everything, count = commands(spec), spec.processes_per_host
+    if given.dry_run:
+        for node, line in enumerate(lines):
+            print(shlex.join(line))
+            for command in everything[node * count : (node + 1) * count]:
+                print(f"    {command.line()}")
+        return 0
+    log_dir = announced(len(everything), given.log_dir, f" on {', '.join(names)}")
+    screen = Screen()
+    records = [Record(command.rank, log_dir, screen, names[rank // count]) for rank, command in enumerate(everything)]
+    job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": given.grace_s}
+    started = (
+        Host(name, line, {**job, "node": node}, records[node * count : (node + 1) * count], screen)
+        for node, (name, line) in enumerate(zip(names, lines, strict=True))
+    )
+    return oversee(started, records, given.grace_s)
+
+
+class Host(Started):
+    """One host of the run: the ssh that runs its share, and the records of the processes there."""
+
+    def __init__(self, name: str, argv: Sequence[str], job: dict[str, Any], records: Sequence[Record], screen: Screen):
+        self._name, self._screen = name, screen
+        self._records = {record.rank: record for record in records}
+        self._words: list[bytes] = []
+        self._running = False
+        self._over = threading.Event()
+        self._child = Child(argv, {}, self._take, self._end, with_input=True)
+        self._say(job)
+
+    def watch(self) -> None:
+        """Hear the share, and let it hear that the launcher is there."""
+        self._child.watch()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def send(self, signum: int) -> None:
+        """Have the share send a signal to all its processes; after SIGKILL it gets no time to answer."""
+        self._say({"signal": signum})
+        if signum == signal.SIGKILL:  # the share may be out of reach
+            timer = threading.Timer(DRAIN_S, self._child.send, [signum])
+            timer.daemon = True
+            timer.start()
+
+    def close(self) -> None:
+        """Let the share clear up, which it does at the end of its input, and hear it to the end."""
+        self._child.close_input()
+        self._child.wait(DRAIN_S)
+        self._child.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._child.write(json.dumps(message).encode() + b"\n")
+
+    def _beat(self) -> None:
+        while not self._over.wait(remote.BEAT_S):
+            self._say({})
+
+    def _take(self, line: bytes, is_error: bool) -> None:
+        """A line from ssh: news from the share, or what ssh or the far shell has to say."""
+        if not line.startswith(remote.MARK):
+            self._words.append(line)
+            if is_error:
+                self._screen.show(f"[{self._name}]", line)
+            return
+        kind, *news = json.loads(line.removeprefix(remote.MARK))
+        if kind == remote.STARTED:
+            self._running = True
+        elif kind == remote.LINE:
+            rank, is_error, text = news
+            self._records[rank].take(text.encode(), is_error)
+        elif kind == remote.ENDED:
+            rank, code = news
+            self._records[rank].end(code)
+
+    def _end(self, code: int) -> None:
+        """ssh has ended: processes whose end nobody has heard of are lost."""
+        self._over.set()
+        self._child.drain()
+        if lost := [record for record in self._records.values() if record.code is None]:
+            self._give_up(lost, code)
+        self._child.close_input()
+
+    def _give_up(self, lost: Sequence[Record], code: int) -> None:
+        if self._running:
+            reason = f"the connection to {self._name} was lost (ssh ended with code {code})"
+        else:
+            reason = f"nothing could be started on {self._name} (ssh ended with code {code})"
+        for line in (*self._words, f"{reason}\n".encode()):
+            lost[0].take(line, True)
+        for record in lost:
+            record.end(_PEER_LOST if self._running or code == _SSH_FAILED else _USAGE_ERROR)
+
+
+def _hosts(given: argparse.Namespace) -> list[str]:
+    if given.hosts_file is None:
+        words = given.hosts.split(",")
+    else:
+        try:
+            lines = given.hosts_file.read_text().splitlines()
+        except OSError as error:
+            raise LaunchError(f"--hosts-file {given.hosts_file}: {error.strerror}") from None
+        words = [line.partition("#")[0] for line in lines]
+    hosts = [word.strip() for word in words if word.strip()]
+    if not hosts:
+        raise LaunchError("no host is named: give --hosts node1,node2 or a --hosts-file with one per line")
+    for host in hosts:
+        if host.split() != [host] or host.startswith("-"):
+            raise LaunchError(f"host {host!r} is no name: one per line, or commas between, as in user@node1,node2")
+    names = [_name(host) for host in hosts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LaunchError(f"{', '.join(twice)} named more than once: give each host once")
+    return hosts
+
+
+def _name(host: str) -> str:
+    """The host of "user@host"."""
+    return host.rpartition("@")[2]
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """The variables of --env: NAME=VALUE, or NAME for the value it has here."""
+    variables = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        if not given and name not in os.environ:
+            raise LaunchError(f"--env {name}: it has no value here; give {name}=<value>, or leave it out")
+        variables[name] = value if given else os.environ[name]
+    return variables

@@ -1,0 +1,103 @@
+"""Another process of the run, at the other end of the rendezvous connection. Read next: `watchdog.py`, who listens.
+
+The connection stays open for the life of the run and carries lines of JSON both ways, each an object with one entry:
+`status` every two seconds, `farewell` from whoever leaves of its own, `verdict` from process 0 when all must end.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_LINE_LIMIT_BYTES = 1 << 20
+# Of one write or read; whoever takes no small line for so long has a full buffer and is not reading.
+_SLICE_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """What a process is doing: its phase, the last step it took, and how long it got no further (limit None: may)."""
+
+    phase: str
+    step: int
+    idle_s: float
+    limit_s: float | None
+
+    def words(self) -> str:
+        return f"{self.phase}, step {self.step}" if self.step else self.phase
+
+    def is_stuck(self) -> bool:
+        return self.limit_s is not None and self.idle_s > self.limit_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a run or a process of it ends: the exit code, and why, for people."""
+
+    code: int
+    reason: str
+
+
+class Peer:
+    """What one process knows of another. `listen` keeps it up to date; `on_news` is called when it must not wait."""
+
+    def __init__(self, process_index: int, host: str, connection: socket.socket, received: bytes = b""):
+        """`received` has already been read from the connection."""
+        self.process_index = process_index
+        self.who = f"process {process_index} on {host}"
+        self.status: Status | None = None
+        self.farewell: Ending | None = None
+        self.farewell_time = 0.0
+        self.verdict: Ending | None = None
+        self.closed = False
+        self.unheard_beats = 0
+        """Own beats since anything came: a process that was itself held up accuses nobody."""
+        self.on_news: Callable[[], None] = lambda: None
+        self._connection, self._received = connection, received
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, message: Status | Ending) -> None:
+        """Send one message. A peer that is gone or takes nothing is left to `listen` and to its silence."""
+        line = json.dumps({kind: dataclasses.asdict(message)}).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.sendall(line)
+
+    def listen(self) -> None:
+        """Take in what the peer says, until its connection closes."""
+        try:
+            self._connection.settimeout(_SLICE_S)
+            while len(self._received) < _LINE_LIMIT_BYTES:
+                *lines, self._received = self._received.split(b"\n")
+                for line in lines:
+                    self._hear(line)
+                try:
+                    part = self._connection.recv(65536)
+                except TimeoutError:
+                    continue
+                if not part:
+                    break
+                self._received += part
+        except OSError:
+            pass  # a connection that broke is closed, too
+        except (ValueError, TypeError, AttributeError) as error:
+            logger.warning("%s said something that is no message of ours: %s", self.who, error)
+        self.closed = True
+        self.on_news()
+
+    def _hear(self, line: bytes) -> None:
+        self.unheard_beats = 0
+        for kind, fields in json.loads(line).items():
+            if kind == "status":
+                self.status = Status(**fields)
+            elif kind == "farewell":
+                self.farewell, self.farewell_time = Ending(**fields), time.monotonic()
+                self.on_news()
+            elif kind == "verdict":
+                self.verdict = Ending(**fields)
+                self.on_news()

@@ -1,0 +1,253 @@
+"""Notices a lost or stuck process, and ends all with code 70 and the reason. Read next: `peer.py`, `phases.py`.
+
+A thread in every process sends the process's phase to process 0, and process 0's to all, every two seconds, over the
+connections of the rendezvous. A connection that closes without a farewell is a process that was killed; silence is a
+host or a network that is gone; a step that takes far too long is stuck. Process 0 judges and tells all; the others
+judge process 0. Whoever is told logs the reason, writes where all of its threads are, and ends with code 70.
+
+jax notices too, later or worse: it says that some task died and aborts. Of a lost process 0 it learns at once, so its
+abort is caught here until the reason is known. (jax's own hook, `missed_heartbeat_callback`, ends the process with a
+`std::bad_cast` before any Python runs: seen with jaxlib 0.10.2 and 0.12.0.1.)
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from openpi_train.runtime import exits, logs, phases
+from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
+from openpi_train.runtime.peer import Ending, Peer, Status
+from openpi_train.runtime.waiting import Timeouts
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 2.0
+_REPORT_EVERY_S = 15.0
+_SUSPICIOUS_BEATS = 2  # without a word; one is usual, since beats are not in step
+# A process that leaves by itself gives the others time to fail of the same cause, with its exit code.
+_SETTLE_S = 3.0
+# Noticing takes at most so much of what a time-out allows; the rest is for telling the others and for the last words.
+_NOTICING_SHARE = 0.75
+# Process 0 serves jax's coordination: when it goes, jax aborts the others, who shall first hear why.
+_LINGER_S = 1.0
+# A full disk or a terminal that nobody reads must not keep a process from ending.
+_LAST_WORDS_S = 8.0
+
+
+def judge(
+    own: Status, own_who: str, peers: Sequence[Peer], *, is_process_0: bool, beat_s: float, silence_s: float
+) -> Ending | None:
+    """Why all processes must end now, from what this one knows; None while all is well."""
+    for peer in peers:
+        if peer.verdict is not None:
+            return peer.verdict
+    for peer in peers:
+        how = _how_lost(peer, beat_s, silence_s)
+        if how is not None:
+            return how
+    return _who_is_stuck(own, own_who, peers, beat_s) if is_process_0 else None
+
+
+def _who_is_stuck(own: Status, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
+    everyone = [(own_who, own, 0)]
+    everyone += [(peer.who, peer.status, peer.unheard_beats) for peer in peers if peer.status is not None]
+    # Whoever is in a step may be waiting for one that is saving, say, which may take as long as it needs.
+    if len(everyone) <= len(peers) or any(status.limit_s is None for _, status, _ in everyone):
+        return None
+    if not any(status.is_stuck() for _, status, _ in everyone):
+        return None
+    # All wait for the one that is stuck: it does not even answer, or else has taken the fewest steps.
+    silent = [one for one in everyone if one[2] > _SUSPICIOUS_BEATS]
+    who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, -one[1].idle_s))
+    silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""
+    idle_s = status.idle_s + unheard * beat_s
+    reason = f"{who} is stuck ({status.words()}): no further step for {idle_s:.0f} s (--timeouts.stuck-s){silence}"
+    return Ending(PEER_LOST, reason)
+
+
+def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
+    place = f" ({peer.status.words()})" if peer.status else ""
+    if peer.farewell is not None:
+        if peer.farewell.code == DONE or time.monotonic() - peer.farewell_time < _SETTLE_S:
+            return None
+        # A request to stop that met a process before the run began is for all of them.
+        code = PREEMPTED if peer.farewell.code == PREEMPTED else PEER_LOST
+        return Ending(code, f"{peer.who} ended with code {peer.farewell.code}{place}: {peer.farewell.reason}")
+    if peer.closed:
+        return Ending(PEER_LOST, f"{peer.who} was lost{place}: it was killed or crashed, or its host went down")
+    if peer.unheard_beats * beat_s > silence_s:
+        silence = f"nothing was heard of it for {peer.unheard_beats * beat_s:.0f} s (--timeouts.lost-s)"
+        return Ending(PEER_LOST, f"{peer.who} was lost{place}: {silence}; it hangs, or the network to it is cut")
+    return None
+
+
+class Watchdog:
+    """The thread that watches over this process and its peers, and the ways in which it ends the process."""
+
+    def __init__(
+        self, process_index: int, who: str, peers: Sequence[Peer], timeouts: Timeouts, stop_noticed: Callable[[], bool]
+    ):
+        """`peers` are all others for process 0, process 0 for all others. `stop_noticed` is asked by process 0."""
+        self._is_process_0 = process_index == 0
+        self._who, self._peers, self._stop_noticed = who, peers, stop_noticed
+        self._silence_s = _NOTICING_SHARE * timeouts.lost_s
+        self._stuck_s = _NOTICING_SHARE * timeouts.stuck_s
+        self._beat_s = min(_BEAT_S, self._silence_s / 8, self._stuck_s / 8)
+        self._news = threading.Event()
+        self._over = False
+        self._leaving = threading.Lock()  # taken by whoever ends the process, never given back
+        self._reports = 0
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch. From here on, the process ends with code 70 when another is lost."""
+        for peer in self._peers:
+            peer.on_news = self._news.set
+        exits.say_farewell_by(self._say_farewell)
+        phases.tell_changes(self._news.set)
+        if self._peers:
+            self._restore_abort = _catch_abort(self._on_abort)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching, after all processes have come to the end of the run."""
+        self._over = True
+        self._news.set()
+        self._thread.join()
+        exits.say_farewell_by(None)
+        if self._peers:
+            self._restore_abort()
+        self._tell("farewell", Ending(DONE, "done"))
+
+    def _watch(self) -> None:
+        next_beat, told = time.monotonic(), ""
+        try:
+            while not self._over:
+                status = self._status()
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + self._beat_s
+                    self._beat(status)
+                elif status.phase != told:
+                    self._tell("status", status)
+                told = status.phase
+                ending = judge(
+                    status,
+                    self._who,
+                    self._peers,
+                    is_process_0=self._is_process_0,
+                    beat_s=self._beat_s,
+                    silence_s=self._silence_s,
+                )
+                if ending is not None:
+                    self._end(ending)
+                self._news.wait(max(0.0, next_beat - time.monotonic()))
+                self._news.clear()
+        except Exception:
+            logger.exception("the watchdog failed")
+            exits.end(exits.BUG)
+
+    def _beat(self, status: Status) -> None:
+        """What is due every two seconds: tell, count, say what takes long, see whether a stop was asked for."""
+        self._tell("status", status)
+        for peer in self._peers:
+            peer.unheard_beats += 1
+        self._report(status)
+        phase = phases.current()
+        if self._is_process_0 and phase.abandonable and self._stop_noticed():
+            reason = f"asked to stop ({phase.name}): there is nothing to save yet; start again with --resume"
+            self._end(Ending(PREEMPTED, reason))
+
+    def _report(self, status: Status) -> None:
+        """Say what takes long: when, and again every so often."""
+        reports = int(status.idle_s // _REPORT_EVERY_S)
+        if reports > self._reports:
+            limit = f", limit {status.limit_s:.0f} s" if status.limit_s else ""
+            logger.info("%s since %.0f s%s", status.words(), status.idle_s, limit)
+        self._reports = reports
+
+    def _status(self) -> Status:
+        now = phases.current()
+        return Status(
+            phase=now.name,
+            step=now.step,
+            idle_s=time.monotonic() - now.since,
+            limit_s=phases.limit_s(self._stuck_s),
+        )
+
+    def _tell(self, kind: str, message: Status | Ending) -> None:
+        for peer in self._peers:
+            peer.send(kind, message)
+
+    def _end(self, ending: Ending) -> NoReturn:
+        """End this process because of `ending`; process 0 tells all others first."""
+        self._claim_the_end()
+        _end_anyway(ending.code)
+        if self._is_process_0:
+            self._tell("verdict", ending)
+        if ending.code == PREEMPTED:
+            logger.info("%s", ending.reason)
+        else:
+            logger.error("%s", ending.reason)
+            logger.info("this process: %s since %.0f s", self._status().words(), self._status().idle_s)
+            for peer in self._peers:
+                if peer.status is not None and not peer.closed:
+                    logger.info("%s: %s since %.0f s", peer.who, peer.status.words(), peer.status.idle_s)
+            logs.dump_stacks()
+        if self._is_process_0 and self._peers:
+            time.sleep(_LINGER_S)
+        exits.end(ending.code)
+
+    def _say_farewell(self, code: int, reason: str) -> None:
+        """Tell the others that and why this process ends by itself; from the main thread."""
+        if code == PEER_LOST:
+            self._wait_for_the_reason()
+        self._claim_the_end()
+        self._tell("status", self._status())
+        self._tell("farewell", Ending(code, reason.partition("\n")[0][:300]))
+        if self._is_process_0 and self._peers:
+            time.sleep(_LINGER_S)
+
+    def _claim_the_end(self) -> None:
+        """Return to the first thread that ends the process, never to a second."""
+        self._leaving.acquire()
+
+    def _wait_for_the_reason(self) -> None:
+        """Give the watchdog, which mostly knows which process was lost, the time to end this one."""
+        self._news.set()
+        time.sleep(_SETTLE_S + 2.0)
+
+    def _on_abort(self, signum: int) -> None:
+        """On a thread of C++ that aborts the process; returns, to let it, where no other process is the cause."""
+        del signum
+        self._wait_for_the_reason()
+        logger.critical("aborted by C++ code, which said why on stderr")
+        logs.dump_stacks()
+
+
+def _end_anyway(code: int) -> None:
+    timer = threading.Timer(_LAST_WORDS_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def _catch_abort(handler: Callable[[int], None]) -> Callable[[], None]:
+    """Have `handler` called on a thread that aborts the process; returns how to undo it.
+
+    Not by Python's `signal`: its handlers run later and in the main thread, when the process is gone.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
+    previous = libc.signal(signal.SIGABRT, ctypes.cast(callback, ctypes.c_void_p))
+
+    def restore() -> None:
+        libc.signal(signal.SIGABRT, previous)
+        nonlocal callback
+        del callback  # it had to live until now
+
+    return restore

@@ -1,0 +1,202 @@
+"""What `doctor` finds out about a machine before jax touches its devices. Read next: `check_run.py`, `doctor.py`."""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from openpi_train.runtime import xla
+from openpi_train.runtime.world import is_loopback, split_address
+from openpi_train.tools.finding import Finding, fail, ok, warn
+
+_PLUGINS = tuple(f"jax-{kind}-{part}" for kind in ("cuda13", "cuda12", "rocm7") for part in ("plugin", "pjrt"))
+# The least driver for a CUDA release: docs.jax.dev/en/latest/installation.html
+_LEAST_DRIVER = {"cuda12": (525, 60, 13), "cuda13": (580,)}
+_BUSY_GPU_MIB = 1024
+_CONNECT_S = 3.0
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+
+
+def machine() -> Iterator[Finding]:
+    """The operating system, Python, processors and memory."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield ok(
+        "platform",
+        f"{socket.gethostname()}: {platform.platform()}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} processors, {memory_gib:.0f} GiB of memory",
+    )
+    if sys.platform != "linux":
+        yield warn("platform", f"{sys.platform} is not what this is tested on", "train on Linux")
+
+
+def installed() -> dict[str, str]:
+    """Versions of jax and of what must fit it, by package; absent ones are left out."""
+    versions = {}
+    for package in ("jax", "jaxlib", *_PLUGINS):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
+    """Whether jax, jaxlib and the plugin for GPUs are of one release: jax passes over a plugin that is not."""
+    jax, jaxlib = versions["jax"], versions["jaxlib"]
+    plugins = {name: version for name, version in versions.items() if name in _PLUGINS}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if jax != jaxlib:
+        yield warn("versions", f"jax {jax} with jaxlib {jaxlib}", f"pip install jax=={jax} jaxlib=={jax}")
+    wrong = [name for name, version in plugins.items() if version != jaxlib]
+    if wrong:
+        yield fail(
+            "versions",
+            f"{', '.join(f'{name} {plugins[name]}' for name in wrong)} with jaxlib {jaxlib}: jax will not use the GPUs",
+            f"pip install {' '.join(f'{name}=={jaxlib}' for name in wrong)}",
+        )
+    elif num_gpus and not plugins:
+        advice = "pip install 'openpi_train[cuda13]', or [cuda12] for a driver before 580"
+        yield fail(
+            "versions", f"{num_gpus} GPUs, but jax has no plugin for them: it would train on the processor", advice
+        )
+    else:
+        yield ok("versions", listed)
+
+
+def driver(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """NVIDIA's driver and its GPUs, as `nvidia-smi` tells."""
+    if shutil.which("nvidia-smi") is None:
+        yield ok("driver", "no nvidia-smi here: no NVIDIA GPU")
+        return
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
+    except subprocess.TimeoutExpired:
+        yield fail("driver", "nvidia-smi does not answer within 30 s: a GPU hangs", "restart the machine")
+        return
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not rows or any(len(row) != 4 for row in rows):
+        text = (done.stdout + done.stderr).strip()
+        yield fail(
+            "driver", f"nvidia-smi: {text}", "load or reinstall the driver; after an upgrade restart the machine"
+        )
+        return
+    number = tuple(int(part) for part in rows[0][1].split(".") if part.isdecimal())
+    least = max((needed for kind, needed in _LEAST_DRIVER.items() if f"jax-{kind}-plugin" in versions), default=())
+    names = ", ".join(dict.fromkeys(row[0] for row in rows))
+    if number < least:
+        needed = ".".join(map(str, least))
+        advice = f"upgrade the driver to {needed} or later, or install the plugin for an older CUDA"
+        yield fail("driver", f"{rows[0][1]} is older than {needed}, which the installed plugin needs", advice)
+    else:
+        yield ok("driver", f"{rows[0][1]}, {len(rows)} x {names}")
+    for index, (_, _, total, used) in enumerate(rows):
+        if used.isdecimal() and int(used) > _BUSY_GPU_MIB:
+            text = f"GPU {index}: {int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB are in use already"
+            yield warn("driver", text, "end what runs there (nvidia-smi), or leave it out with CUDA_VISIBLE_DEVICES")
+
+
+def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Iterator[Finding]:
+    """What XLA and NCCL will be told, and why."""
+    decisions = xla.decide(kind, environ, extent)
+    if not decisions:
+        yield ok("xla", f"nothing is set for {kind} and {extent}; XLA_FLAGS={environ.get('XLA_FLAGS', '')!r}")
+    for decision in decisions:
+        if "left out" in decision.line:
+            yield warn(
+                "xla", decision.line, "nothing: it costs speed only; newer releases of jax may have it by default"
+            )
+        else:
+            yield ok("xla", f"{decision.line} [{decision.setting.source}]")
+    grows = environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
+    if kind == "gpu" and (grows or environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"):
+        text = "memory is taken piece by piece: it may come apart, and a run that fits may end for lack of memory"
+        yield warn("xla", text, "unset XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR")
+
+
+def own_name(kind: str) -> Iterator[Finding]:
+    """Whether this host's name leads to an address that other hosts can reach; gloo listens there, alone too."""
+    name = socket.gethostname()
+    advice = f"give {name} its real address in /etc/hosts or DNS; needed for several hosts without GPUs (gloo)"
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        text = f"this host's own name {name!r} does not resolve ({error})"
+        yield (fail if kind == "cpu" else warn)("name", text, advice)
+        return
+    if is_loopback(address):
+        yield warn("name", f"this host's own name {name!r} is {address}, which other hosts cannot reach", advice)
+    else:
+        yield ok("name", f"{name} is {address}")
+
+
+def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
+    """Whether the coordinator's port and the one after it, for the rendezvous, are free. `chosen`: by the user."""
+    for number in (port, port + 1):
+        try:
+            with socket.create_server(("", number), reuse_port=False):
+                pass
+        except OSError as error:
+            advice = "use another with --port (local) or --master-port, or end what listens there (ss -ltnp)"
+            reason = os.strerror(error.errno or 0)
+            yield (fail if chosen else warn)("ports", f"port {number} cannot be used here ({reason})", advice)
+            return
+    yield ok("ports", f"{port} and {port + 1} are free here")
+
+
+def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
+    """Whether each of `hosts` ("name" or "name:port") resolves and answers from here."""
+    for given in hosts:
+        host, port = split_address(given) if ":" in given else (given, default_port)
+        try:
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError as error:
+            yield fail(
+                "reach", f"{host!r} does not resolve here ({error})", "use its address, or tell DNS or /etc/hosts"
+            )
+            continue
+        if is_loopback(str(address)) and not is_loopback(host):
+            advice = f"give {host} its real address in /etc/hosts or DNS"
+            yield warn("reach", f"{host} is {address} here: that is this machine itself", advice)
+        try:
+            with socket.create_connection((host, port), timeout=_CONNECT_S):
+                yield ok("reach", f"{host} ({address}) answers on port {port}")
+        except ConnectionRefusedError:
+            text = f"{host} ({address}) is there; nothing listens on port {port}"
+            advice = f"fine before a run; if something should listen on {port}, start it"
+            yield ok("reach", text) if ":" not in given else warn("reach", text, advice)
+        except OSError as error:
+            text = f"{host} ({address}) does not answer on port {port} ({error})"
+            yield fail("reach", text, f"is it up, and does the firewall let {port} and {port + 1} through?")
+
+
+def clock() -> Iterator[Finding]:
+    """Whether the clock is kept right, so that the logs of several hosts line up."""
+    if sys.platform != "linux":
+        return
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zero: only asks
+    if state == _TIME_ERROR:
+        advice = "run chrony, ntpd or systemd-timesyncd; only the times in logs depend on it"
+        yield warn("clock", "the clock is not synchronised", advice)
+    else:
+        yield ok("clock", "the clock is synchronised" if state >= 0 else "it cannot be told whether it is synchronised")
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Room in /dev/shm, through which data workers hand rows over; containers have 64 MiB unless told otherwise."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield warn("shm", "there is no /dev/shm", "use --num-workers 0")
+        return
+    free = shutil.disk_usage(place).free
+    if free < 2**30:
+        advice = "docker --shm-size 16g, `launch kubernetes --shared-memory-gib`, or --num-workers 0"
+        yield warn("shm", f"{free / 2**20:.0f} MiB are free in /dev/shm, little for data workers", advice)
+    else:
+        yield ok("shm", f"{free / 2**30:.1f} GiB are free in /dev/shm")

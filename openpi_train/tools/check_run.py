@@ -1,0 +1,144 @@
+"""What `doctor` finds out with the devices: what they do together, and what an experiment needs.
+
+Read next: `doctor.py`, `../runtime/selftest.py`.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from openpi_train.data.config import DataConfig
+from openpi_train.data.norm_stats import stored_norm_stats
+from openpi_train.data.normalize import guard, read_norm_stats
+from openpi_train.data.opened import assets, open_windows
+from openpi_train.data.rlds import Rlds
+from openpi_train.data.windows import Windows
+from openpi_train.experiment import Experiment
+from openpi_train.planning.memory import GIB, require
+from openpi_train.runtime import agree, selftest
+from openpi_train.runtime.exits import NumbersError, UsageError
+from openpi_train.runtime.world import World
+from openpi_train.tools import check_disk
+from openpi_train.tools.finding import Finding, fail, ok, warn
+from openpi_train.training.start import prepare
+
+_MOST_SKEW_S = 2.0
+
+
+def devices(num_gpus: int) -> Iterator[Finding]:
+    """What jax found, which is the processor where it could not use the GPUs."""
+    local, kind = jax.local_devices(), jax.devices()[0].device_kind
+    text = f"{jax.device_count()} x {kind}, {len(local)} of them in this process"
+    if num_gpus and local[0].platform == "cpu":
+        advice = "see `versions` and `driver`; JAX_PLATFORMS=cuda makes jax say why"
+        yield fail("devices", f"{text}, although there are {num_gpus} GPUs", advice)
+    else:
+        yield ok("devices", text)
+
+
+def collectives() -> Iterator[Finding]:
+    """The self-test that every run begins with."""
+    try:
+        found = selftest.measure()
+    except NumbersError as error:
+        yield fail("collectives", str(error), "run without that host, and have it repaired")
+        return
+    yield ok("collectives", found.line() if found else "one device: nothing to do together")
+
+
+def clocks() -> Iterator[Finding]:
+    """Whether the clocks of all processes agree."""
+    if jax.process_count() == 1:
+        return
+    agree.barrier("compare clocks")  # all leave it at about the same time
+    times = agree.gather("clocks", time.time())
+    skew_s = max(times) - min(times)
+    if skew_s > _MOST_SKEW_S:
+        text = f"the clocks of the hosts differ by {skew_s:.1f} s"
+        yield warn("clock", text, "synchronise them (chrony, ntpd); only the times in logs depend on it")
+    else:
+        yield ok("clock", f"the clocks of all processes agree to {skew_s:.1f} s")
+
+
+def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
+    """Whether the experiment fits the devices' memory and the disks."""
+    checkpoint_bytes = 0
+    try:
+        prepared = prepare(experiment, world)
+        shapes = jax.tree.leaves(prepared.layout.shapes)
+        checkpoint_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
+        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        total, available = prepared.memory.total / GIB, prepared.available_bytes / GIB
+        yield ok("memory", f"{experiment.name} needs {total:.2f} of {available:.2f} GiB on each device")
+    except (UsageError, ValueError) as error:  # ValueError: from the mesh
+        yield fail("memory", str(error), "as it says; `--dry-run` shows the same")
+    yield from check_disk.written(Path(experiment.checkpoint_base_dir), "--checkpoint-base-dir", checkpoint_bytes)
+    yield from check_disk.written(experiment.assets_dir, "--assets-base-dir")
+
+
+def data(experiment: Experiment) -> Iterator[Finding]:
+    """Whether the experiment's datasets are there and indexed, and its norm stats there and sound."""
+    config, ready = experiment.data, True
+    for number, dataset in enumerate(config.datasets):
+        source = dataset.source
+        if not isinstance(source, Rlds):
+            continue
+        flag = f"--data.datasets.{number}.source.path"
+        try:
+            fresh = source.is_ready()
+        except (OSError, ValueError) as error:
+            ready = False
+            yield fail("dataset", str(error), f"give its place with {flag}")
+            continue
+        yield from check_disk.read(Path(source.path).expanduser())
+        if not fresh:
+            ready = False
+            text = f"{source.path}, split {source.split}: there, but not indexed yet, or changed since"
+            yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.path}")
+    if not ready:
+        advice = "see `dataset`, then run doctor again"
+        yield warn("norm stats", "not looked at: the data are not ready", advice)
+        return
+    try:
+        windows = open_windows(config, horizon=experiment.model.action_horizon)
+        for window, dataset in zip(windows, config.datasets, strict=True):
+            text = f"{dataset.asset}: {window.source.num_episodes} episodes, {len(window)} training samples"
+            yield (
+                ok("dataset", text) if len(window) else fail("dataset", text, "check its split and validation_fraction")
+            )
+        yield from _norm_stats(config, windows, experiment)
+    except (OSError, ValueError) as error:
+        yield fail("dataset", str(error), "as it says")
+
+
+def _norm_stats(config: DataConfig, windows: list[Windows], experiment: Experiment) -> Iterator[Finding]:
+    for asset, members in assets(config, windows).items():
+        group, weights = [window for window, _ in members], [dataset.weight for _, dataset in members]
+        given, robot = members[0][1].norm_stats, members[0][0].robot
+        if given is not None:
+            stats, where = read_norm_stats(given), Path(given)
+            names = {"state": robot.state_names, "actions": robot.action_names}
+            notes = {name: guard(stats[name], dims)[1] for name, dims in names.items() if name in stats}
+            missing = [name for name in names if name not in stats]
+            if missing:
+                yield fail(
+                    "norm stats", f"{where} holds no {missing[0]!r}", "give another --data.datasets.N.norm-stats"
+                )
+        else:
+            where = experiment.assets_dir / asset
+            known = stored_norm_stats(group, weights, where, max_samples=config.max_norm_stats_samples)
+            if known is None:
+                text = f"none of these data in {where} yet"
+                yield warn("norm stats", text, f"the first start computes them; or now: stats {experiment.name}")
+                continue
+            notes = known[1]
+        flat = [f"{name} {dim} ({text})" for name, dims in notes.items() for dim, text in dims.items()]
+        if flat:
+            text = f"{where}: nearly constant or seldom moving dims: {', '.join(flat)}"
+            yield warn(
+                "norm stats", text, "fine if the robot is like that; else look at the data: `stats` shows a table"
+            )
+        else:
+            yield ok("norm stats", str(where))

@@ -1,0 +1,146 @@
+"""The `doctor` verb: looks at everything that a run needs and says what is wrong and what to do.
+
+One process looks at its machine; started with `launch`, `srun` or by `launch kubernetes`, all processes look at theirs
+and do together what a run does first. Read next: `check_host.py`, `check_disk.py`, `check_run.py`.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from openpi_train.data import places
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.runtime import agree, logs, session, xla
+from openpi_train.runtime.exits import DONE, USAGE, RunError
+from openpi_train.runtime.world import World, WorldFlags, find_world
+from openpi_train.tools import check_disk, check_host, check_run
+from openpi_train.tools.finding import Finding, fail, ok, warn
+
+DEFAULT_PORT = 29500
+
+
+def main(
+    experiment: Experiment | None,
+    flags: WorldFlags,
+    *,
+    devices_per_process: int | None,
+    hosts: Sequence[str],
+    port: int | None,
+    as_text: bool,
+) -> int:
+    """Look at everything, print a line for each thing, and return 0, or 2 where something failed.
+
+    Every process of the run must call it; process 0 prints for all. `hosts` are others, "name" or "name:port", and
+    `port` the coordinator's.
+    """
+    logs.configure(0)
+    world = find_world(flags, os.environ)
+    logs.configure(world.process_index)
+    # What these say at INFO is in the report; waits still say what they are for.
+    for name in ("openpi_train.runtime.session", "openpi_train.data", "openpi_train.training"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    report = _Report(world, as_text=as_text)
+    report.add(_place(world))
+    report.add(_host(world, hosts, port))
+    try:
+        facts = {"doctor": as_json(experiment) if experiment else "no experiment"}
+        world = session.start(world, facts=facts, devices_per_process=devices_per_process)
+        report.add(check_run.devices(_gpus_to_use()))
+        report.add(check_run.collectives())
+        report.add(check_run.clocks())
+        report.add(_run(experiment, world))
+        reports = agree.gather("the findings", report.as_json())
+        session.stop()
+    except RunError as error:
+        report.add([fail("start", str(error), "as it says; a run would end here too")])
+        reports = [report.as_json()]
+    return report.end(reports)
+
+
+def _place(world: World) -> Iterable[Finding]:
+    """Who this process is taken to be, and what was seen and not believed."""
+    coordinator = f", coordinator {world.coordinator}" if world.coordinator else ""
+    yield ok("place", f"process {world.process_index} of {world.process_count} ({world.source}{coordinator})")
+    for note in world.notes:
+        yield warn("place", note, "as it says")
+
+
+def _host(world: World, hosts: Sequence[str], port: int | None) -> Iterable[Finding]:
+    """What can be found out before jax starts."""
+    versions, kind = check_host.installed(), xla.device_kind(_platforms(), os.environ)
+    yield from check_host.machine()
+    yield from check_host.driver(versions)
+    yield from check_host.pairing(versions, _gpus_to_use())
+    yield from check_host.settings(kind, os.environ, xla.extent_of(world, os.environ))
+    yield from check_host.shared_memory()
+    yield from check_host.own_name(kind)
+    yield from check_host.clock()
+    if world.coordinator is None:  # else the meeting tries it
+        yield from check_host.ports(port or DEFAULT_PORT, chosen=port is not None)
+    yield from check_host.reach(hosts, port or DEFAULT_PORT)
+
+
+def _platforms() -> str | None:
+    return jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _gpus_to_use() -> int:
+    """GPUs that jax should find: none where the user has chosen other devices."""
+    chosen_otherwise = _platforms() and xla.device_kind(_platforms(), os.environ) != "gpu"
+    return 0 if chosen_otherwise else xla.num_gpus(os.environ)
+
+
+def _run(experiment: Experiment | None, world: World) -> Iterable[Finding]:
+    """What needs the devices or an experiment."""
+    yield from check_disk.written(places.home(), "OPENPI_TRAIN_HOME")
+    if experiment is None:
+        yield from check_disk.written(Path(), "--checkpoint-base-dir")
+        return
+    yield from check_run.needs(experiment, world)
+    yield from check_run.data(experiment)
+
+
+class _Report:
+    """Collects findings; process 0 shows its own as they come and those of the others at the end."""
+
+    def __init__(self, world: World, *, as_text: bool):
+        self._is_first, self._as_text = world.process_index == 0, as_text
+        self._who = f"process {world.process_index} on {socket.gethostname()}"
+        self._findings: list[Finding] = []
+        # The report alone goes to stdout: gloo greets every new group of processes there, from C++.
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._findings.append(finding)
+            if self._is_first and self._as_text:
+                print(finding.line(), file=self._out, flush=True)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"who": self._who, "findings": [dataclasses.asdict(finding) for finding in self._findings]}
+
+    def end(self, reports: Sequence[dict[str, Any]]) -> int:
+        """Show what remains to be shown of the `reports` of all processes, and return the exit code."""
+        levels = [finding["level"] for report in reports for finding in report["findings"]]
+        code = USAGE if "fail" in levels else DONE
+        if not self._is_first:
+            return code
+        if not self._as_text:
+            print(json.dumps({"ok": code == DONE, "processes": list(reports)}, indent=1), file=self._out, flush=True)
+            return code
+        for report in reports[1:]:
+            print(f"{report['who']}:", file=self._out)
+            for finding in report["findings"]:
+                if finding["level"] != "ok":
+                    print(Finding(**finding).line(), file=self._out)
+        counts = {level: levels.count(level) for level in ("ok", "warn", "fail")}
+        print(", ".join(f"{count} {level}" for level, count in counts.items()), file=self._out, flush=True)
+        return code

@@ -1,0 +1,112 @@
+"""What becomes of a run on several hosts when a process, a host or a cable fails, and of one that is told to stop."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from fleet import CUT, RUN, ends, until
+from runs.command import losses, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+LOST_S = 12
+# The batch divides by the hosts of every test here.
+ENDLESS = (*RUN, "--num-train-steps", "1000000", "--batch-size", "12", "--timeouts.lost-s", str(LOST_S))
+# Beyond the promise: the launcher's own ways, and a machine that runs all hosts on two cores.
+SLACK_S = 15
+
+
+def train_a_while(fleet, launchers: list[subprocess.Popen]) -> None:
+    """Return when the run has taken its second step."""
+    until(lambda: '"step": 2,' in fleet.metrics(), launchers)
+
+
+def process_of(host) -> int:
+    """The training process on a host with one, as this machine numbers it."""
+    (pid,) = host.find("-m openpi_train debug")  # the launcher's line says `openpi_train launch`
+    return pid
+
+
+def expect_all_lost(done: list[tuple[int, str]], begin: float, lost: dict[int, str], codes: dict[int, int]) -> None:
+    """Every launcher has ended in time with its code of `codes` (else 70), and says its line of `lost`."""
+    assert time.monotonic() - begin < LOST_S + SLACK_S
+    assert [code for code, _ in done] == [codes.get(node, 70) for node in range(len(done))], done
+    for node, line in lost.items():
+        assert line in done[node][1], done[node]
+
+
+@pytest.mark.parametrize("victim", [2, 0], ids=["one_of_three", "the_coordinator"])
+def test_a_killed_process_ends_all_others_with_70_and_its_name(fleet, network, victim):
+    launchers = fleet.all_manual(*ENDLESS, hosts=3)
+    train_a_while(fleet, launchers)
+    begin = time.monotonic()
+    os.kill(process_of(network.hosts[victim]), signal.SIGKILL)
+    lost = {node: f"process {victim} on node{victim} was lost" for node in range(3) if node != victim}
+    expect_all_lost(ends(launchers), begin, lost, {victim: 137})
+
+
+def test_a_host_cut_off_for_good_ends_the_processes_on_both_sides_with_70(fleet, network):
+    launchers = fleet.all_manual(*ENDLESS, hosts=3)
+    train_a_while(fleet, launchers)
+    begin = time.monotonic()
+    network.link(2, up=False)
+    here, there = "process 2 on node2 was lost", "process 0 on node0 was lost"
+    expect_all_lost(ends(launchers), begin, {0: here, 1: here, 2: there}, {})
+
+
+def test_a_network_that_is_away_for_five_seconds_costs_no_step(fleet, network, tmp_path):
+    steps = (*RUN, *CUT, "--num-train-steps", "40")
+    train(tmp_path / "undisturbed", *steps, devices=2)
+    launchers = fleet.all_manual(*steps, "--timeouts.lost-s", "30", hosts=2)
+    train_a_while(fleet, launchers)
+    network.link(1, up=False)
+    time.sleep(5)
+    before = fleet.metrics()
+    network.link(1, up=True)
+    done = ends(launchers)
+    assert [code for code, _ in done] == [0, 0], done
+    assert '"step": 40,' not in before, "the run ended before the cable was pulled: take more steps"
+    assert losses(fleet.base) == losses(tmp_path / "undisturbed")
+
+
+def test_a_slow_network_changes_no_loss(fleet, network, tmp_path):
+    train(tmp_path / "fast", *RUN, *CUT, devices=2)
+    network.throttle(1, "20mbit")
+    done = ends(fleet.all_manual(*RUN, *CUT, hosts=2))
+    assert [code for code, _ in done] == [0, 0], done
+    assert losses(fleet.base) == losses(tmp_path / "fast")
+
+
+def test_a_stop_at_the_desk_saves_on_all_hosts_and_a_killed_desk_leaves_nothing_running(fleet, network, start_ssh):
+    launcher = start_ssh(*ENDLESS, hosts=2)
+    train_a_while(fleet, [launcher])
+    launcher.send_signal(signal.SIGTERM)
+    ((code, output),) = ends([launcher])
+    assert code == 75 and "everything is saved" in output, output
+    stopped = max(losses(fleet.base))
+    assert (fleet.base / "runs" / "debug" / "x" / str(stopped) / "manifest.json").exists()
+
+    launcher = start_ssh(*ENDLESS, "--resume", hosts=2)
+    until(lambda: max(losses(fleet.base)) > stopped, [launcher])
+    launcher.kill()
+    launcher.communicate()
+    deadline = time.monotonic() + 60
+    while left := [pid for host in network.hosts for pid in host.find("openpi_train")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_a_host_that_the_desk_loses_for_good_ends_the_run_and_is_named(fleet, network, start_ssh):
+    launcher = start_ssh(*ENDLESS, hosts=2)
+    train_a_while(fleet, [launcher])
+    begin = time.monotonic()
+    network.link(1, up=False)
+    ((code, output),) = ends([launcher])
+    assert code == 70 and time.monotonic() - begin < LOST_S + 2 * SLACK_S
+    assert "process 1 on node1 was lost" in output
+    network.link(1, up=True)
+    deadline = time.monotonic() + 60
+    while network.hosts[1].find("openpi_train"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,149 @@
+"""Starting on several hosts, by hand and by ssh: what trains, and what each process says where it cannot."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fleet import CUT, RUN, SOON, ends, until
+from runs.command import ROOT, losses, train
+
+from openpi_train.launch.spec import DEFAULT_PORT
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+RENDEZVOUS = f"port {DEFAULT_PORT + 1}"
+# Python's clock a day and a half ahead. The kernel's cannot differ between namespaces, so C++ code is not fooled.
+OTHER_CLOCK = """
+import time
+now, now_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: now() + 130_000, lambda: now_ns() + 130_000 * 10**9
+"""
+
+
+@pytest.fixture(scope="module")
+def one_by_four(tmp_path_factory):
+    """The losses of one process with four devices."""
+    base = tmp_path_factory.mktemp("one_by_four")
+    train(base, *RUN, *CUT, devices=4)
+    return losses(base)
+
+
+@pytest.fixture(scope="module")
+def one_by_two(tmp_path_factory):
+    """The losses of one process with two devices."""
+    base = tmp_path_factory.mktemp("one_by_two")
+    train(base, *RUN, *CUT, devices=2)
+    return losses(base)
+
+
+@pytest.mark.parametrize(("hosts", "per_node"), [(4, 1), (2, 2)])
+def test_by_hand_the_losses_are_those_of_one_process_bit_for_bit(fleet, one_by_four, hosts, per_node):
+    done = ends(fleet.all_manual(*RUN, *CUT, hosts=hosts, per_node=per_node))
+    assert [code for code, _ in done] == [0] * hosts, done
+    assert losses(fleet.base) == one_by_four
+    for node in range(hosts):
+        assert f"node{node}: process {node * per_node}: 1 x cpu" in fleet.output("node0", 0)
+
+
+def test_by_ssh_the_losses_are_those_of_one_process_bit_for_bit(fleet, start_ssh, one_by_four):
+    ((code, output),) = ends([start_ssh(*RUN, *CUT)])
+    assert code == 0, output
+    assert losses(fleet.base) == one_by_four
+    assert "[node0:0] " in output and "starting 4 processes on node0, node1, node2, node3" in output
+
+
+def test_a_host_with_another_clock_trains_as_all_others_do(fleet, one_by_two, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
+    first = fleet.manual(0, *RUN, *CUT, hosts=2)
+    done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2, PYTHONPATH=str(tmp_path))])
+    assert [code for code, _ in done] == [0, 0], done
+    assert losses(fleet.base) == one_by_two
+
+
+def test_strangers_on_the_rendezvous_port_are_survived(fleet, network, one_by_two):
+    first = fleet.manual(0, *RUN, *CUT, hosts=2)
+    until(lambda: f":{DEFAULT_PORT + 1} " in network.hosts[0].run("ss", "-ltn"), [first])
+    with talking(network, b""):
+        for garbage in (
+            b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\xff\xfe" * 100 + b"\n",
+            b'{"process_index": 1, "process_count": 2}\n',
+            b"x" * 2_000_000,
+        ):
+            with talking(network, garbage):
+                pass
+        done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2)])
+    assert [code for code, _ in done] == [0, 0], done
+    assert losses(fleet.base) == one_by_two
+    assert "ignored a stranger on the rendezvous port: b'GET / HTTP/1.1" in fleet.output("node0", 0)
+
+
+@contextmanager
+def talking(network, what: bytes) -> Iterator[None]:
+    """A program at the desk that says `what` to the rendezvous port, and stays until the end of the block."""
+    program = (
+        f"import socket; s = socket.create_connection(('node0', {DEFAULT_PORT + 1}))\n"
+        f"try: s.sendall({what[:100]!r} * {max(1, len(what) // 100)})\n"
+        "except OSError: pass\n"
+        "print('said', flush=True); input()"
+    )
+    command = [*network.desk.enter, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout and process.stdin and process.stdout.readline() == b"said\n"
+        yield
+        process.kill()
+
+
+def test_a_port_that_is_taken_is_named(fleet, network):
+    program = f"import socket; s = socket.create_server(('', {DEFAULT_PORT})); print('in', flush=True); input()"
+    command = [*network.hosts[0].enter, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"in\n"
+        (first, second) = ends(fleet.all_manual(*RUN, *SOON, hosts=2))
+    assert first[0] == 2 and f"port {DEFAULT_PORT} on node0 cannot be used" in first[1], first
+    assert second[0] == 70 and f"process 1 on node1 could not reach process 0 at node0, {RENDEZVOUS}" in second[1]
+
+
+def test_a_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
+    done = ends([fleet.manual(node, *RUN, *SOON, hosts=3) for node in (0, 1)])
+    here = "process 0 on node0, process 1 on node1"
+    for code, output in done:
+        assert code == 70, done
+        assert f"waiting for 1 of 3 processes (here: {here}): process 2, which never came within 15 s" in output
+
+
+def test_hosts_with_other_code_refuse_each_other(fleet, tmp_path):
+    copy = tmp_path / "other"
+    shutil.copytree(ROOT / "openpi_train", copy / "openpi_train", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "openpi_train" / "keys.py").open("a") as file:
+        file.write("# one comment more\n")
+    first = fleet.manual(0, *RUN, *SOON, hosts=2)
+    expect_refusal(ends([first, fleet.manual(1, *RUN, *SOON, hosts=2, folder=copy)]), "code of openpi_train is ")
+
+
+def test_hosts_with_another_configuration_refuse_each_other(fleet):
+    first = fleet.manual(0, *RUN, *SOON, hosts=2)
+    expect_refusal(ends([first, fleet.manual(1, *RUN, *SOON, "--seed", "7", hosts=2)]), "seed is 42 there and 7 here")
+
+
+def expect_refusal(done: list[tuple[int, str]], reason: str) -> None:
+    """Both processes end with 2 and name the difference."""
+    for code, output in done:
+        assert code == 2, done
+        assert "process 0 on node0 (there) and process 1 on node1 (here) do not run the same:" in output
+        assert reason in output
+
+
+def test_a_wrong_job_token_is_refused(fleet):
+    (first, second) = ends([fleet.manual(node, *RUN, *SOON, hosts=2, token=f"word {node}") for node in (0, 1)])
+    assert second[0] == 2 and "the run at this address is another job (process 0 on node0)" in second[1], second
+    assert first[0] == 70 and "process 1, which never came within 15 s" in first[1], first
+    assert "turned away process 1 on node1, which belongs to another job" in fleet.output("node0", 0)
+
+
+def test_a_host_name_that_does_not_resolve_is_named(fleet):
+    (code, output) = ends([fleet.manual(1, *RUN, *SOON, hosts=2, master="nowhere")])[0]
+    assert code == 2
+    assert "the coordinator's host name 'nowhere' does not resolve on node1" in output

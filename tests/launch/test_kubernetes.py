@@ -1,0 +1,253 @@
+"""Manifests against Kubernetes' published schemas, and against what a process in a pod makes of them."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from runs.command import ROOT, environment, places
+
+from openpi_train.launch import cli, kubernetes
+from openpi_train.launch.kubernetes import KubernetesSpec, manifest
+from openpi_train.launch.processes import free_port
+from openpi_train.launch.spec import LaunchError
+from openpi_train.runtime import exits
+from openpi_train.runtime.world import WorldFlags, find_world
+
+RUN = ("pi0_bridge_traj", "--exp-name", "x", "--resume")
+PLAIN = KubernetesSpec(name="run", image="registry/trainer:1", arguments=RUN, num_nodes=2, gpus_per_node=8)
+FULL = KubernetesSpec(
+    name="run",
+    image="registry:5000/team/trainer@sha256:0123",
+    arguments=RUN,
+    num_nodes=12,
+    gpus_per_node=8,
+    namespace="robots",
+    claims=(("checkpoints", "/checkpoints"), ("data", "/data")),
+    cpus="64",
+    memory="512Gi",
+    env=(("WANDB_MODE", "offline"), ("EMPTY", "")),
+    node_selector=(("cloud.google.com/gke-accelerator", "nvidia-h100"), ("on", "yes")),
+    service_account="trainer",
+    shared_memory_gib=64,
+    max_restarts=3,
+    grace_s=300,
+)
+OPTIONS = "--nodes 2 --gpus-per-node 8 --image registry/trainer:1 --name run --pvc data:/data".split()
+# The oldest that ships with the validator and knows podFailurePolicy as stable, and the newest.
+VERSIONS = ("1.31", kubernetes_validate.latest_version())
+
+
+def job_of(spec):
+    """The Job that pods come from; of a JobSet, the one that its controller makes."""
+    if spec.form == "job":
+        return manifest(spec)[1]
+    (replicated,) = manifest(spec)[0]["spec"]["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "made"}, **replicated["template"]}
+
+
+def variables(spec, index):
+    """What a process in the pod finds in its environment: ours, and what Kubernetes adds."""
+    entries = job_of(spec)["spec"]["template"]["spec"]["containers"][0]["env"]
+    environ = {entry["name"]: entry.get("value", "uid-of-the-job") for entry in entries}
+    return {**environ, "JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+
+def with_form(spec, form):
+    return KubernetesSpec(**{**vars(spec), "form": form})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("spec", [PLAIN, FULL, with_form(PLAIN, "jobset"), with_form(FULL, "jobset")])
+def test_manifest_fits_the_published_schemas(spec, version):
+    for document in manifest(spec) if spec.form == "job" else [job_of(spec)]:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_do_refuse_a_wrong_manifest():
+    job = job_of(PLAIN)
+    job["spec"]["completionMod"] = "Indexed"
+    with pytest.raises(kubernetes_validate.ValidationError, match="completionMod"):
+        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+@pytest.mark.parametrize("index", [0, 11])
+def test_a_process_in_a_pod_finds_its_place(form, index):
+    spec = with_form(FULL, form)
+    world = find_world(WorldFlags(), variables(spec, index))
+    assert (world.source, world.process_index, world.process_count) == ("kubernetes", index, 12)
+    assert (world.local_index, world.local_count) == (0, 1), "one process owns all GPUs of a pod"
+    assert world.token == "uid-of-the-job"
+    # The name under which DNS knows the first pod: <job>-<index>.<subdomain>, as Kubernetes and JobSet make them.
+    job = {"job": "run", "jobset": "run-hosts-0"}[form]
+    assert world.coordinator == f"{job}-0.run:29500"
+    assert job_of(spec)["spec"]["template"]["spec"]["subdomain"] == "run"
+
+
+def test_the_service_is_headless_and_selects_the_jobs_pods_before_they_are_ready():
+    service = manifest(PLAIN)[0]["spec"]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
+    assert service["selector"] == {"batch.kubernetes.io/job-name": "run"}
+    assert [port["port"] for port in service["ports"]] == [29500, 29501]
+
+
+def action(spec, code):
+    """What becomes of a pod that ends with `code`, by the first rule that matches; None: it counts as a failure."""
+    for rule in job_of(spec)["spec"]["podFailurePolicy"]["rules"]:
+        if code in rule.get("onExitCodes", {"values": ()})["values"]:
+            return rule["action"]
+    return None
+
+
+@pytest.mark.parametrize("code", [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS])
+def test_what_another_attempt_cannot_mend_fails_the_run_at_once(code):
+    assert action(PLAIN, code) == "FailJob"
+    assert action(with_form(PLAIN, "jobset"), code) == "FailJob"
+    (rule,) = manifest(with_form(PLAIN, "jobset"))[0]["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.mark.parametrize("code", [exits.PEER_LOST, exits.PREEMPTED])
+def test_a_lost_peer_and_a_preemption_are_tried_again(code):
+    assert action(FULL, code) == "Ignore"
+    assert action(with_form(FULL, "jobset"), code) is None, "it fails the Job, and so restarts all pods together"
+    jobset = manifest(with_form(FULL, "jobset"))[0]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 3
+    assert job_of(with_form(FULL, "jobset"))["spec"]["backoffLimit"] == 0
+
+
+def test_other_failures_are_tried_again_a_limited_number_of_times():
+    assert action(FULL, exits.BUG) is None and action(FULL, 137) is None
+    assert job_of(FULL)["spec"]["backoffLimit"] == 3
+
+
+def test_a_pod_on_processors_is_told_so():
+    cpu = KubernetesSpec(**{**vars(PLAIN), "gpus_per_node": 0})
+    assert variables(cpu, 0)["JAX_PLATFORMS"] == "cpu"
+    assert "resources" in job_of(cpu)["spec"]["template"]["spec"]["containers"][0]
+    assert "JAX_PLATFORMS" not in variables(PLAIN, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "Run_1"}, "not a name for Kubernetes: lower-case"),
+        ({"name": "a" * 62}, "at most 61 of them here"),
+        ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
+        ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
+        ({"port": 65535}, "--port 65535"),
+        ({"arguments": ()}, "nothing to run"),
+        ({"arguments": (*RUN, "--overwrite")}, "--overwrite: a pod that is restarted"),
+        ({"arguments": RUN[:3]}, "add --resume"),
+        ({"arguments": ("pi0", "--exp-name=x")}, "add --resume"),
+    ],
+)
+def test_what_kubernetes_or_a_restart_would_choke_on_is_refused(changes, message):
+    with pytest.raises(LaunchError, match=message):
+        KubernetesSpec(**{**vars(PLAIN), **changes})
+
+
+def test_a_verb_runs_in_pods_too():
+    assert KubernetesSpec(**{**vars(PLAIN), "arguments": ("doctor",)}).arguments == ("doctor",)
+
+
+def test_the_command_prints_the_manifest_as_yaml(capsys):
+    assert cli.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
+    out, err = capsys.readouterr()
+    expected = KubernetesSpec(**{**vars(PLAIN), "claims": (("data", "/data"),)})
+    assert list(yaml.safe_load_all(out)) == manifest(expected)
+    assert err == ""
+
+
+def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/applied\nexit 7\n')
+    kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    out = tmp_path / "run.yaml"
+    assert cli.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
+    assert not (tmp_path / "applied").exists()
+    assert cli.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, "kubectl's own exit code"
+    assert (tmp_path / "arguments").read_text() == "apply -f -\n"
+    assert (tmp_path / "applied").read_text() == out.read_text()
+    assert capfd.readouterr().out == ""
+
+
+def test_without_kubectl_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
+    assert "no kubectl here; write the manifest with --out FILE" in capsys.readouterr().err
+
+
+def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):
+    assert cli.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
+    assert "no --pvc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "NAME")])
+def test_a_malformed_option_is_named(option, value, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
+    assert option in capsys.readouterr().err
+
+
+def test_the_codes_are_those_of_the_runtime():
+    assert kubernetes._GIVE_UP == [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS]
+    assert kubernetes._GO_ON == [exits.PEER_LOST, exits.PREEMPTED]
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Start a pod's own command line in its own environment; a mount namespace stands in for the cluster's DNS."""
+    started: list[subprocess.Popen] = []
+
+    def start(spec: KubernetesSpec, index: int) -> Path:
+        hosts = tmp_path / f"hosts_{index}"
+        hosts.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")  # a pod knows its own name, too
+        inside = ("unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh")
+        if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True).returncode:
+            pytest.skip("a private mount needs root")
+        python, *words = job_of(spec)["spec"]["template"]["spec"]["containers"][0]["command"]
+        assert python == "python"
+        with (tmp_path / f"output_{index}").open("wb") as output:
+            command = [*inside, sys.executable, *words]
+            env = environment(**variables(spec, index))
+            started.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=output, stderr=output))
+        return hosts
+
+    yield start, started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_path):
+    start, started = pod
+    run = ("debug", *places(tmp_path), "--resume")
+    spec = KubernetesSpec(
+        name="run", image="x", arguments=run, num_nodes=2, gpus_per_node=0, port=free_port(), form="jobset"
+    )
+    names = [start(spec, index) for index in (1, 0)]
+    time.sleep(6)  # until both ask for the name, which nobody knows
+    for hosts in names:
+        with hosts.open("a") as file:
+            file.write("127.0.0.1 run-hosts-0-0.run\n")
+    outputs = [tmp_path / f"output_{index}" for index in (1, 0)]
+    codes = [process.wait(timeout=600) for process in started]
+    assert codes == [0, 0], "\n".join(output.read_text()[-3000:] for output in outputs)
+    results = json.loads((tmp_path / "runs" / "debug" / "x" / "results.json").read_text())
+    environment_json = json.loads((tmp_path / "runs" / "debug" / "x" / "environment.json").read_text())
+    (begin,) = environment_json["starts"]
+    assert results["steps"] and begin["process_count"] == 2
+    assert begin["collectives"]["devices"] == 2

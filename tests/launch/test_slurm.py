@@ -1,0 +1,260 @@
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch.test_cli import EXPERIMENT, run_distributed
+
+from openpi_train.launch import cli
+from openpi_train.launch.slurm import in_step, resumed
+from openpi_train.launch.slurm_script import SlurmJob, script, time_limit_s
+from openpi_train.launch.spec import LaunchError, LaunchSpec
+
+SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
+
+
+def dry_run(capsys, *options: str, arguments: list[str] = EXPERIMENT) -> str:
+    assert cli.main([*SMALL, *options, "--dry-run", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def headers(text: str) -> list[str]:
+    """The options that Slurm reads from the file, without their quotes."""
+    return [shlex.split(line)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def step(text: str) -> list[str]:
+    """The words of the srun line, its program included."""
+    lines = text.replace("\\\n", " ").splitlines()
+    (program,) = (line for line in lines if line.startswith("program=("))
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    return [*shlex.split(srun)[:-6], *shlex.split(program.removeprefix("program=(").removesuffix(")"))]
+
+
+def test_every_option_is_in_the_file_and_bash_reads_it(capsys, tmp_path):
+    options = {
+        "--job-name": "try-1",
+        "--cpus-per-task": "8",
+        "--memory": "200G",
+        "--time-limit": "1-12:00",
+        "--partition": "gpu",
+        "--account": "lab",
+        "--qos": "high",
+        "--output-dir": str(tmp_path / "out 100%"),
+        "--stop-before-s": "90",
+        "--sbatch-arg": "--comment=it's mine",
+        "--env": "WORDS=a 'b' $HOME",
+        "--max-restarts": "3",
+    }
+    text = dry_run(capsys, *(f"{name}={value}" for name, value in options.items()))
+    assert set(headers(text)) == {
+        "--job-name=try-1",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--cpus-per-task=8",
+        "--mem=200G",
+        "--time=1-12:00",
+        "--partition=gpu",
+        "--account=lab",
+        "--qos=high",
+        f"--chdir={Path.cwd()}",
+        f"--output={tmp_path}/out 100%%/%x_%j.out",
+        "--open-mode=append",
+        "--signal=TERM@90",
+        "--requeue",
+        "--comment=it's mine",
+    }
+    srun = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label".split()
+    assert step(text) == [*srun, sys.executable, "-m", "openpi_train", *EXPERIMENT[1:], "--resume"]
+    assert "\nmax_restarts=3\n" in text
+    (exported,) = (line for line in text.splitlines() if line.startswith("export WORDS"))
+    shown = subprocess.run(["bash", "-c", f'{exported}; echo "$WORDS"'], capture_output=True, text=True, check=True)
+    assert shown.stdout == "a 'b' $HOME\n"
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_what_is_not_said_is_left_to_the_cluster(capsys):
+    names = [header.partition("=")[0] for header in headers(dry_run(capsys))]
+    size = ["--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node"]
+    assert names == [*size, "--chdir", "--output", "--open-mode", "--signal", "--requeue"]
+
+
+def test_no_restarts_means_that_slurm_requeues_neither(capsys):
+    assert "--no-requeue" in headers(dry_run(capsys, "--max-restarts", "0"))
+
+
+def test_cpu_devices_are_asked_for_by_variables_that_every_task_gets(capsys):
+    text = dry_run(capsys, "--processes-per-node", "2", "--devices-per-process", "3")
+    assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=3\n" in text
+    assert "--ntasks-per-node=2" in headers(text)
+
+
+def test_a_virtual_environment_is_activated(capsys, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    text = dry_run(capsys, "--venv", str(tmp_path))
+    assert f"\nsource {tmp_path}/bin/activate || exit\n" in text
+    assert step(text)[-6:] == ["python", "-m", "openpi_train", *EXPERIMENT[1:], "--resume"][-6:]
+
+
+def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
+    options = ["--container", "image.sqsh", "--container-mount", "/data:/data"]
+    program = ["python", "-m", "openpi_train", *EXPERIMENT[1:], "--resume"]
+    here = str(Path.cwd())
+    words = step(dry_run(capsys, *options))
+    assert words[-len(program) :] == program
+    assert {"--container-image=image.sqsh", f"--container-mounts={here}:{here},/data:/data"} < set(words)
+    assert f"--container-workdir={here}" in words
+
+    words = step(dry_run(capsys, *options, "--container-runtime", "apptainer"))
+    binds = ["--bind", here, "--bind", "/data:/data", "--pwd", here]
+    assert words[words.index("apptainer") :] == ["apptainer", "exec", "--nv", *binds, "image.sqsh", *program]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "0"], "--nodes 0: there must be at least one"),
+        (["--processes-per-node", "3"], "3 processes per node cannot share 4 GPUs equally"),
+        (["--env", "1A=b"], "is not NAME=VALUE"),
+        (["--job-name", "a b"], "--job-name 'a b' has other characters"),
+        (["--sbatch-arg=--comment=a\nb"], "has a line break"),
+        (["--time-limit", "one day"], "--time-limit 'one day' is not Slurm's"),
+        (["--time-limit", "3"], "leaves the run no time: it is told to stop 120 s before its end"),
+        (["--max-restarts", "-1"], "--max-restarts must be 0 or more"),
+        (["--venv", "/nowhere"], "/nowhere/bin/activate is not there"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_code_2(options, message, capsys):
+    assert cli.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nodes_without_a_number_of_processes_are_refused(capsys):
+    assert cli.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
+    assert "say what each node runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--overwrite", "--no-resume"])
+def test_a_job_that_would_move_its_own_run_aside_is_refused(word, capsys):
+    assert cli.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
+    assert "would move its own run aside" in capsys.readouterr().err
+
+
+def test_resume_is_said_once():
+    assert resumed(("debug", "--resume")) == resumed(("debug",)) == ("debug", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("1:30", 90), ("24:00:00", 86400), ("2-0", 172800), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_time_limits_are_read_as_slurm_does(text, seconds):
+    assert time_limit_s(text) == seconds
+
+
+def test_no_time_limit_is_none():
+    assert time_limit_s("UNLIMITED") is None
+
+
+def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
+    options = [*SMALL, "--output-dir", str(tmp_path / "out")]
+    file = tmp_path / "out" / "pi0_bridge_traj_tiny.sh"
+    for _ in range(2):
+        assert cli.main([*options, *EXPERIMENT]) == 0
+    assert capsys.readouterr().out == f"written: {file}\nsubmit it: sbatch {file}\n" * 2
+    edited = file.read_text().replace("--nodes=2", "--nodes=3")
+    file.write_text(edited)
+    assert cli.main([*options, *EXPERIMENT]) == 0
+    (aside,) = set(file.parent.iterdir()) - {file}
+    assert aside.read_text() == edited
+    assert str(aside) in capsys.readouterr().out
+    assert "--nodes=2" in file.read_text()
+
+
+def test_submitting_without_slurm_says_what_to_do(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert "submit" in (error := capsys.readouterr().err) and "from a login node" in error
+
+
+def test_a_refusal_of_sbatch_is_shown(capsys, tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cli.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert "invalid partition" in capsys.readouterr().err
+
+
+# The line of the multi-host guide of the older tool.
+GUIDE = ["--mode", "create_slurm", "--job-name", "distributed_training", "--num-nodes", "2", "--gpus-per-node", "4"]
+GUIDE += ["--time-limit", "24:00:00", "--partition", "gpu", "--output-dir"]
+
+
+def test_create_slurm_writes_the_file_of_the_guide(tmp_path):
+    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "slurm_scripts" / "run_slurm.sh").read_text()
+    expected = "--job-name=distributed_training --nodes=2 --ntasks-per-node=4 --time=24:00:00 --partition=gpu".split()
+    assert set(expected) < set(headers(text))
+    assert step(text)[-4:] == ["pi0_bridge_traj", "--exp-name", "multi_node_training", "--resume"]
+
+
+def test_create_slurm_takes_an_experiment(capsys):
+    done = run_distributed(*GUIDE, "slurm_scripts", "--dry-run", *EXPERIMENT)
+    options = ["--job-name", "distributed_training", "--time-limit", "24:00:00", "--partition", "gpu"]
+    assert done.stdout == dry_run(capsys, *options)
+
+
+SLURM_JOB = {"SLURM_JOB_ID": "4711"}
+SLURM_TASK = {**SLURM_JOB, "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_ID": "0"}
+
+
+def test_mode_slurm_becomes_the_process_of_its_task():
+    done = run_distributed("--mode", "slurm", "--dry-run", *EXPERIMENT, **SLURM_TASK)
+    assert done.stdout == f"{sys.executable} -m openpi_train {' '.join(EXPERIMENT[1:])} --resume\n", done.stderr
+
+
+@pytest.mark.parametrize("variables", [SLURM_JOB, {**SLURM_TASK, "SLURM_STEP_ID": "4294967290"}])
+def test_mode_slurm_starts_the_tasks_from_a_batch_script_or_salloc(variables):
+    words = ["--mode", "slurm", "--gpus-per-node", "4", "--devices-per-process", "1", "--dry-run"]
+    done = run_distributed(*words, *EXPERIMENT, **variables)
+    assert done.stdout == (
+        "JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=1 srun --kill-on-bad-exit=1 --label --ntasks-per-node 4 "
+        f"{sys.executable} -m openpi_train {' '.join(EXPERIMENT[1:])} --resume\n"
+    ), done.stderr
+
+
+def test_mode_slurm_outside_a_job_is_refused():
+    done = run_distributed("--mode", "slurm", *EXPERIMENT)
+    assert done.returncode == 2 and "this is no Slurm job" in done.stderr
+
+
+def test_a_step_is_what_srun_has_started():
+    assert in_step(SLURM_TASK)
+    assert not in_step(SLURM_JOB)
+    assert not in_step({**SLURM_TASK, "SLURM_STEP_ID": "4294967290"})
+
+
+def test_a_program_of_any_words_reaches_the_tasks_unchanged():
+    words = ("debug", "--exp-name", "it's a $HOME; `x`")
+    run = LaunchSpec(arguments=words, processes_per_host=1, program=("printf", "%s\n"))
+    text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp"))
+    # An srun that starts one task, and a Slurm that is not asked anything after exit code 0.
+    stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
+    done = subprocess.run(
+        ["bash"], input=stand_in + text, env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[: len(words)] == list(words)
+    assert done.returncode == 0
+
+
+def test_job_specifications_are_checked_without_the_command_line():
+    run = LaunchSpec(arguments=("debug",), processes_per_host=1)
+    with pytest.raises(LaunchError, match="exclude each other"):
+        SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", venv="/v", container="image")
+    with pytest.raises(LaunchError, match="is not one of"):
+        SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", container="image", container_runtime="podman")

@@ -1,0 +1,277 @@
+"""`launch ssh` with a stand-in for ssh that runs the far command here; the real ssh is in `tests/hosts`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from openpi_train.launch import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENT = ["--", "debug", "--exp-name", "x"]
+# Like ssh, it is not the parent in whose company the far side dies: only the end of stdin tells that.
+STAND_IN = """
+import os, subprocess, sys
+if sys.argv[1] == "away":
+    sys.stderr.write("ssh: connect to host away port 22: No route to host\\n")
+    sys.exit(255)
+open(sys.argv[0].replace("ssh.py", sys.argv[1] + ".pid"), "w").write(str(os.getpid()))
+print("Welcome to", sys.argv[1], flush=True)
+sys.exit(subprocess.Popen(["sh", "-c", sys.argv[2]], start_new_session=True).wait())
+"""
+
+
+class Launcher:
+    """`launch ssh` on stand-in hosts, where every process runs the Python text `child`; `rank` is known there."""
+
+    def __init__(self, folder: Path, child: str, hosts: str = "node1,ann@node2", *options: str, per_node: int = 2):
+        self.folder = folder
+        (folder / "ssh.py").write_text(STAND_IN)
+        begin = "import os, signal, subprocess, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
+        (folder / "child.py").write_text(begin + textwrap.dedent(child))
+        python = folder / "python"
+        python.write_text(
+            f'#!/bin/sh\ncase "$2" in\nopenpi_train) exec {sys.executable} {folder}/child.py;;\n'
+            f'*) exec {sys.executable} "$@";;\nesac\n'
+        )
+        python.chmod(0o755)
+        words = [
+            "--hosts",
+            hosts,
+            "--processes-per-node",
+            per_node,
+            "--ssh-command",
+            f"{sys.executable} {folder}/ssh.py",
+        ]
+        words += ["--python", python, "--log-dir", folder / "output", "--grace-s", 3, *options, *EXPERIMENT]
+        command = [sys.executable, "-m", "openpi_train", "launch", "ssh", *map(str, words)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def end(self) -> tuple[int, list[str], list[str]]:
+        """Exit code, and the lines of stdout and stderr."""
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out.splitlines(), err.splitlines()
+
+    def output(self, rank: int) -> str:
+        path = self.folder / "output" / f"process_{rank}.txt"
+        return path.read_text() if path.exists() else ""
+
+    def wait_until_all_say(self, word: str, count: int = 4) -> list[int]:
+        """The number that each process has said after `word`."""
+        wait_for(lambda: all(f"{word} " in self.output(rank) for rank in range(count)))
+        return [int(self.output(rank).partition(f"{word} ")[2].split()[0]) for rank in range(count)]
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Launcher]]:
+    """Start a `Launcher`, which is gone after the test in any case."""
+    started = []
+
+    def one(*arguments: str, **options: int) -> Launcher:
+        started.append(Launcher(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield one
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.communicate()
+
+
+def wait_for(condition, timeout_s: float = 30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_dry_run_prints_the_ssh_line_of_each_host_and_its_processes(capsys):
+    options = ["ssh", "--hosts", "node1,ann@node2", "--gpus-per-node", "2", "--workdir", "/my work", "--dry-run"]
+    assert cli.main([*options, "--python", "/venv/bin/python", "--ssh-command", "ssh -i key", *EXPERIMENT]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    far = "cd '\"'\"'/my work'\"'\"' && exec /venv/bin/python -m openpi_train.launch.remote"
+    assert lines[0] == f"ssh -i key node1 '{far}'" and lines[3] == f"ssh -i key ann@node2 '{far}'"
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == [f"RANK={rank}" for rank in range(4)]
+    assert all("MASTER_ADDR=node1 " in line for line in lines if line.startswith(" "))
+
+
+def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
+    (tmp_path / "hosts").write_text("# the good ones\nann@node1  # rack 3\n\nnode2\n")
+    options = ["ssh", "--hosts-file", str(tmp_path / "hosts"), "--processes-per-node", "1", "--dry-run"]
+    assert cli.main([*options, *EXPERIMENT]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [word for line in lines for word in line.split() if word in ("ann@node1", "node2")] == ["ann@node1", "node2"]
+    assert "MASTER_ADDR=node1 " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "node1,ann@node1"], "node1 named more than once"),
+        (["--hosts", "node1 slots=4"], "'node1 slots=4' is no name"),
+        (["--hosts", "node1,-oProxyCommand=x"], "is no name"),
+        (["--hosts", ","], "no host is named"),
+        (["--hosts-file", "/nowhere"], "--hosts-file /nowhere: No such file"),
+        (["--hosts", "node1", "--env", "SURELY_NOT_SET"], "SURELY_NOT_SET=<value>"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(words, message, capsys):
+    assert cli.main(["ssh", *words, "--processes-per-node", "1", *EXPERIMENT]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_a_good_run_shows_each_line_with_its_host_and_keeps_everything(start, tmp_path):
+    child = "print('step', rank, os.environ['COLOUR'], os.getcwd()); sys.stderr.write(f'note {rank} é\\n')"
+    run = start(child, "node1,ann@node2", "--env", "COLOUR=a b", "HOME", "--workdir", str(tmp_path))
+    code, out, err = run.end()
+    assert (code, err) == (0, [])
+    assert out[0].startswith("starting 4 processes on node1, node2; all that each writes: ")
+    notes = [f"[node{1 + rank // 2}:{rank}] note {rank} é" for rank in range(4)]
+    assert sorted(out[1:]) == sorted([*notes, f"[node1:0] step 0 a b {tmp_path}"])
+    for rank in range(4):
+        assert sorted(run.output(rank).splitlines()) == [f"note {rank} é", f"step {rank} a b {tmp_path}"]
+
+
+@pytest.mark.multiprocess
+def test_the_token_is_the_same_everywhere_and_on_no_command_line(start, tmp_path):
+    run = start(
+        """
+        token = os.environ["OPENPI_TRAIN_JOB_TOKEN"]
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists()]
+        print("token", token, sum(token.encode() in line for line in lines), len(lines) > 3)
+        """,
+    )
+    assert run.end()[0] == 0
+    said = {run.output(rank) for rank in range(4)}
+    assert len(said) == 1
+    _, token, seen, looked = said.pop().split()
+    assert len(token) == 16 and (seen, looked) == ("0", "True")
+
+
+@pytest.mark.multiprocess
+def test_the_failure_of_one_ends_all_hosts_with_its_error_last_and_its_code(start, tmp_path):
+    child = """
+        print("pid", os.getpid(), flush=True)
+        if rank == 3:
+            while any("pid" not in Path(f"%s/output/process_{other}.txt").read_text() for other in range(3)):
+                time.sleep(0.05)
+            sys.stderr.write("episode 7 is torn\\n")
+            sys.exit(3)
+        if rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        """
+    run = start(child % tmp_path)
+    code, _, err = run.end()
+    assert code == 3
+    assert err == [
+        "[node2:3] episode 7 is torn",
+        f"process 3 on node2 failed with exit code 3: see {tmp_path}/output/process_3.txt",
+    ]
+    assert not any(is_running(pid) for pid in run.wait_until_all_say("pid"))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_reach_all_hosts_and_are_waited_for(start, tmp_path, signum, expected):
+    run = start(
+        """
+        def save(signum, frame):
+            time.sleep(0.3 * rank)
+            print("saved", flush=True)
+            os._exit(75 if signum == signal.SIGTERM else 130)
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+        """,
+    )
+    run.wait_until_all_say("pid")
+    run.process.send_signal(signum)
+    code, _, err = run.end()
+    assert code == expected
+    assert all("saved" in run.output(rank) for rank in range(4))
+    assert any("everything is saved" in line for line in err) == (expected == 75)
+
+
+UNTIL_TOLD = """
+    def save(signum, frame):
+        Path(f"%s/saved_{rank}").touch()
+        os._exit(75)
+    signal.signal(signal.SIGTERM, save)
+    print("pid", os.getpid(), flush=True)
+    time.sleep(600)
+    """
+
+
+@pytest.mark.multiprocess
+def test_nothing_is_left_running_when_the_launcher_is_killed_and_the_processes_may_save(start, tmp_path):
+    run = start(UNTIL_TOLD % tmp_path)
+    pids = run.wait_until_all_say("pid")
+    run.process.kill()
+    run.process.communicate()
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert all((tmp_path / f"saved_{rank}").exists() for rank in range(4))
+
+
+@pytest.mark.multiprocess
+def test_a_lost_connection_ends_the_run_with_70_and_names_the_host(start, tmp_path):
+    run = start(UNTIL_TOLD % tmp_path)
+    pids = run.wait_until_all_say("pid")
+    connection = (tmp_path / "ann@node2.pid").read_text()
+    os.kill(int(connection), signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 70
+    assert err[-2] == "[node2:2] the connection to node2 was lost (ssh ended with code 137)"
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    assert all((tmp_path / f"saved_{rank}").exists() for rank in range(4))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("hosts", "options", "expected", "said"),
+    [
+        ("node1,away", (), 70, "No route to host"),
+        ("node1", ("--workdir", "/nowhere"), 2, "/nowhere"),
+        ("node1", ("--python", "/nowhere/python"), 2, "/nowhere/python"),
+    ],
+)
+def test_a_host_where_nothing_can_be_started_is_named_with_the_reason(start, tmp_path, hosts, options, expected, said):
+    run = start("time.sleep(600)", hosts, *options)
+    code, _, err = run.end()
+    assert code == expected
+    host = hosts.rpartition(",")[2]
+    assert any(said in line and line.startswith(f"[{host}:") for line in err)
+    assert f"nothing could be started on {host}" in err[-2]
+
+
+@pytest.mark.multiprocess
+def test_a_share_that_hears_nothing_more_ends_itself(tmp_path):
+    # As when the launcher's host has lost its power: the connection stays open, and no sign of life comes.
+    spec = {"arguments": ["import time; time.sleep(600)"], "processes_per_host": 2, "program": [sys.executable, "-c"]}
+    job = {"spec": spec, "node": 0, "env": {}, "grace_s": 3.0}
+    program = "import sys; from openpi_train.launch import remote; remote.SILENCE_S = 2.0; sys.exit(remote.main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as share:
+        assert share.stdin and share.stdout
+        share.stdin.write(json.dumps(job).encode() + b"\n")
+        share.stdin.flush()
+        news = [json.loads(line[1:]) for line in share.stdout]
+    assert share.returncode == 0
+    assert news[0] == ["started"] and sorted(news[1:]) == [["ended", rank, 128 + signal.SIGTERM] for rank in range(2)]

@@ -1,0 +1,87 @@
+"""What becomes of the processes of a run when one of them is lost, stuck, or asked to stop at a bad time."""
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+from command import losses
+from faulty import Processes, write_experiment
+
+from openpi_train.runtime.exits import BUG, PEER_LOST, PREEMPTED
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+HOST = re.escape(socket.gethostname())
+# Each process's words go through the watchdog's beats, which are shorter where the limits are.
+LIMITS = ("--timeouts.lost-s", "12", "--timeouts.stuck-s", "12")
+# The machine of the tests may be busy with something else; the default of the promise itself is 60 s.
+BOUND_S = 60.0
+
+
+@pytest.mark.parametrize("victim", [1, 0], ids=["another process", "process 0"])
+def test_a_killed_process_is_named_by_all_others_with_its_phase(tmp_path, victim):
+    others = [index for index in range(3) if index != victim]
+    with Processes(tmp_path, 3) as run:
+        run.await_training()
+        run.send(victim, signal.SIGKILL)
+        assert run.codes(BOUND_S, victim) == [PEER_LOST] * 2, run.said()
+        for index in others:
+            killed = rf"process {victim} on {HOST} was lost \(training, step \d+\): it was killed"
+            run.check_last_words(index, rf"E process {index} step \d+ \[training\] .*: {killed}")
+
+
+@pytest.mark.parametrize("victim", [1, 0], ids=["another process", "process 0"])
+def test_a_silent_process_is_named_by_the_others(tmp_path, victim):
+    with Processes(tmp_path, 2, *LIMITS) as run:
+        run.await_training()
+        run.send(victim, signal.SIGSTOP)
+        assert run.codes(BOUND_S, victim) == [PEER_LOST], run.said()
+        # In a step that others wait in, being silent and being stuck are one.
+        how = r"(was lost|is stuck) \(training, step \d+\): .*nothing was heard of it for \d+ s"
+        run.check_last_words(1 - victim, rf"process {victim} on {HOST} {how}")
+
+
+def test_a_short_silence_passes_and_sigusr1_saves_as_sigterm_does(tmp_path):
+    with Processes(tmp_path, 2, "--timeouts.lost-s", "40") as run:
+        run.await_training()
+        run.send(1, signal.SIGSTOP)
+        time.sleep(5.0)
+        before = len(losses(tmp_path))
+        run.send(1, signal.SIGCONT)
+        run.wait(lambda: len(losses(tmp_path)) >= before + 5, 120)
+        run.send(1, signal.SIGUSR1)
+        assert run.codes(120) == [PREEMPTED] * 2, run.said()
+        assert (tmp_path / "runs" / "debug" / "x" / str(max(losses(tmp_path))) / "manifest.json").exists()
+        for index in (0, 1):
+            assert "was lost" not in run.log(index)
+
+
+def test_an_exception_in_one_process_ends_the_others_with_its_message(tmp_path):
+    fault = ("--data.datasets.0.source.fault", "raises")
+    with Processes(tmp_path, 2, *fault, experiment=write_experiment(tmp_path)) as run:
+        assert run.codes(240) == [PEER_LOST, BUG], run.said()
+        ended = rf"process 1 on {HOST} ended with code 1 \(training, step \d+\): RuntimeError: the camera is broken"
+        run.check_last_words(0, ended)
+        assert "Traceback" in run.log(1)
+
+
+def test_a_step_that_hangs_on_one_process_ends_all_and_names_it(tmp_path):
+    fault = ("--data.datasets.0.source.fault", "hangs")
+    with Processes(tmp_path, 2, *LIMITS, *fault, experiment=write_experiment(tmp_path)) as run:
+        assert run.codes(240) == [PEER_LOST] * 2, run.said()
+        for index in (0, 1):
+            run.check_last_words(index, rf"process 1 on {HOST} is stuck \(training, step \d+\): no further step for")
+        assert "in frames" in run.log(1), "the stack that hangs"
+
+
+@pytest.mark.parametrize(("signum", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)], ids=["TERM", "USR1"])
+def test_a_stop_while_process_0_opens_the_data_ends_all_for_a_requeue(tmp_path, signum, process):
+    fault = ("--data.datasets.0.source.fault", "slow to open", "--data.datasets.0.source.process", "0")
+    with Processes(tmp_path, 2, *fault, experiment=write_experiment(tmp_path)) as run:
+        run.wait(lambda: "jax started" in run.outputs[0].read_text(), 120)
+        time.sleep(1.0)
+        run.send(process, signum)
+        assert run.codes(BOUND_S) == [PREEMPTED] * 2, run.said()
+        assert "asked to stop (opening the data): there is nothing to save yet" in run.outputs[0].read_text()

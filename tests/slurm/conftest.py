@@ -1,0 +1,31 @@
+"""One Slurm for all tests of this folder. Read next: `cluster.py`."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster as slurm_cluster
+import pytest
+from jobs import Slurm
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[dict[str, str]]:
+    """The variables with which Slurm's commands find the cluster; the tests are skipped where there can be none.
+
+    `make test` sets OPENPI_TRAIN_INSTALL_PACKAGES, which lets root install what is missing.
+    """
+    if os.environ.get("OPENPI_TRAIN_INSTALL_PACKAGES"):
+        slurm_cluster.install()
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    # Not pytest's own folder: a socket's path may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="slurm_") as folder, slurm_cluster.cluster(Path(folder)) as variables:
+        yield variables
+
+
+@pytest.fixture
+def slurm(cluster, tmp_path) -> Slurm:
+    """Submits jobs, and says what becomes of them."""
+    return Slurm(cluster, tmp_path)

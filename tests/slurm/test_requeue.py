@@ -1,0 +1,130 @@
+"""The sbatch file that `launch slurm` writes, on a real Slurm: what becomes of the job, for each way to end."""
+
+import json
+import sys
+
+import pytest
+from runs.command import ROOT, losses, places, train
+
+from openpi_train.launch.slurm_script import SlurmJob, script
+from openpi_train.launch.spec import LaunchSpec
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+STEPS = 40
+RUN = ("debug", "--num-train-steps", str(STEPS), "--save-interval", "1000", "--batch-size", "16")
+RUN = (*RUN, "--data.validation-fraction", "0")
+TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1")
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
+    job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
+    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
+    slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+    slurm.run("scancel", "--signal=TERM", job)
+    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
+    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
+    assert 3 <= saved < STEPS
+
+    ended = slurm.await_end(job)
+    output = slurm.output(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output[-6000:]
+    assert f"continuing from step {saved} of {STEPS}" in output
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
+
+    train(tmp_path / "undisturbed", *RUN, devices=4)
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def play(slurm, tmp_path):
+    """Submit a job whose four tasks are actors: `play("2", "wait", ...)` returns its number."""
+
+    def submit(*parts: str, afterwards: int = 0, max_restarts: int = 20, sbatch: tuple[str, ...] = ()) -> str:
+        program = ("bash", str(ROOT / "tests" / "slurm" / "actor.sh"))
+        run = LaunchSpec(arguments=parts, processes_per_host=2, hosts=("a", "b"), program=program)
+        job = SlurmJob(
+            run=run,
+            job_name="play",
+            chdir=str(tmp_path),
+            output_dir=str(tmp_path),
+            env=(f"AFTERWARDS={afterwards}",),
+            max_restarts=max_restarts,
+        )
+        (tmp_path / "play.sh").write_text(script(job))
+        return slurm.run("sbatch", "--parsable", *sbatch, tmp_path / "play.sh")
+
+    return submit
+
+
+WAITING = ("wait", "wait", "wait", "wait")
+
+
+def test_a_job_is_requeued_only_where_that_helps(slurm, play):
+    saved = ("75", "75", "75", "75")
+    expected = {
+        play("0", "0", "0", "0"): ("COMPLETED", "0:0", "0"),
+        # An error of one task is the job's, whatever the others make of their end.
+        play("wait", "2", "wait", "wait"): ("FAILED", "2:0", "0"),
+        play("70", "70", "4", "75"): ("FAILED", "4:0", "0"),
+        # A task was killed, and the others say that they have lost it.
+        play("70", "kill", "70", "70"): ("COMPLETED", "0:0", "1"),
+        play("kill", "kill", "kill", "kill"): ("FAILED", "137:0", "0"),
+        # Stopped before the program could listen.
+        play("143", "143", "143", "143"): ("COMPLETED", "0:0", "1"),
+        play(*saved, afterwards=3): ("FAILED", "3:0", "1"),
+        play(*saved, afterwards=75, max_restarts=1): ("FAILED", "75:0", "1"),
+        play(*saved, max_restarts=0): ("FAILED", "75:0", "0"),
+    }
+    ended = {job: slurm.await_end(job) for job in expected}
+    found = {job: (state["JobState"], state["ExitCode"], state["Restarts"]) for job, state in ended.items()}
+    assert found == expected, "\n".join(slurm.output(job) for job in expected if found[job] != expected[job])
+
+
+@pytest.mark.parametrize("way", [["--signal=TERM"], ["--batch", "--signal=TERM"], ["--signal=USR1"]])
+def test_a_signal_reaches_the_tasks_and_not_their_wrappers(slurm, play, way):
+    job = play(*WAITING)
+    slurm.wait_for(job, lambda: slurm.output(job).count("listening") == 4)
+    slurm.run("scancel", *way, job)
+    ended = slurm.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), slurm.output(job)
+
+
+def test_a_cancelled_job_is_not_brought_back(slurm, play):
+    job = play(*WAITING)
+    slurm.wait_for(job, lambda: slurm.output(job).count("listening") == 4)
+    slurm.run("scancel", job)
+    slurm.wait_for(job, lambda: "not requeued" in slurm.output(job))
+    ended = slurm.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), slurm.output(job)
+
+
+def test_the_tasks_are_told_ahead_of_the_time_limit(slurm, play):
+    # Slurm takes the command line's word over the file's, and looks every few seconds.
+    job = play(*WAITING, sbatch=("--time=1", "--signal=TERM@50"))
+    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job), limit_s=50)
+    ended = slurm.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), slurm.output(job)
+
+
+def test_slurm_accepts_a_file_with_every_option(slurm, tmp_path):
+    options = ["--time-limit=1-12:00", "--partition=all", "--account=lab", "--cpus-per-task=1", "--memory=100M"]
+    options += ["--output-dir", str(tmp_path / "out 100%"), "--sbatch-arg=--comment=it's mine", "--max-restarts=0"]
+    slurm.launch(*TWO_BY_TWO, *options, arguments=("debug", "--exp-name", "x"))
+    slurm.run("sbatch", "--test-only", tmp_path / "out 100%" / "debug.sh")
+
+
+def test_an_allocation_starts_one_task_per_process(slurm):
+    words = [
+        sys.executable,
+        "scripts/run_distributed.py",
+        "--mode",
+        "slurm",
+        "--",
+        "debug",
+        "--exp-name",
+        "x",
+        "--help",
+    ]
+    output = slurm.run("salloc", "--nodes=2", "--ntasks-per-node=2", *words)
+    assert {line[:2] for line in output.splitlines()} == {"0:", "1:", "2:", "3:"}
