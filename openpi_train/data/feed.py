@@ -18,7 +18,7 @@ import numpy as np
 
 from openpi_train.data.rows import Rows
 from openpi_train.data.source import BadRecord
-from openpi_train.data.workers import LocalBatches, block_sigterm, start_worker
+from openpi_train.data.workers import LocalBatches, block_signals, start_worker
 from openpi_train.runtime.exits import DataError
 from openpi_train.types import action_batch
 
@@ -149,7 +149,7 @@ class Feed:
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_BATCHES_AHEAD, threads))
         dataset = grain.MapDataset.source(source).to_iter_dataset(options)
         if self._num_workers:
-            block_sigterm()
+            block_signals()
             # Spawned workers read whole batches in turn, so that their number cannot change any.
             workers = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=_BATCHES_AHEAD)
             dataset = dataset.mp_prefetch(workers, worker_init_fn=start_worker)

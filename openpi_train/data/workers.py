@@ -21,6 +21,8 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 _ENDLESS = 1 << 40
+# They come to the whole process group, and the main process alone decides what they mean.
+_MAIN_PROCESS_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class LocalBatches:
@@ -42,20 +44,21 @@ class LocalBatches:
 
 
 def start_worker(index: int, count: int) -> None:
-    """Ignore SIGTERM, and end with the process that started this one, however that ends.
+    """Ignore SIGTERM and Ctrl-C, and end with the process that started this one, however that ends.
 
     Slurm sends SIGTERM to every process of a job, while the main one still needs batches to finish its step.
     """
     del index, count
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in _MAIN_PROCESS_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def block_sigterm() -> None:
-    """Block SIGTERM in this thread and in the processes it starts, which are vulnerable until `start_worker` runs."""
-    # It would unblock the signal on its own start.
+def block_signals() -> None:
+    """Block them in this thread and in the processes it starts, which are vulnerable until `start_worker` runs."""
+    # It would unblock the signals on its own start.
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_PROCESS_SIGNALS)
 
 
 def _end_with_parent() -> None:

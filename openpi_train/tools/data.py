@@ -4,17 +4,17 @@ Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`.
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, reported_as
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     given = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.configure(0)
     with reported_as(DataError):
         given.run(given)
     return 0
@@ -43,8 +43,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(given: argparse.Namespace) -> None:
+    import jax
+
     from openpi_train.tools.prepare import prepare
 
+    # It simulates on the CPU; a GPU that is there would be taken whole for nothing.
+    jax.config.update("jax_platforms", "cpu")
     made = prepare(
         given.directory,
         episodes_per_task=given.episodes_per_task,

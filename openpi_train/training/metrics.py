@@ -36,8 +36,9 @@ class Metrics:
 
     Args:
         directory: the run directory.
-        resume_step: the step that the run continues from (0 for a new one). Lines of later steps, which a killed
-            process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step stands once.
+        resume_step: the step that the run continues from, 0 where it begins. Lines of later steps (from 0 on: of all),
+            which a killed process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step
+            stands once.
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
@@ -91,7 +92,7 @@ class JsonLines:
 
     def __init__(self, path: pathlib.Path, resume_step: int = 0):
         if path.exists():
-            _cut_after(path, resume_step)
+            _cut_after(path, resume_step or -1)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -115,7 +116,7 @@ class TensorBoard:
             raise UsageError(
                 "TensorBoard files need tensorboardX: pip install 'openpi_train[tensorboard]', or give --no-tensorboard"
             ) from error
-        purge = resume_step + 1 if resume_step else None  # TensorBoard hides what an earlier start wrote from here on
+        purge = resume_step + 1 if resume_step else 0  # TensorBoard hides what an earlier start wrote from here on
         self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -167,8 +168,8 @@ class Wandb:
 
 
 def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
-    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty where there is no such file."""
-    if not path.exists():
+    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty for a run that begins (step 0)."""
+    if not last_step or not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
     return [

@@ -36,6 +36,7 @@ _HARMLESS = re.compile(
     r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
     r"|fsdp_devices|sharding\..*|grad_accum)"
 )
+_MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|CUDA|SLURM|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
     r"|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -237,6 +238,8 @@ def _check_flags(request: RunRequest) -> None:
             raise UsageError(
                 f"{flag} {name!r} names a directory: it may not be empty, start with a dot or contain a path separator"
             )
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            raise UsageError(f"{flag} {name[:40]!r}... is longer than {_MAX_NAME_BYTES} bytes: choose a shorter one")
 
 
 def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

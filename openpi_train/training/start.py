@@ -223,6 +223,8 @@ def first_state(
 ) -> TrainState:
     """The newest checkpoint with `--resume`, else start weights or fresh ones."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
+    if experiment.resume and restored is None:
+        logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:
         state, meta = restored
         try:
