@@ -39,7 +39,7 @@ def _reported(command: Callable[[], int]) -> int:
     """The command's exit code; an error meant for the user is shown as its message alone."""
     try:
         return command()
-    except (RunError, FileNotFoundError, ValueError) as error:
+    except (RunError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else USAGE
 

@@ -18,7 +18,7 @@ def train(run: Run) -> TrainState:
     for step in range(first + 1, total + 1):
         state, metrics = step_function(state, run.feed.next(state))
         run.note(step, metrics)
-        stop = run.stop_requested(step)
+        stop = run.stop_requested(step) and step < total
         last = stop or step == total
         if last or step % experiment.log_interval == 0:
             run.log(step, recorder.read())

@@ -4,6 +4,7 @@ Read next: `progress.py` (the same numbers for a person who watches).
 """
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -42,9 +43,6 @@ class Metrics:
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
-
-    Raises:
-        UsageError: the package for TensorBoard or wandb files is not installed.
     """
 
     def __init__(
@@ -106,16 +104,23 @@ class JsonLines:
         self._file.close()
 
 
+def require_writers(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise UsageError where a package for the files that are asked for is not installed; before anything is made."""
+    asked = {("tensorboardX", "tensorboard"): tensorboard, ("wandb", "wandb-enabled"): wandb}
+    for (package, flag), is_asked in asked.items():
+        if is_asked and importlib.util.find_spec(package) is None:
+            extra = flag.partition("-")[0]
+            raise UsageError(
+                f"--{flag} needs {package}: pip install 'openpi_train[{extra}]', or give --no-{flag} to do without"
+            )
+
+
 class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0):
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise UsageError(
-                "TensorBoard files need tensorboardX: pip install 'openpi_train[tensorboard]', or give --no-tensorboard"
-            ) from error
+        import tensorboardX
+
         purge = resume_step + 1 if resume_step else 0  # TensorBoard hides what an earlier start wrote from here on
         self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
 
@@ -135,12 +140,7 @@ class Wandb:
     """A wandb run. Never asks anything: without an API key it writes offline files, for `wandb sync`."""
 
     def __init__(self, directory: pathlib.Path, project: str, config: Mapping[str, Any]):
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise UsageError(
-                "--wandb-enabled needs wandb: pip install 'openpi_train[wandb]', or give --no-wandb-enabled"
-            ) from error
+        wandb = importlib.import_module("wandb")  # an extra that may be absent: no static import
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")

@@ -100,13 +100,17 @@ class Run:
         """Whether all processes stop after this step."""
         return preempt.stop_requested(step)
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint, write `results.json`, close everything. Every process must call it."""
+    def close(self) -> None:
+        """Wait for the last checkpoint, and close everything. Every process must call it."""
         self.checkpoints.close()
-        bad_records = sum(gather("count bad records", self.feed.bad_records))
         self.feed.close()
         self.progress.close()
         self.metrics.close()
+
+    def finish(self) -> None:
+        """`close`, and write `results.json`. Every process must call it."""
+        self.close()
+        bad_records = sum(gather("count bad records", self.feed.bad_records))
         if jax.process_index() == 0:
             results = {
                 "experiment": self.experiment.name,

@@ -234,9 +234,10 @@ def _check_flags(request: RunRequest) -> None:
     if request.resume and request.overwrite:
         raise UsageError("--resume and --overwrite exclude each other: continue the run, or move it aside?")
     for flag, name in (("experiment name", request.experiment_name), ("--exp-name", request.exp_name)):
-        if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
+        if not name or name.startswith((".", "-")) or "/" in name or os.sep in name or not name.isprintable():
             raise UsageError(
-                f"{flag} {name!r} names a directory: it may not be empty, start with a dot or contain a path separator"
+                f"{flag} {name!r} names a directory: it may not be empty, start with a dot or a dash, or contain a "
+                "path separator or what cannot be printed"
             )
         if len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise UsageError(f"{flag} {name[:40]!r}... is longer than {_MAX_NAME_BYTES} bytes: choose a shorter one")

@@ -29,7 +29,7 @@ from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import StateLayout, create_state, lay_out
 from openpi_train.training.loop import train
-from openpi_train.training.metrics import Metrics, read_evaluations
+from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
@@ -68,7 +68,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
                 train(run)
             else:
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
-                run.finish()
+                run.close()
         report(run)
     except Preempted:
         session.stop()  # all processes end together: whoever left first would abort the others
@@ -150,6 +150,7 @@ def start(experiment: Experiment, prepared: Prepared) -> Run:
         resume=experiment.resume,
         overwrite=experiment.overwrite,
     )
+    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     check_run(request)
     data = open_data_in_turn(experiment)
     directory = open_run(request).path
