@@ -18,7 +18,7 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import create_state
-from openpi_train.training.start import Prepared, prepare
+from openpi_train.training.prepare import Prepared, prepare
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
 from openpi_train.types import action_batch, flatten_rows

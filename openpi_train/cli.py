@@ -39,7 +39,7 @@ def _reported(command: Callable[[], int]) -> int:
     """The command's exit code; an error meant for the user is shown as its message alone."""
     try:
         return command()
-    except (RunError, FileNotFoundError, ValueError) as error:
+    except (RunError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else USAGE
 
@@ -48,10 +48,10 @@ def train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
     process, rest = _process_flags(argv)
     experiment = parse_experiment(name, rest)
-    from openpi_train.training import start
+    from openpi_train.training import prepare, start
 
     if process.dry_run:
-        return start.dry_run(experiment, process.world, process.devices_per_process)
+        return prepare.dry_run(experiment, process.world, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process.world, process.devices_per_process))
 
 

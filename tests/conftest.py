@@ -4,6 +4,7 @@ Folders of reference data: OPENPI_TRAIN_GOLDEN and OPENPI_TRAIN_DATA, by default
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def golden() -> Path:
     if not (GOLDEN / "meta.json").is_file():
         pytest.skip(f"no golden data at {GOLDEN} (set OPENPI_TRAIN_GOLDEN)")
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def golden_file(golden) -> Callable[[str], Path]:
+    """A function from a name to the golden set's file or folder; the test is skipped where the set has none."""
+
+    def path(name: str) -> Path:
+        if not (golden / name).exists():
+            pytest.skip(f"the golden set at {golden} has no {name}")
+        return golden / name
+
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from openpi_train.data.windows import Windows
 from openpi_train.keys import row_keys
 from openpi_train.tools import convert, doctor, stats
 from openpi_train.tools import data as data_tool
-from openpi_train.training import start
+from openpi_train.training import prepare, start
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,7 +91,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
-    places = {start: ["main", "dry_run"], stats: ["stats_table"], convert: ["export"], doctor: ["main"]}
+    places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["export"], doctor: ["main"]}
     for module, names in (places | {data_tool: ["_prepare", "_index", "_repack"]}).items():
         for name in names:
             monkeypatch.setattr(module, name, work)

@@ -168,7 +168,10 @@ def stored_norm_stats(
         return None
     try:
         details = json.loads((folder / _DETAILS).read_text())
-    except ValueError as error:
+        missing = {"fingerprint", "extremes", "notes", "sha256"} - details.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except (ValueError, AttributeError) as error:
         logger.warning("norm stats: %s cannot be read (%s); they are computed anew", folder / _DETAILS, error)
         return None
     if details["fingerprint"] != _fingerprint(windows, weights, max_samples):

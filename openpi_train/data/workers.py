@@ -21,7 +21,8 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 _ENDLESS = 1 << 40
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# They come to the whole process group, and the main process alone decides what they mean.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class LocalBatches:

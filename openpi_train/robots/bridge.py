@@ -22,7 +22,8 @@ class Bridge(Robot):
     """BridgeData V2's conventions.
 
     `num_arms` 2 is the dual-arm layout (14 dims, first arm first); a dataset of one arm fills the first and leaves
-    zeros for the second. `trajectory` takes the pose of the next step as action (the gripper stays the commanded one).
+    zeros for the second. `trajectory` takes the pose of the next step as action (the gripper stays the commanded one);
+    an episode's last step has none, so there the arm stays where it is.
     """
 
     # The model's camera slot: the dataset's image feature.

@@ -22,7 +22,7 @@ from openpi_train.runtime.exits import NumbersError, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_disk
 from openpi_train.tools.finding import Finding, fail, ok, warn
-from openpi_train.training.start import prepare
+from openpi_train.training.prepare import prepare
 
 _MOST_SKEW_S = 2.0
 

@@ -4,17 +4,17 @@ Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`.
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, reported_as
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     given = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.configure(0)
     with reported_as(DataError):
         given.run(given)
     return 0
@@ -28,14 +28,19 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
     prepare.add_argument("--val-episodes-per-task", type=int, default=4, help="held-out episodes (%(default)s)")
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
-    prepare.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    prepare.add_argument("--seed", type=int, default=0, help="of scenes and disturbances (%(default)s)")
     prepare.set_defaults(run=_prepare)
     index = what.add_parser("index", help="index an RLDS dataset now rather than at the first run")
     repack = what.add_parser("repack", help="copy an RLDS dataset into step-level records for slow storage")
     for form in (index, repack):
         form.add_argument("path", help="<data_dir>/<name> or <data_dir>/<name>/<version>")
         form.add_argument("--split", default="train", help='a split, or several as "train+val" (%(default)s)')
-        form.add_argument("--on-bad-record", choices=("error", "skip"), default="error", help="(%(default)s)")
+        form.add_argument(
+            "--on-bad-record",
+            choices=("error", "skip"),
+            default="error",
+            help="what a torn record does: end this, or have its episode left out (%(default)s)",
+        )
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
@@ -43,8 +48,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(given: argparse.Namespace) -> None:
+    import jax
+
     from openpi_train.tools.prepare import prepare
 
+    # It simulates on the CPU; a GPU that is there would be taken whole for nothing.
+    jax.config.update("jax_platforms", "cpu")
     made = prepare(
         given.directory,
         episodes_per_task=given.episodes_per_task,

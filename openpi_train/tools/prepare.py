@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.data import places
+from openpi_train.data import places, tables
 from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop
@@ -100,14 +100,19 @@ def prepare(
     if manifest is not None:
         logger.info("%s is complete already: reused", root)
         return _prepared(root, manifest)
-    draft = root.with_name(f".{NAME}.incomplete.{os.getpid()}")
+    workspace = root.with_name(f".{NAME}.incomplete")
+    draft = workspace / "draft"
     started = time.monotonic()
-    try:
-        manifest = _write(draft, env, counts, seed, arguments)
-        _move_aside(root)
-        os.replace(draft, root)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with tables.locked(workspace, f"data prepare of {root}"):
+        try:
+            manifest = _complete(root, arguments)  # another process may have finished meanwhile
+            if manifest is None:
+                shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+                manifest = _write(draft, env, counts, seed, arguments)
+                _move_aside(root)
+                os.replace(draft, root)
+        finally:
+            shutil.rmtree(workspace, ignore_errors=True)
     prepared = _prepared(root, manifest)
     logger.info(
         "%s written: %s episodes, %s steps, in %.0f s",

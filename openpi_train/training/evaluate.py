@@ -1,6 +1,7 @@
 """Held-out evaluation: the loss on fixed rows, noise and times, and the open-loop action error. Read next: `loop.py`.
 
-Sums and counts are taken over all rows before any division, so that batch size and device count cannot change a value.
+Sums and counts are taken over all rows before any division, and a row's noise and time depend on its number alone, so
+that batch size and device count cannot change a value (but for rounding).
 Action errors are mean squared errors in normalised units over the robot's own dims and the steps inside the episode;
 the baseline predicts, for every dim, the mean of the evaluated actions themselves: the best constant there is.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from openpi_train.data.feed import Feed
 from openpi_train.keys import for_purpose, row_keys
@@ -54,10 +56,15 @@ class Evaluator:
         self._trainer = trainer
         self._batches = list(batches)
         self._stop_requested = stop_requested
-        self._sum_norms = jax.jit(trainer.objective.norms)
+        self._sum_norms = jax.jit(lambda batch, index: trainer.objective.norms(batch))
         self._loss = jax.jit(functools.partial(_loss, trainer))
-        self._moments = jax.jit(_moments)
+        self._moments = jax.jit(lambda batch, index: _moments(batch))
         self._action_error = jax.jit(functools.partial(_action_error, trainer, num_sample_steps))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything is held out."""
+        return bool(self._batches)
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """`val/loss`, `val/action_mse`, their `_ema` forms where the run keeps an average, and the baseline.
@@ -72,36 +79,39 @@ class Evaluator:
             return {}
 
     def _values(self, state: TrainState) -> dict[str, float]:
-        values: dict[str, Any] = self._evaluate(state.params, state.frozen)
+        values = self._evaluate(state.params, state.frozen)
         if state.ema is not None:
             averaged = self._evaluate(state.ema, state.frozen)
             values |= {f"{name}_ema": value for name, value in averaged.items()}
         if "sample" in self._trainer.model.provides:
             values["val/action_mse_mean_baseline"] = self._baseline()
-        return {name: float(value) for name, value in values.items()}
-
-    def _evaluate(self, params: Params, frozen: Params) -> dict[str, Any]:
-        norms = jax.tree.map(lambda *each: sum(each), *[self._sum_norms(batch) for batch in self._batches])
-        losses = self._over_batches(lambda batch, index: self._loss(params, frozen, batch, norms, index))
-        values: dict[str, Any] = {"val/loss": sum(losses)}
-        if "sample" in self._trainer.model.provides:
-            pairs = self._over_batches(lambda batch, index: self._action_error(params, frozen, batch, index))
-            values["val/action_mse"] = sum(error for error, _ in pairs) / sum(count for _, count in pairs)
         return values
 
-    def _over_batches(self, function: Callable[[Any, int], Any]) -> list[Any]:
-        """What `function(batch, index)` gives for every batch, one after the other. Raises _Stopped if asked to."""
-        results = []
+    def _evaluate(self, params: Params, frozen: Params) -> dict[str, float]:
+        norms = self._sum(self._sum_norms)
+        norms = {name: np.float32(norm) for name, norm in norms.items()}
+        values = {"val/loss": float(self._sum(lambda batch, index: self._loss(params, frozen, batch, norms, index)))}
+        if "sample" in self._trainer.model.provides:
+            error, count = self._sum(lambda batch, index: self._action_error(params, frozen, batch, index))
+            values["val/action_mse"] = float(error / count)
+        return values
+
+    def _sum(self, program: Callable[[Any, int], Any]) -> Any:
+        """The sum of what a program returns over all batches, in float64 on the host. Raises _Stopped if asked to.
+
+        Each batch is waited for: with dozens of programs under way, CPU devices of several processes wait for each
+        other for ever, each for a collective that the other has not begun (seen with jax 0.10.2).
+        """
+        parts = []
         for index, batch in enumerate(self._batches):
-            results.append(jax.block_until_ready(function(batch, index)))
+            parts.append(jax.device_get(program(batch, index)))
             if self._stop_requested():
                 raise _Stopped
-        return results
+        return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
 
     def _baseline(self) -> float:
-        moments = [self._moments(batch) for batch in self._batches]
-        count, total, squares = jax.tree.map(lambda *each: sum(each), *moments)
-        spread = squares - total**2 / jnp.maximum(count, 1)
+        count, total, squares = self._sum(self._moments)
+        spread = squares - total**2 / np.maximum(count, 1)
         return float(spread.sum() / count.sum())
 
 
@@ -110,15 +120,20 @@ def _own_elements(batch: ActionBatch):
     return (batch.action_mask[:, :, None] & batch.dim_mask[:, None, :]).astype(jnp.float32)
 
 
+def _keys(trainer: Trainer, batch: Any, index: Any, purpose: str):
+    """A key per row by its number among all held-out rows, whatever the batch size."""
+    return for_purpose(row_keys(trainer.seed, 0, index * len(batch.row) + batch.row), purpose)
+
+
 def _loss(trainer: Trainer, params: Params, frozen: Params, batch: Any, norms: Any, index: Any):
     model = merge_module(trainer.graphdef, {**frozen, **params})
-    keys = for_purpose(row_keys(trainer.seed, index, batch.row), "validation")
+    keys = _keys(trainer, batch, index, "validation")
     return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
 
 
 def _action_error(trainer: Trainer, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
     model: Any = merge_module(trainer.graphdef, {**frozen, **params})
-    keys = for_purpose(row_keys(trainer.seed, index, batch.row), "validation/sample")
+    keys = _keys(trainer, batch, index, "validation/sample")
     noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
     actions = model.sample_actions(batch.observation, noise, num_steps)
     mask = _own_elements(batch)

@@ -20,15 +20,18 @@ def train(run: Run) -> TrainState:
         stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
         if stop or evaluate or step % experiment.log_interval == 0:
             run.log(step, recorder.read())
+        complete = step == total
         if evaluate and not stop:
             with recorder.paused():
-                run.evaluate(step, state)
+                complete &= run.evaluate(step, state)
             stop = run.stop_requested()
+        elif evaluate:
+            complete = False
         if stop or step == total or step % experiment.save_interval == 0:
             recorder.check()
             with recorder.paused():
                 run.save(step, state)
-        if stop:
+        if stop and not complete:
             run.finish()
             raise Preempted(f"stopped after step {step} of {total} with a good checkpoint; continue with --resume")
     run.finish()

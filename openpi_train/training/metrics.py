@@ -4,6 +4,7 @@ Read next: `progress.py` (the same numbers for a person who watches).
 """
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -36,14 +37,12 @@ class Metrics:
 
     Args:
         directory: the run directory.
-        resume_step: the step that the run continues from (0 for a new one). Lines of later steps, which a killed
-            process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step stands once.
+        resume_step: the step that the run continues from, 0 where it begins. Lines of later steps (from 0 on: of all),
+            which a killed process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step
+            stands once.
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
-
-    Raises:
-        UsageError: the package for TensorBoard or wandb files is not installed.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class JsonLines:
 
     def __init__(self, path: pathlib.Path, resume_step: int = 0):
         if path.exists():
-            _cut_after(path, resume_step)
+            _cut_after(path, resume_step or -1)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -105,17 +104,24 @@ class JsonLines:
         self._file.close()
 
 
+def require_writers(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise UsageError where a package for the files that are asked for is not installed; before anything is made."""
+    asked = {("tensorboardX", "tensorboard"): tensorboard, ("wandb", "wandb-enabled"): wandb}
+    for (package, flag), is_asked in asked.items():
+        if is_asked and importlib.util.find_spec(package) is None:
+            extra = flag.partition("-")[0]
+            raise UsageError(
+                f"--{flag} needs {package}: pip install 'openpi_train[{extra}]', or give --no-{flag} to do without"
+            )
+
+
 class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0):
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise UsageError(
-                "TensorBoard files need tensorboardX: pip install 'openpi_train[tensorboard]', or give --no-tensorboard"
-            ) from error
-        purge = resume_step + 1 if resume_step else None  # TensorBoard hides what an earlier start wrote from here on
+        import tensorboardX
+
+        purge = resume_step + 1 if resume_step else 0  # TensorBoard hides what an earlier start wrote from here on
         self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -134,12 +140,7 @@ class Wandb:
     """A wandb run. Never asks anything: without an API key it writes offline files, for `wandb sync`."""
 
     def __init__(self, directory: pathlib.Path, project: str, config: Mapping[str, Any]):
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise UsageError(
-                "--wandb-enabled needs wandb: pip install 'openpi_train[wandb]', or give --no-wandb-enabled"
-            ) from error
+        wandb = importlib.import_module("wandb")  # an extra that may be absent: no static import
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
@@ -167,8 +168,8 @@ class Wandb:
 
 
 def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
-    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty where there is no such file."""
-    if not path.exists():
+    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty for a run that begins (step 0)."""
+    if not last_step or not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
     return [

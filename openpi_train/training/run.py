@@ -72,12 +72,13 @@ class Run:
         self.metrics.log(step, {**values, **mixed})
         self.progress.report(values)
 
-    def catch_up(self, state: TrainState) -> None:
-        """Evaluate before the first step, and on resuming where a stop left the evaluation out."""
+    def catch_up(self, state: TrainState) -> bool:
+        """Evaluate before the first step, and on resuming where a stop left it out. Returns whether it did."""
         step = int(state.step)
-        if self.evaluation_is_due(step) and step not in [line["step"] for line in self.history]:
-            with phase("evaluating", abandonable=True):
-                self.evaluate(step, state)
+        if not self.evaluation_is_due(step) or step in [line["step"] for line in self.history]:
+            return False
+        with phase("evaluating", abandonable=True):
+            return self.evaluate(step, state)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the state of this step is to be evaluated: the first one, the last one, and at the interval."""
@@ -85,15 +86,15 @@ class Run:
         return step in (0, self.experiment.num_train_steps) or bool(interval and step % interval == 0)
 
     @phase("evaluating")
-    def evaluate(self, step: int, state: TrainState) -> None:
+    def evaluate(self, step: int, state: TrainState) -> bool:
         """Evaluate on the held-out rows, write the result, and let the checkpoint compete for the best.
 
-        A stop that is asked for meanwhile leaves the evaluation out; a resumed run catches up.
+        Returns False where a stop that was asked for meanwhile left it out; a resumed run catches up.
         """
         started = time.perf_counter()
         values = self.evaluator(state)
         if not values:
-            return
+            return not self.evaluator.has_rows
         logger.info(
             "held-out, step %d: %s (%.1f s)",
             step,
@@ -103,6 +104,7 @@ class Run:
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
         self.history.append({"step": step, **values})
         self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
+        return True
 
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
@@ -121,15 +123,20 @@ class Run:
         """Whether all processes save and stop now."""
         return preempt.stop_requested()
 
-    @phase("finishing")
-    def finish(self) -> None:
-        """Wait for the last checkpoint, write `results.json`, close everything. Every process must call it."""
+    def close(self) -> None:
+        """Wait for the last checkpoint, and close everything. Every process must call it."""
         self.checkpoints.close()
-        bad_records = sum(gather("count bad records", self.feed.bad_records))
         self.feed.close()
         self.progress.close()
         self.metrics.close()
-        if jax.process_index() == 0:
+
+    @phase("finishing")
+    def finish(self, keep_results: bool = False) -> None:
+        """`close`, and write `results.json`, unless `keep_results` and there is one. Every process must call it."""
+        self.close()
+        bad_records = sum(gather("count bad records", self.feed.bad_records))
+        path = self.directory / "results.json"
+        if jax.process_index() == 0 and not (keep_results and path.exists()):
             results = {
                 "experiment": self.experiment.name,
                 "exp_name": self.experiment.exp_name,
@@ -143,4 +150,4 @@ class Run:
                 "processes": jax.process_count(),
                 "devices": jax.device_count(),
             }
-            (self.directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+            path.write_text(json.dumps(results, indent=1) + "\n")

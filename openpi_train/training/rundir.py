@@ -36,6 +36,7 @@ _HARMLESS = re.compile(
     r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
     r"|fsdp_devices|sharding\..*|grad_accum)"
 )
+_MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|CUDA|SLURM|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
     r"|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -129,6 +130,14 @@ def open_run(
         )
     replaced = pathlib.Path(answer["replaced"]) if answer["replaced"] else None
     return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
+
+
+def devices_at_first(request: RunRequest) -> int | None:
+    """How many devices the run that `request` continues was first started on; None for a new run. All call it."""
+    starts: list[Any] = []
+    if jax.process_index() == 0 and request.resume and (request.path / "environment.json").is_file():
+        starts = _read(request.path / "environment.json")["starts"]
+    return from_process_0("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
 def record_start(request: RunRequest, measured: Mapping[str, Any]) -> None:
@@ -236,10 +245,13 @@ def _check_flags(request: RunRequest) -> None:
     if request.resume and request.overwrite:
         raise UsageError("--resume and --overwrite exclude each other: continue the run, or move it aside?")
     for flag, name in (("experiment name", request.experiment_name), ("--exp-name", request.exp_name)):
-        if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
+        if not name or name.startswith((".", "-")) or "/" in name or os.sep in name or not name.isprintable():
             raise UsageError(
-                f"{flag} {name!r} names a directory: it may not be empty, start with a dot or contain a path separator"
+                f"{flag} {name!r} names a directory: it may not be empty, start with a dot or a dash, or contain a "
+                "path separator or what cannot be printed"
             )
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            raise UsageError(f"{flag} {name[:40]!r}... is longer than {_MAX_NAME_BYTES} bytes: choose a shorter one")
 
 
 def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -3,9 +3,7 @@
 The order matters: what can be refused without allocating anything is refused first, and by all processes together.
 """
 
-import dataclasses
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,18 @@ from openpi_train.data.normalize import norm_stats_json
 from openpi_train.data.opened import OpenedData, open_data
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.planning.devices import memory_bytes, peak_flops
-from openpi_train.planning.memory import Memory, predict, require
+from openpi_train.planning.devices import peak_flops
+from openpi_train.planning.memory import require
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
-from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import World, WorldFlags, find_world
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.checkpoint import Checkpoints
 from openpi_train.training.evaluate import Evaluator, held_out_batches
-from openpi_train.training.init import StateLayout, create_state, lay_out
+from openpi_train.training.init import StateLayout, create_state
 from openpi_train.training.loop import train
-from openpi_train.training.metrics import Metrics, read_evaluations
+from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
+from openpi_train.training.prepare import Prepared, fit, prepare
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
@@ -41,16 +38,6 @@ from openpi_train.training.step import Trainer
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is known of a run before anything is allocated."""
-
-    trainer: Trainer
-    layout: StateLayout
-    memory: Memory
-    available_bytes: int
-
-
 def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
     """Run the experiment as the process that flags and environment say this is. Returns the exit code."""
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
@@ -58,94 +45,6 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
     world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
-    with phase("preparing the run", abandonable=True):
-        prepared = prepare(experiment, world)
-        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
-        collectives = selftest.measure()
-        if collectives is not None:
-            logger.info("%s", collectives.line())
-        run = start(experiment, prepared, collectives)
-    try:
-        with jax.set_mesh(prepared.trainer.plan.mesh), phase("training", limited=True):
-            if run.state.step < experiment.num_train_steps:
-                train(run)
-            else:
-                logger.warning("nothing is left to train: raise --num-train-steps to go on")
-                run.catch_up(run.state)
-                run.finish()
-        report(run)
-    except Preempted:
-        session.stop(timeouts.finish_s)  # all processes end together: whoever left first would abort the others
-        raise
-    session.stop(timeouts.finish_s)
-    return 0
-
-
-def prepare(experiment: Experiment, world: World) -> Prepared:
-    """Mesh, layout and memory of the run. Raises UsageError for what the flags ask and these devices cannot do."""
-    experiment.check(jax.device_count())
-    plan = Plan(mesh=make_mesh(experiment.fsdp_devices), config=experiment.sharding)
-    schedule = experiment.lr_schedule.create()
-    optimizer = experiment.optimizer.create(schedule)
-    model = experiment.model
-    layout = lay_out(model, optimizer, experiment.is_frozen, experiment.ema_decay is not None, plan)
-    check_trainable(experiment, layout)
-    trainer = Trainer(
-        graphdef=layout.graphdef,
-        model=model,
-        objective=experiment.objective,
-        optimizer=optimizer,
-        schedule=schedule,
-        plan=plan,
-        seed=experiment.seed,
-        grad_accum=experiment.grad_accum,
-        ema_decay=experiment.ema_decay,
-    )
-    rows = experiment.batch_size // (jax.device_count() * experiment.grad_accum)
-    activations = model.activation_bytes_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
-    return Prepared(
-        trainer=trainer,
-        layout=layout,
-        memory=predict(layout, plan, activations, rows),
-        available_bytes=memory_bytes(jax.local_devices()[0], world.local_count or 1),
-    )
-
-
-def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
-    """Say how much trains. Raises UsageError where nothing does, or where `--freeze` matches nothing."""
-    trainable, frozen = layout.shapes.params, layout.shapes.frozen
-    if not trainable:
-        raise UsageError(f"--freeze {experiment.freeze!r} leaves no parameter to train; all {len(frozen)} match it")
-    if experiment.freeze is not None and not any(experiment.freezes(path) for path in frozen):
-        names = ", ".join(experiment.model.public_name(path) for path in list(trainable)[:3])
-        raise UsageError(f"--freeze {experiment.freeze!r} matches no parameter as a whole; there are {names}, ...")
-    sizes = [sum(math.prod(leaf.shape) for leaf in leaves.values()) for leaves in (trainable, frozen)]
-    logger.info("parameters: %s train, %s are kept fixed", *(f"{size:,}" for size in sizes))
-
-
-def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
-    """Print what the run needs on this process's devices and what there is; allocates nothing."""
-    world = find_world(flags, os.environ)
-    if devices_per_process is not None:
-        jax.config.update("jax_num_cpu_devices", devices_per_process)
-    prepared = prepare(experiment, world)
-    memory = prepared.memory
-    lines = {
-        "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),
-        "frozen parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.frozen.values()),
-    }
-    for name, count in lines.items():
-        print(f"{name:<24} {count:>15,}")
-    for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
-        print(f"{name:<24} {size / 2**30:>11.2f} GiB per device")
-    require(memory, prepared.available_bytes, jax.device_count(), experiment)
-    print("fits")
-    return 0
-
-
-def start(experiment: Experiment, prepared: Prepared, collectives: selftest.Collectives | None = None) -> Run:
-    """Open directory, data and state. Every process must call it."""
-    trainer, layout = prepared.trainer, prepared.layout
     request = RunRequest(
         checkpoint_base_dir=experiment.checkpoint_base_dir,
         experiment_name=experiment.name,
@@ -154,6 +53,35 @@ def start(experiment: Experiment, prepared: Prepared, collectives: selftest.Coll
         resume=experiment.resume,
         overwrite=experiment.overwrite,
     )
+    with phase("preparing the run", abandonable=True):
+        experiment = fit(experiment, request)
+        prepared = prepare(experiment, world)
+        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        collectives = selftest.measure()
+        if collectives is not None:
+            logger.info("%s", collectives.line())
+        run = start(experiment, request, prepared, collectives)
+    try:
+        with jax.set_mesh(prepared.trainer.plan.mesh), phase("training", limited=True):
+            if run.state.step < experiment.num_train_steps:
+                train(run)
+            else:
+                logger.warning("nothing is left to train: raise --num-train-steps to go on")
+                run.finish(keep_results=not run.catch_up(run.state))
+        report(run)
+    except Preempted:
+        session.stop(timeouts.finish_s)  # all processes end together: whoever left first would abort the others
+        raise
+    session.stop(timeouts.finish_s)
+    return 0
+
+
+def start(
+    experiment: Experiment, request: RunRequest, prepared: Prepared, collectives: selftest.Collectives | None
+) -> Run:
+    """Open directory, data and state. Every process must call it."""
+    trainer, layout = prepared.trainer, prepared.layout
+    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     check_run(request)
     data = open_data_in_turn(experiment)
     directory = open_run(request).path
@@ -230,6 +158,8 @@ def first_state(
 ) -> TrainState:
     """The newest checkpoint with `--resume`, else start weights or fresh ones."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
+    if experiment.resume and restored is None:
+        logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:
         state, meta = restored
         try:

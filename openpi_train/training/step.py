@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from openpi_train.keys import row_keys
 from openpi_train.models.base import ModelConfig
@@ -82,7 +82,7 @@ class Trainer:
             **metrics,
             "grad_norm": grad_norm,
             "param_norm": self.param_norm(new),
-            "learning_rate": learning_rate(self.schedule, state.step),
+            "learning_rate": learning_rate(self.schedule, num_updates(state)),
             "skipped": 1.0 - finite,
         }
 
@@ -126,3 +126,9 @@ class Trainer:
             if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.public_name(path))
         }
         return optax.tree.norm(kernels)
+
+
+def num_updates(state: TrainState) -> Int[Array, ""]:
+    """Updates that were applied so far: the step less those that were skipped. The schedule goes by it."""
+    counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
+    return counts[0]

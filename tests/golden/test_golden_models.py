@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from golden_case import GOLDEN, flow_cases, load_case, read_npz
+from golden_case import GOLDEN, flow_cases, load_case, read_meta, read_npz
 
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.optim import AdamW, LRSchedule
@@ -22,7 +22,7 @@ from openpi_train.optim import AdamW, LRSchedule
 pytestmark = pytest.mark.usefixtures("golden")
 
 CASES = flow_cases()
-TRAINED = [name for name in CASES if "train" in load_case(name).meta]
+TRAINED = [name for name in CASES if "train" in read_meta()["cases"][name]]
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -163,11 +163,14 @@ def test_masked_inputs_do_not_change_the_velocity_at_all(run):
     np.testing.assert_array_equal(other["v_t"], out["v_t"])
 
 
-@pytest.mark.parametrize("num_steps", [10, 4])
-def test_sampled_actions_equal_openpi(run, num_steps):
-    case = run[0]
-    sample = jax.jit(lambda params, noise: case.model(params).sample_actions(case.observation, noise, num_steps))
-    assert_like_openpi(case, f"sample_actions_{num_steps}", sample(case.params, jnp.asarray(case.io["in/noise"])))
+def test_sampled_actions_equal_openpi(run):
+    case, noise = run[0], jnp.asarray(run[0].io["in/noise"])
+    names = [name.removeprefix("out/") for name in case.io if name.startswith("out/sample_actions_")]
+    assert names
+    for name in names:
+        num_steps = int(name.rpartition("_")[2])
+        sample = jax.jit(lambda params, n=num_steps: case.model(params).sample_actions(case.observation, noise, n))
+        assert_like_openpi(case, name, sample(case.params))
 
 
 def test_frozen_parameters_equal_openpis_freeze_filters(golden):

@@ -13,8 +13,8 @@ from openpi_train.sharding.strategy import shard_dim
 
 
 @pytest.fixture(scope="module")
-def numbers(golden):
-    with np.load(golden / "misc_optim.npz") as file:
+def numbers(golden_file):
+    with np.load(golden_file("misc_optim.npz")) as file:
         return dict(file)
 
 
@@ -49,7 +49,9 @@ def test_adamw_steps_equal_openpi(numbers, case, optimizer):
     rule = optimizer.create(schedule)
     params = _tree(numbers, "adamw/init/")
     state = rule.init(params)
-    for step in range(4):
+    num_steps = sum(name.startswith(f"{case}/gradnorm") for name in numbers)
+    assert num_steps > 0
+    for step in range(num_steps):
         grads = _tree(numbers, f"{case}/grad{step}/")
         np.testing.assert_allclose(optax.tree.norm(grads), numbers[f"{case}/gradnorm{step}"], rtol=1e-6)
         updates, state = rule.update(grads, state, params)
@@ -63,9 +65,9 @@ def test_ema_equals_openpi(numbers):
     np.testing.assert_allclose(ema, numbers["ema/decay_0.99"], rtol=1e-6)
 
 
-def test_shard_dim_equals_openpi_table(golden):
-    rows = json.loads((golden / "misc_fsdp.json").read_text())["rows"]
-    assert len(rows) > 100
+def test_shard_dim_equals_openpi_table(golden_file):
+    rows = json.loads(golden_file("misc_fsdp.json").read_text())["rows"]
+    assert rows
     for row in rows:
         itemsize = jnp.dtype(row["dtype"]).itemsize
         axis = shard_dim(tuple(row["shape"]), itemsize, int(row["fsdp_devices"].split()[0]), 4 * 2**20)

@@ -11,7 +11,7 @@ SHRUNK = """
     --model.siglip.width 32 --model.siglip.depth 2 --model.siglip.mlp-dim 64 --model.siglip.num-heads 2
     --model.siglip.patch-size 16 --model.vocab-size 512 --model.max-token-len 64
     --data.tokenizer bytes --data.validation-fraction 0.2 --batch-size 8 --num-workers 1
-    --num-train-steps 4 --log-interval 2 --save-interval 4 --eval.num-rows 8 --eval.num-sample-steps 2
+    --num-train-steps 4 --log-interval 2 --save-interval 4 --eval.num-sample-steps 2
 """.split()
 
 

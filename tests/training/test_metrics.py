@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.metrics import Metrics
+from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -51,6 +51,14 @@ def test_nan_and_infinity_are_strings_in_valid_json(tmp_path):
     metrics.close()
     assert lines(tmp_path) == [{"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}]
     assert float(lines(tmp_path)[0]["c"]) == -np.inf
+
+
+def test_a_start_from_the_beginning_keeps_no_line_of_an_earlier_one(tmp_path):
+    write(tmp_path, [0, 10])
+    assert read_evaluations(tmp_path / "metrics.jsonl", 0) == []
+    write(tmp_path, [0])
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+    assert [line["step"] for line in lines(tmp_path, "metrics.superseded.jsonl")] == [0, 10]
 
 
 def test_resume_cuts_later_steps_into_a_file_that_is_kept(tmp_path):
@@ -100,11 +108,11 @@ def test_tensorboard_files_hold_the_same_values(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["tensorboardX", "wandb"])
-def test_absent_package_is_named_with_the_way_out(tmp_path, monkeypatch, package):
+def test_absent_package_is_named_with_the_way_out(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    options = {"tensorboardX": {"tensorboard": True}, "wandb": {"wandb_project": "p"}}[package]
     with pytest.raises(UsageError, match=r"pip install 'openpi_train\[(tensorboard|wandb)\]', or give --no-"):
-        Metrics(tmp_path, process_index=0, **options)
+        require_writers(tensorboard=package == "tensorboardX", wandb=package == "wandb")
+    require_writers(tensorboard=package == "wandb", wandb=False)
 
 
 @pytest.fixture

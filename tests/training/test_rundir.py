@@ -101,7 +101,7 @@ def test_both_flags_exclude_each_other(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "/tmp/x", "a\0b"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "/tmp/x", "a\0b", "é" * 101])
 def test_names_that_are_no_directory_name_are_refused(tmp_path, name):
     with pytest.raises(UsageError, match="--exp-name"):
         start(tmp_path, name)

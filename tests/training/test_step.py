@@ -171,6 +171,10 @@ def test_an_update_with_nan_is_not_applied():
     assert [float(metrics["skipped"]) for metrics in history] == [0.0, 1.0]
     assert np.isfinite(before[0]["loss"])
     assert int(state.step) == 2
+    # The schedule goes by the updates that were applied, and so does what is logged.
+    assert float(run_steps(steps=3, batches=[good[0], bad, good[1]])[0][2]["learning_rate"]) == pytest.approx(
+        float(SCHEDULE.create()(1)), rel=1e-6
+    )
     for ours, old in zip(
         jax.tree.leaves((state.params, state.ema, state.opt_state)),
         jax.tree.leaves((expected.params, expected.ema, expected.opt_state)),

@@ -90,7 +90,8 @@ class Rlds(SourceConfig):
         if self.on_bad_record == "error":
             raise BadRecord(
                 f"{summary}:\n  {shown}\n"
-                "Fetch these files again, or leave the episodes out with --data.on-bad-record skip"
+                "Fetch these files again, or leave the episodes out with --data.on-bad-record skip "
+                "(of the `data` verb: --on-bad-record skip)"
             )
         logger.warning("%s and are left out:\n  %s", summary, shown)
 

@@ -93,7 +93,7 @@ def _write_split(directory: Path, prefix: str, payloads: Iterator[bytes], shard_
             total += len(payload)
             if time.monotonic() - last_report > _REPORT_S:
                 last_report = time.monotonic()
-                logger.info("%s: %d episodes, %.0f MB written", prefix, sum(lengths), total / 1e6)
+                logger.info("%s: %.1f MB written, %d of the episodes", prefix, total / 1e6, sum(lengths))
     finally:
         _close(file)
     if not lengths:

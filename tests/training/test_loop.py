@@ -1,0 +1,85 @@
+"""The loop's order of things, with a run that only takes notes."""
+
+import contextlib
+import inspect
+import types
+
+import pytest
+
+from openpi_train.runtime.exits import Preempted
+from openpi_train.training import loop
+
+train = inspect.unwrap(loop.train)  # without the run-time type check: it is given no real run
+
+
+class NotingRun:
+    """Stands for `Run`; the state is its step. `stop_at`: the step at which the processes agree to stop."""
+
+    def __init__(self, first=0, total=6, stop_at=None):
+        self.events, self._stop_at = [], stop_at
+        self.state = types.SimpleNamespace(step=first)
+        self.experiment = types.SimpleNamespace(num_train_steps=total, log_interval=2, save_interval=4)
+        self.step = first
+        self.recorder = types.SimpleNamespace(
+            read=dict, check=lambda: self.events.append("check"), paused=contextlib.nullcontext
+        )
+        self.feed = types.SimpleNamespace(next=lambda state: None)
+
+    def compile_step(self, state):
+        return lambda state, batch: (types.SimpleNamespace(step=state.step + 1), {})
+
+    def catch_up(self, state):
+        self.events.append(("catch up", state.step))
+
+    def note(self, step, metrics):
+        self.step = step
+
+    def stop_requested(self):
+        return self.step == self._stop_at
+
+    def evaluation_is_due(self, step):
+        return step in (3, 6)
+
+    def evaluate(self, step, state):
+        self.events.append(("evaluate", step))
+        return True
+
+    def finish(self):
+        self.events.append("finish")
+
+    def __getattr__(self, name):
+        def noted(step, *_):
+            self.events.append((name, step))
+
+        return noted
+
+
+def test_everything_happens_at_its_interval_and_at_the_end():
+    run = NotingRun()
+    assert train(run).step == 6
+    assert run.events == [
+        *[("catch up", 0), ("log", 2), ("log", 3), ("evaluate", 3), ("log", 4), "check", ("save", 4)],
+        *[("log", 6), ("evaluate", 6), "check", ("save", 6), "finish"],
+    ]
+
+
+def test_a_stop_saves_without_evaluating_and_says_how_to_go_on():
+    run = NotingRun(stop_at=3)
+    with pytest.raises(Preempted, match="stopped after step 3 of 6 with a good checkpoint; continue with --resume"):
+        train(run)
+    assert run.events[-4:] == [("log", 3), "check", ("save", 3), "finish"]
+
+
+@pytest.mark.parametrize(("left_out", "ending"), [(False, None), (True, "stopped after step 6 of 6")])
+def test_a_stop_during_the_last_evaluation_is_the_end_unless_it_left_that_out(left_out, ending):
+    run = NotingRun()
+
+    def evaluate(step, state):
+        run.events.append(("evaluate", step))
+        run._stop_at = 6 if step == 6 else None
+        return not left_out or step < 6
+
+    run.evaluate = evaluate
+    with pytest.raises(Preempted, match=ending) if ending else contextlib.nullcontext():
+        train(run)
+    assert run.events[-4:] == [("evaluate", 6), "check", ("save", 6), "finish"]
