@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 import openpi_train
-from openpi_train.runtime import agree, preempt, xla
+from openpi_train.runtime import agree, compile_cache, preempt, xla
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
@@ -70,7 +70,7 @@ def start(
     kind = xla.device_kind(platforms, os.environ)
     for line in xla.apply_settings(kind, os.environ, xla.extent_of(world, os.environ)):
         logger.info("environment: %s", line)
-    _use_compilation_cache()
+    compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []
         if world.process_count > 1:
@@ -180,13 +180,6 @@ def _report(world: World) -> None:
     agree.name_hosts([host for host, _ in everyone])
     for host in dict.fromkeys(host for host, _ in everyone):
         logger.info("%s: %s", host, "; ".join(line for name, line in everyone if name == host))
-
-
-def _use_compilation_cache() -> None:
-    folder = xla.compilation_cache_dir(os.environ)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    if jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
-        logger.info("compiled programs are kept in %s (JAX_ENABLE_COMPILATION_CACHE=false: not)", folder)
 
 
 def _bypass_proxies(host: str) -> None:

@@ -6,9 +6,6 @@ this jaxlib does not know is never given to it, since it would end the process. 
 
 import dataclasses
 import importlib.util
-import os
-import platform
-import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -185,22 +182,3 @@ def num_gpus(environ: Mapping[str, str]) -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
-
-
-def compilation_cache_dir(environ: Mapping[str, str]) -> str:
-    """The folder of compiled programs: JAX_COMPILATION_CACHE_DIR, or one per kind of machine in the user's cache.
-
-    Machines that share a home directory may differ in their CPU, and a program compiled for one may crash another.
-    """
-    if given := environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return given
-    machine = f"{platform.machine()}-{zlib.crc32(_cpu_features()):08x}"
-    return os.path.join(xla_flags.cache_dir(environ), "compiled", machine)
-
-
-def _cpu_features() -> bytes:
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:  # not Linux
-        return platform.processor().encode()
-    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
