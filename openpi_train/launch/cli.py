@@ -14,8 +14,13 @@ FORMS = (local, manual, ssh, slurm, kubernetes)
 def main(argv: Sequence[str]) -> int:
     """Run `launch <how> ... -- <experiment> ...` and return its exit code. `argv` begins with <how>."""
     options, arguments = split_arguments(argv)
-    given = _parser().parse_args(options)
+    given, unknown = _parser().parse_known_args(options)
     try:
+        if unknown:
+            raise LaunchError(
+                f"no such option: {' '.join(unknown)}; what the processes are to run comes after --, as in "
+                "`-- pi0_bridge_traj --exp-name x`, and `launch <how> --help` lists the options"
+            )
         return given.launch(given, arguments)
     except LaunchError as error:
         sys.stderr.write(f"launch: {error}\n")

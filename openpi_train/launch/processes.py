@@ -128,8 +128,8 @@ def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float)
     """Start what `start` yields, wait until all `records` have ended, and return the exit code of the run: 0, or that
     of the first failure.
 
-    SIGINT and SIGTERM are passed on to all processes, which may take as long as they need to save; a second one
-    ends them at once. After a failure the others get `grace_s` to end by themselves.
+    SIGINT, SIGTERM and SIGUSR1 are passed on to all processes, which may take as long as they need to save; a second
+    one ends them at once. After a failure the others get `grace_s` to end by themselves.
     """
     started: list[Started] = []
     try:
@@ -190,7 +190,7 @@ def _report(records: Sequence[Record]) -> int:
 
 @contextmanager
 def forwarded_signals(started: Sequence[Started]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to all that is started; the second time kill it."""
+    """Pass SIGINT, SIGTERM and SIGUSR1 on to all that is started; the second time kill it."""
     received = 0
 
     def forward(signum: int, _frame: object) -> None:
@@ -198,7 +198,7 @@ def forwarded_signals(started: Sequence[Started]) -> Iterator[None]:
         received += 1
         _send(started, signum if received == 1 else signal.SIGKILL)
 
-    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -79,6 +79,8 @@ def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
         "MASTER_ADDR": spec.hosts[0],
         "MASTER_PORT": spec.port,
     }
+    if len(spec.hosts) > 1:
+        environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name who is missing
     if spec.devices_per_process is not None:
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": spec.devices_per_process}
     if spec.token:

@@ -1,7 +1,6 @@
 """`Run`: the parts of a started run, and what the loop asks of them. Read next: `start.py`, which makes one."""
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
+from openpi_train.training.results import write_results
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """One process's view of a run. All of it is made before the loop starts; `history`, the evaluations, grows."""
+    """One process's view of a run, made before the loop starts. What it notes meanwhile: `history`, the evaluations,
+    and the last step and its metrics.
+    """
 
     experiment: Experiment
     directory: Path
@@ -45,6 +47,11 @@ class Run:
     norm_stats: Mapping[str, Any]
     history: list[dict[str, Any]]
     started: float = dataclasses.field(default_factory=time.perf_counter)
+    step: int = 0
+    last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.step = int(self.state.step)
 
     @phase("compiling the training step", abandonable=True)
     def compile_step(self, state: TrainState) -> StepFunction:
@@ -61,6 +68,7 @@ class Run:
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note what a step reported (device arrays), and show how far the run is."""
+        self.step = step
         self.recorder.add(step, metrics)
         phases.step_done(step)
         self.progress.advance(step, step_s=self.recorder.last_step_s())
@@ -69,7 +77,8 @@ class Run:
         """Write one line of metrics, with each dataset's realised share of the rows so far where there are several."""
         shares = self.feed.proportions()
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
-        self.metrics.log(step, {**values, **mixed})
+        self.last_metrics = {**values, **mixed}
+        self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
 
     def catch_up(self, state: TrainState) -> bool:
@@ -137,17 +146,15 @@ class Run:
         bad_records = sum(gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
-            results = {
-                "experiment": self.experiment.name,
-                "exp_name": self.experiment.exp_name,
-                "directory": str(self.directory),
-                "steps": self.checkpoints.steps(),
-                "best_step": self.checkpoints.best.step if self.checkpoints.best else None,
-                "evaluations": self.history,
-                "proportions": self.feed.proportions(),
-                "bad_records": bad_records,
-                "seconds": time.perf_counter() - self.started,
-                "processes": jax.process_count(),
-                "devices": jax.device_count(),
-            }
-            path.write_text(json.dumps(results, indent=1) + "\n")
+            write_results(
+                path,
+                self.experiment,
+                step=self.step,
+                seconds=time.perf_counter() - self.started,
+                last_metrics=self.last_metrics,
+                evaluations=self.history,
+                checkpoints=self.checkpoints.steps(),
+                best=self.checkpoints.best,
+                proportions=self.feed.proportions(),
+                bad_records=bad_records,
+            )

@@ -6,6 +6,7 @@
 Read next: `checkpoint.py` (the step directories), `metrics.py`.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
@@ -13,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -36,6 +38,7 @@ _HARMLESS = re.compile(
     r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
     r"|fsdp_devices|sharding\..*|grad_accum)"
 )
+_MARK, _MARK_TIMEOUT_S = ".shared", 10.0
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|CUDA|SLURM|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
@@ -112,7 +115,7 @@ def open_run(
         try:
             run = _open(request)
             replaced = str(run.replaced) if run.replaced else None
-            answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced}
+            answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced, "mark": _mark(run.path)}
         except UsageError as error:
             answer = {"error": str(error)}
         except OSError as error:
@@ -123,13 +126,32 @@ def open_run(
     if "error" in answer:
         raise UsageError(answer["error"])
     path = pathlib.Path(answer["path"])
-    if not (path / "experiment.json").is_file():
+    if not _sees(path / _MARK, answer["mark"]):
         raise UsageError(
-            f"process {index} on {platform.node()} does not see {path}, which process 0 has just made; "
-            "--checkpoint-base-dir must lie on a file system that all hosts share"
+            f"process {index} on {platform.node()} does not see what process 0 has just written to {path}: each host "
+            "has a directory of its own there; --checkpoint-base-dir must lie on a file system that all hosts share"
         )
     replaced = pathlib.Path(answer["replaced"]) if answer["replaced"] else None
     return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
+
+
+def _mark(path: pathlib.Path) -> str:
+    """Write a word that no other directory of this path, on another host's own disk, can hold."""
+    word = secrets.token_hex(8)
+    (path / _MARK).write_text(word, encoding="utf-8")
+    return word
+
+
+def _sees(path: pathlib.Path, word: str) -> bool:
+    """Whether the word is there; network file systems may show a new file some seconds late."""
+    deadline = time.monotonic() + _MARK_TIMEOUT_S
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == word:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
 
 
 def devices_at_first(request: RunRequest) -> int | None:

@@ -249,5 +249,5 @@ def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_pat
     results = json.loads((tmp_path / "runs" / "debug" / "x" / "results.json").read_text())
     environment_json = json.loads((tmp_path / "runs" / "debug" / "x" / "environment.json").read_text())
     (begin,) = environment_json["starts"]
-    assert results["steps"] and begin["process_count"] == 2
+    assert results["summary"]["checkpoints"] and begin["process_count"] == 2
     assert begin["collectives"]["devices"] == 2

@@ -22,10 +22,14 @@ def test_shrunk_experiment_trains_on_the_real_sample(tmp_path, bridge_sample, ex
     run = tmp_path / "runs" / experiment / "x"
     assert set(losses(tmp_path, experiment)) == {2, 4}
     results = json.loads((run / "results.json").read_text())
-    assert (results["processes"], results["devices"], results["steps"]) == (2, 4, [4])
-    assert [entry["step"] for entry in results["evaluations"]] == [0, 4]
+    assert set(results) == {"config", "training_metrics", "distributed_info", "summary"}
+    where, summary = results["distributed_info"], results["summary"]
+    assert (where["processes"], where["devices"], summary["step"], summary["checkpoints"]) == (2, 4, 4, [4])
+    assert results["training_metrics"]["last"]["loss"] == losses(tmp_path, experiment)[4]
+    evaluations = results["training_metrics"]["evaluations"]
+    assert [entry["step"] for entry in evaluations] == [0, 4]
     # 5 Hz chunks of 50 steps on episodes of 10: nearly every row is cut short, and the loss must still be a number.
-    assert all(entry["val/loss"] > 0 for entry in results["evaluations"])
+    assert all(entry["val/loss"] > 0 for entry in evaluations)
     asset = next((run / "4" / "assets").iterdir())
     stats = json.loads((asset / "norm_stats.json").read_text())["norm_stats"]
     assert len(stats["actions"]["mean"]) == 7

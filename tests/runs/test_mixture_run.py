@@ -40,7 +40,7 @@ def test_shares_and_replaced_rows_are_told_and_equal_on_any_number_of_processes(
         base = tmp_path / str(processes)
         train(base, name, processes=processes, devices=2 // processes)
         run = base / "runs" / "mixed" / "x"
-        result = json.loads((run / "results.json").read_text())
+        result = json.loads((run / "results.json").read_text())["training_metrics"]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         shares = [line["data/share/0_torn"] for line in lines if "data/share/0_torn" in line]
         results.append((losses(base, "mixed"), shares, result["proportions"], result["bad_records"]))

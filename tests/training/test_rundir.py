@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.training import rundir
 from openpi_train.training.rundir import RunRequest, changed_fields, check_run, environment, open_run, record_start
 
 EXPERIMENT = {
@@ -90,9 +91,9 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
 
 def test_resume_that_fails_later_leaves_the_record_as_it_was(tmp_path):
     run = start(tmp_path)
-    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    before = {path: path.read_bytes() for path in run.path.glob("*.json")}
     open_run(request(tmp_path, resume=True, experiment={**EXPERIMENT, "batch_size": 64}))
-    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+    assert {path: path.read_bytes() for path in run.path.glob("*.json")} == before
 
 
 def test_both_flags_exclude_each_other(tmp_path):
@@ -202,13 +203,12 @@ def test_every_process_gets_the_directory_or_the_error_of_process_0(tmp_path):
     assert "--resume" in first
 
 
-def test_process_that_does_not_see_the_directory_says_that_it_must_be_shared(tmp_path):
+def test_process_that_does_not_see_the_directory_says_that_it_must_be_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "_MARK_TIMEOUT_S", 0.3)
+    own = start(tmp_path / "own").path  # an older run of this name on this host's own disk
+    answer = {"path": str(own), "resumed": False, "replaced": None, "mark": "another word"}
     with pytest.raises(UsageError, match=r"process 1 on .* does not see .*file system that all hosts share"):
-        open_run(
-            request(tmp_path),
-            process_index=1,
-            broadcast=lambda *_: {"path": str(tmp_path / "elsewhere"), "resumed": False, "replaced": None},
-        )
+        open_run(request(tmp_path), process_index=1, broadcast=lambda *_: answer)
 
 
 def test_environment_holds_no_secrets(monkeypatch):

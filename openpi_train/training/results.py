@@ -1,0 +1,60 @@
+"""`results.json`: what a run was, what came out of it, on what it ran. Read next: `run.py`, which asks for it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from openpi_train.data.files import write_json
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.training.step_dirs import Best
+
+
+def write_results(
+    path: Path,
+    experiment: Experiment,
+    *,
+    step: int,
+    seconds: float,
+    last_metrics: Mapping[str, float | None],
+    evaluations: Sequence[Mapping[str, Any]],
+    checkpoints: Sequence[int],
+    best: Best | None,
+    proportions: Mapping[str, float],
+    bad_records: int,
+) -> None:
+    """Write the file. For process 0 alone; `seconds` are those of this start, the rest is the whole run's.
+
+    The parts are those of the older trainers' results: `config`, `training_metrics`, `distributed_info`, `summary`.
+    """
+    devices = jax.devices()
+    values = {
+        "config": as_json(experiment),
+        "training_metrics": {
+            "last": {name: value for name, value in last_metrics.items() if value is None or math.isfinite(value)},
+            "evaluations": evaluations,
+            "proportions": proportions,
+            "bad_records": bad_records,
+        },
+        "distributed_info": {
+            "processes": jax.process_count(),
+            "devices": len(devices),
+            "device_kind": devices[0].device_kind,
+            "fsdp_devices": experiment.fsdp_devices,
+            "effective_batch_size": experiment.batch_size,
+            "grad_accum": experiment.grad_accum,
+        },
+        "summary": {
+            "experiment": experiment.name,
+            "exp_name": experiment.exp_name,
+            "directory": str(path.parent),
+            "step": step,
+            "num_train_steps": experiment.num_train_steps,
+            "checkpoints": checkpoints,
+            "best_step": best.step if best else None,
+            "seconds": seconds,
+        },
+    }
+    write_json(path, values)
