@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from debian import install
 from fleet import Fleet
 from netns import Network, why_not
 
+install("ip", "iproute2")
+install("sshd", "openssh-server", "openssh-client")
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 _SERVER = """
 ListenAddress 0.0.0.0

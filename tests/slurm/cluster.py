@@ -68,16 +68,6 @@ def why_not() -> str | None:
     return None
 
 
-def install() -> None:
-    """Install Debian's packages if they are missing and this is root on a Debian."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None or shutil.which("slurmctld", path=_PATH):
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    apt = ["apt-get", "-o", "DPkg::Lock::Timeout=300", "-qq"]
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
-        subprocess.run([*apt, *words], env=environment, check=False, stdin=subprocess.DEVNULL)
-
-
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Run a cluster in `folder`, an empty one with a short path; yields the variables that Slurm's commands need."""

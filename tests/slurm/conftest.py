@@ -1,12 +1,12 @@
 """One Slurm for all tests of this folder. Read next: `cluster.py`."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import cluster as slurm_cluster
 import pytest
+from debian import install
 from jobs import Slurm
 
 
@@ -16,8 +16,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
     `make test` sets OPENPI_TRAIN_INSTALL_PACKAGES, which lets root install what is missing.
     """
-    if os.environ.get("OPENPI_TRAIN_INSTALL_PACKAGES"):
-        slurm_cluster.install()
+    install("slurmctld", *slurm_cluster.PACKAGES)
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
     # Not pytest's own folder: a socket's path may have 107 characters.
