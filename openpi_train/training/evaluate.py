@@ -18,6 +18,7 @@ import numpy as np
 from openpi_train.data.feed import Feed
 from openpi_train.keys import for_purpose, row_keys
 from openpi_train.nn.params import Params, merge_module
+from openpi_train.training.agreement import gather
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.types import ActionBatch
@@ -56,10 +57,13 @@ class Evaluator:
         self._trainer = trainer
         self._batches = list(batches)
         self._stop_requested = stop_requested
-        self._sum_norms = jax.jit(lambda batch, index: trainer.objective.norms(batch))
-        self._loss = jax.jit(functools.partial(_loss, trainer))
-        self._moments = jax.jit(lambda batch, index: _moments(batch))
-        self._action_error = jax.jit(functools.partial(_action_error, trainer, num_sample_steps))
+        self._programs = {
+            "norms": lambda batch, index: trainer.objective.norms(batch),
+            "moments": lambda batch, index: _moments(batch),
+            "loss": functools.partial(_loss, trainer),
+            "action error": functools.partial(_action_error, trainer, num_sample_steps),
+        }
+        self._compiled: dict[tuple[Any, ...], Any] = {}
 
     @property
     def has_rows(self) -> bool:
@@ -88,15 +92,14 @@ class Evaluator:
         return values
 
     def _evaluate(self, params: Params, frozen: Params) -> dict[str, float]:
-        norms = self._sum(self._sum_norms)
-        norms = {name: np.float32(norm) for name, norm in norms.items()}
-        values = {"val/loss": float(self._sum(lambda batch, index: self._loss(params, frozen, batch, norms, index)))}
+        norms = {name: np.float32(norm) for name, norm in self._sum("norms").items()}
+        values = {"val/loss": float(self._sum("loss", params, frozen, norms))}
         if "sample" in self._trainer.model.provides:
-            error, count = self._sum(lambda batch, index: self._action_error(params, frozen, batch, index))
+            error, count = self._sum("action error", params, frozen)
             values["val/action_mse"] = float(error / count)
         return values
 
-    def _sum(self, program: Callable[[Any, int], Any]) -> Any:
+    def _sum(self, name: str, *arguments: Any) -> Any:
         """The sum of what a program returns over all batches, in float64 on the host. Raises _Stopped if asked to.
 
         Each batch is waited for: with dozens of programs under way, CPU devices of several processes wait for each
@@ -104,13 +107,22 @@ class Evaluator:
         """
         parts = []
         for index, batch in enumerate(self._batches):
-            parts.append(jax.device_get(program(batch, index)))
+            inputs = (*arguments, batch, np.int32(index))
+            parts.append(jax.device_get(self._program(name, inputs)(*inputs)))
             if self._stop_requested():
                 raise _Stopped
         return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
 
+    def _program(self, name: str, inputs: Any) -> Callable[..., Any]:
+        """The program, compiled for inputs that are cut over the devices like these."""
+        key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(self._programs[name]).lower(*inputs).compile()
+            gather(f"compiled the {name}", None)  # gloo gives up on processes that compile for 30 s longer than others
+        return self._compiled[key]
+
     def _baseline(self) -> float:
-        count, total, squares = self._sum(self._moments)
+        count, total, squares = self._sum("moments")
         spread = squares - total**2 / np.maximum(count, 1)
         return float(spread.sum() / count.sum())
 
@@ -125,7 +137,7 @@ def _keys(trainer: Trainer, batch: Any, index: Any, purpose: str):
     return for_purpose(row_keys(trainer.seed, 0, index * len(batch.row) + batch.row), purpose)
 
 
-def _loss(trainer: Trainer, params: Params, frozen: Params, batch: Any, norms: Any, index: Any):
+def _loss(trainer: Trainer, params: Params, frozen: Params, norms: Any, batch: Any, index: Any):
     model = merge_module(trainer.graphdef, {**frozen, **params})
     keys = _keys(trainer, batch, index, "validation")
     return trainer.objective.loss(model, batch, norms, keys, train=False)[0]

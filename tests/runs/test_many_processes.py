@@ -34,7 +34,9 @@ def test_one_device_agrees_to_rounding(tmp_path, one_by_four):
 
 def test_a_run_of_four_processes_goes_on_with_two_and_with_one(tmp_path, one_by_four):
     train(tmp_path, *RUN[:2], "2", *RUN[3:], processes=4)
-    train(tmp_path, *RUN, "--resume", processes=2)
+    done = train(tmp_path, *RUN, "--resume", processes=2)
+    assert "the run began on 4 devices and goes on on 2: same rows, same loss" in done.stdout
+    assert "effective batch size 8: 2 rows x 2 devices x 2 micro-batches" in done.stdout
     resumed, expected = losses(tmp_path), losses(one_by_four)
     assert resumed.keys() == expected.keys()
     np.testing.assert_allclose([resumed[step] for step in (3, 4)], [expected[step] for step in (3, 4)], rtol=1e-6)
