@@ -173,13 +173,26 @@ def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Time
 
 
 def _report(world: World) -> None:
-    """One line per host on process 0: who is there, with what."""
+    """One line per host on process 0: who is there, at which address, with which devices and versions."""
     devices = jax.local_devices()
     own = f"process {world.process_index}: {len(devices)} x {devices[0].device_kind}"
-    everyone = agree.gather("who is there", [socket.gethostname(), own])
-    agree.name_hosts([host for host, _ in everyone])
-    for host in dict.fromkeys(host for host, _ in everyone):
-        logger.info("%s: %s", host, "; ".join(line for name, line in everyone if name == host))
+    versions = f"jax {jax.__version__}, python {platform.python_version()}"
+    everyone = agree.gather("who is there", [socket.gethostname(), _address(world), versions, own])
+    agree.name_hosts([host for host, *_ in everyone])
+    for place in dict.fromkeys(tuple(place) for *place, _ in everyone):
+        host, address, software_there = place
+        lines = "; ".join(line for *there, line in everyone if tuple(there) == place)
+        logger.info("%s (%s, %s): %s", host, address, software_there, lines)
+
+
+def _address(world: World) -> str:
+    """This host's address on the way to the coordinator."""
+    assert world.coordinator is not None
+    host, port = split_address(world.coordinator)
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0]
 
 
 def _bypass_proxies(host: str) -> None:

@@ -1,5 +1,6 @@
 """Starting on several hosts, by hand and by ssh: what trains, and what each process says where it cannot."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -39,12 +40,13 @@ def one_by_two(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("hosts", "per_node"), [(4, 1), (2, 2)])
-def test_by_hand_the_losses_are_those_of_one_process_bit_for_bit(fleet, one_by_four, hosts, per_node):
+def test_by_hand_the_losses_are_those_of_one_process_bit_for_bit(fleet, network, one_by_four, hosts, per_node):
     done = ends(fleet.all_manual(*RUN, *CUT, hosts=hosts, per_node=per_node))
     assert [code for code, _ in done] == [0] * hosts, done
     assert losses(fleet.base) == one_by_four
     for node in range(hosts):
-        assert f"node{node}: process {node * per_node}: 1 x cpu" in fleet.output("node0", 0)
+        place = rf"node{node} \({network.hosts[node].address}, jax [\d.]+, python [\d.]+\)"
+        assert re.search(rf"{place}: process {node * per_node}: 1 x cpu", fleet.output("node0", 0))
 
 
 def test_by_ssh_the_losses_are_those_of_one_process_bit_for_bit(fleet, start_ssh, one_by_four):

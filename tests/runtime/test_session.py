@@ -1,10 +1,12 @@
 import json
+import platform
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from openpi_train.runtime.exits import UsageError
@@ -54,7 +56,8 @@ monitoring.register_event_listener(lambda event, **_: hits.append(event) if even
 @pytest.mark.multiprocess
 def test_process_zero_lists_the_hosts_and_the_others_are_quiet(run_processes):
     zero, one = run_processes("", 2, devices=2)
-    assert f"{socket.gethostname()}: process 0: 2 x cpu; process 1: 2 x cpu" in zero.stderr
+    place = f"{socket.gethostname()} (127.0.0.1, jax {jax.__version__}, python {platform.python_version()})"
+    assert f"{place}: process 0: 2 x cpu; process 1: 2 x cpu" in zero.stderr
     assert one.stderr == ""
 
 
