@@ -113,7 +113,8 @@ def test_a_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
     here = "process 0 on node0, process 1 on node1"
     for code, output in done:
         assert code == 70, done
-        assert f"waiting for 1 of 3 processes (here: {here}): process 2, which never came within 15 s" in output
+        missing = "host 2 (process 2), which never came within 15 s"
+        assert f"waiting for 1 of 3 processes (here: {here}): {missing}" in output
 
 
 def test_hosts_with_other_code_refuse_each_other(fleet, tmp_path):
@@ -141,7 +142,7 @@ def expect_refusal(done: list[tuple[int, str]], reason: str) -> None:
 def test_a_wrong_job_token_is_refused(fleet):
     (first, second) = ends([fleet.manual(node, *RUN, *SOON, hosts=2, token=f"word {node}") for node in (0, 1)])
     assert second[0] == 2 and "the run at this address is another job (process 0 on node0)" in second[1], second
-    assert first[0] == 70 and "process 1, which never came within 15 s" in first[1], first
+    assert first[0] == 70 and "host 1 (process 1), which never came within 15 s" in first[1], first
     assert "turned away process 1 on node1, which belongs to another job" in fleet.output("node0", 0)
 
 
