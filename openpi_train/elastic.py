@@ -18,6 +18,8 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     than at first), and the learning rate (`lr_scaling`). What cannot be made to fit is left as it is, for
     `Experiment.check` to refuse with advice.
     """
+    if not experiment.numbers_are_in_range:
+        return experiment, []
     began_on = first_devices or num_devices
     lines: list[str] = []
     if not experiment.keep_effective_batch_size:

@@ -82,7 +82,7 @@ class Experiment:
     batch_size: int = 32
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = 1
-    # --no-keep-effective-batch-size: batch_size is meant for each device, so the effective one grows with their number.
+    # If not, batch_size is meant for each device, so that the effective one grows with their number.
     keep_effective_batch_size: bool = True
     # Where a run continues on other devices, fit grad_accum and fsdp_devices to them: same rows, same memory on each.
     elastic: bool = True
@@ -157,6 +157,11 @@ class Experiment:
             )
         if problems:
             raise UsageError("\n".join(problems))
+
+    @property
+    def numbers_are_in_range(self) -> bool:
+        """Whether every number is one that its field can have."""
+        return not self._check_numbers()
 
     def _check_numbers(self) -> list[str]:
         problems = []

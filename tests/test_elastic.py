@@ -46,6 +46,11 @@ def test_a_batch_that_does_not_divide_is_left_for_the_check_to_refuse():
         experiment.check(6)
 
 
+def test_numbers_that_cannot_be_are_left_for_the_check_to_refuse():
+    given = changed(fsdp_devices=0, grad_accum=0)
+    assert adapt(given, 4, 8) == (given, [])
+
+
 def test_devices_that_share_a_copy_become_the_most_that_divide():
     experiment, lines = adapt(changed(fsdp_devices=8, batch_size=60), 12, 8)
     assert experiment.fsdp_devices == 6

@@ -44,8 +44,8 @@ def main(
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
     # What these say at INFO is in the report; waits still say what they are for.
-    for name in ("openpi_train.runtime.session", "openpi_train.data", "openpi_train.training"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("runtime.session", "runtime.compile_cache", "data", "training"):
+        logging.getLogger(f"openpi_train.{name}").setLevel(logging.WARNING)
     report = _Report(world, as_text=as_text)
     report.add(_place(world))
     report.add(_host(world, hosts, port))

@@ -157,8 +157,9 @@ def _sees(path: pathlib.Path, word: str) -> bool:
 def devices_at_first(request: RunRequest) -> int | None:
     """How many devices the run that `request` continues was first started on; None for a new run. All call it."""
     starts: list[Any] = []
-    if jax.process_index() == 0 and request.resume and (request.path / "environment.json").is_file():
-        starts = _read(request.path / "environment.json")["starts"]
+    if jax.process_index() == 0 and request.resume:
+        with contextlib.suppress(OSError):  # no run yet, or a name that cannot be: said later
+            starts = _read(request.path / "environment.json")["starts"]
     return from_process_0("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 

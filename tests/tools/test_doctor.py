@@ -230,7 +230,7 @@ def arm(tmp_path_factory):
     """An experiment on an RLDS dataset that was never indexed."""
     base = tmp_path_factory.mktemp("arm")
     write_arm(base, "arm")
-    return experiment(f"{write_experiments(base / 'bad_input_experiments.py')}:arm", base)
+    return experiment(f"{write_experiments(base / 'doctor_experiments.py')}:arm", base)
 
 
 def with_source(given, **changes):
