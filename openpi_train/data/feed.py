@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Here and not where it is used, in a thread: while grain is imported, etils makes every import of the process a lazy
+# one, and jax, which imports inside functions, breaks in whatever the main thread traces meanwhile (seen, once).
+import grain
 import jax
 import numpy as np
 
@@ -141,8 +144,6 @@ class Feed:
         return self._on_devices(element["columns"]), element["skipped"]
 
     def _start_reading(self, start: int) -> Any:
-        import grain
-
         source = LocalBatches(self._rows, self._batch_size, self._row_numbers, start)
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         threads = max(1, threads // self._num_workers) if self._num_workers else threads
