@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 
 # As root on a Debian it also installs the packages that tests need (Slurm); elsewhere those tests are skipped.
 test: lint
-	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess'

@@ -1,8 +1,8 @@
 """How long a save holds up training: waiting for it to be complete, against letting it run in the background.
 
-A save costs more than its call. On CPU devices the state is not copied: the next step cannot reuse its memory while the
-save reads it, and the writing threads take processor time from the steps that follow. So the stall is the call and the
-extra time of every following step until the checkpoint is complete, against the median step just before.
+A save costs more than its call, in which the state is copied to the host: the threads that write it take processor time
+from the steps that follow. So the stall is the call and the extra time of every following step until the checkpoint is
+complete, against the median step just before.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
-from openpi_train.training.checkpoint import Checkpoints
+from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.state import TrainState
 
 NUM_PAIRS, NUM_TYPICAL = 5, 9

@@ -1,7 +1,8 @@
 """Loader throughput: samples/s and CPU time with 0, 1 and 2 worker processes, nobody training meanwhile.
 
 Through the run's own `Feed`, from the files to arrays on the devices: the BridgeData sample where it is, else the
-embedded tabletop dataset, written for the occasion. Worker counts take turns within each round.
+embedded tabletop dataset, written for the occasion. Worker counts take turns within each round. Read next:
+`lerobot_feed.py` for LeRobot data, in turns with lerobot's own loader.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.feed import Feed
 from openpi_train.data.opened import OpenedData
 from openpi_train.data.rlds import Rlds
+from openpi_train.data.rows import Rows
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.sharding.mesh import batch_sharding, make_mesh
@@ -28,7 +30,7 @@ from openpi_train.tools.prepare import prepare
 from openpi_train.training.start import open_run_data
 
 EXPERIMENT = "pi0_bridge_traj"
-NUM_ROUNDS, NUM_BATCHES = 5, 24
+NUM_ROUNDS = 5
 _CAMERAS = {
     "base_0_rgb": "observation/image_0",
     "left_wrist_0_rgb": "observation/image_1",
@@ -55,6 +57,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cameras", type=int, choices=(1, 2, 3), default=3, help="pictures per sample")
     parser.add_argument("--image-size", type=int, default=224, help="pixels that pictures are scaled to")
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=24, help="measured ones, of each pass")
+    parser.add_argument("--format", choices=("rlds", "lerobot"), nargs="+", default=("rlds", "lerobot"))
+    parser.add_argument("--peer-python", type=Path, help="Python of an environment with lerobot, for its own loader")
     parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
     flags = parser.parse_args(argv)
     if flags.data is None and default.is_dir():
@@ -65,18 +70,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
     flags = parse(argv)
+    tables = []
     with tempfile.TemporaryDirectory(prefix="benchmark-feed-") as scratch:
-        opened = _open(flags, Path(scratch))
-        rounds = [
-            [_measure(opened, flags, workers) for workers in flags.workers]
-            for _ in range(1 if flags.quick else NUM_ROUNDS)
-        ]
+        if "rlds" in flags.format:
+            tables.append(_rlds_table(flags, Path(scratch)))
+        if "lerobot" in flags.format:
+            from benchmarks import lerobot_feed
+
+            tables += lerobot_feed.tables(flags, Path(scratch))
+    return tables
+
+
+def _rlds_table(flags: argparse.Namespace, scratch: Path) -> Table:
+    opened = _open(flags, scratch)
+    rounds = [
+        [measure(opened.train, flags, workers) for workers in flags.workers]
+        for _ in range(1 if flags.quick else NUM_ROUNDS)
+    ]
     size = flags.image_size
     title = (
         f"Feed: {opened.train.names[0]} from {flags.data or 'the embedded dataset'}, {len(opened.cameras)} cameras "
         f"scaled to {size} px, batch {flags.batch_size}"
     )
-    return [Table(title, COLUMNS, _rows(flags.workers, list(zip(*rounds, strict=True))), [_note()])]
+    return Table(title, COLUMNS, _rows(flags.workers, list(zip(*rounds, strict=True))), [_note()])
 
 
 def _rows(workers: Sequence[int], samples: Sequence[Sequence[Sample]]) -> list[list[Cell]]:
@@ -116,25 +132,32 @@ def _open(flags: argparse.Namespace, scratch: Path) -> OpenedData:
     )
 
 
-def _measure(opened: OpenedData, flags: argparse.Namespace, workers: int) -> Sample:
+def num_warm(flags: argparse.Namespace, workers: int) -> int:
+    """Batches after the first that fill the pipeline before the measured ones."""
+    return 1 if flags.quick else min(16, os.cpu_count() or 1) + 2 * workers + 2
+
+
+def num_batches(flags: argparse.Namespace) -> int:
+    """Measured batches."""
+    return 2 if flags.quick else flags.batches
+
+
+def measure(rows: Rows, flags: argparse.Namespace, workers: int) -> Sample:
     """One feed from its start: the first batch, then a full pipeline's worth to warm up, then the measured ones."""
-    sharding = batch_sharding(make_mesh(1))
-    num_batches = 2 if flags.quick else NUM_BATCHES
-    num_warm = 1 if flags.quick else min(16, os.cpu_count() or 1) + 2 * workers + 2
-    feed = Feed(opened.train, batch_size=flags.batch_size, sharding=sharding, num_workers=workers)
+    feed = Feed(rows, batch_size=flags.batch_size, sharding=batch_sharding(make_mesh(1)), num_workers=workers)
     try:
         started = time.perf_counter()
         jax.block_until_ready(feed.next())
         first_batch_s = time.perf_counter() - started
-        for _ in range(num_warm):
+        for _ in range(num_warm(flags, workers)):
             jax.block_until_ready(feed.next())
         started, cpu_s = time.perf_counter(), _cpu_s()
-        for _ in range(num_batches):
+        for _ in range(num_batches(flags)):
             jax.block_until_ready(feed.next())
         elapsed_s, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_s
     finally:
         feed.close()
-    num_samples = num_batches * flags.batch_size
+    num_samples = num_batches(flags) * flags.batch_size
     return Sample(first_batch_s, num_samples / elapsed_s, 1e3 * cpu_s / num_samples)
 
 

@@ -52,12 +52,16 @@ Cell = str | int | float | Spread | None
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells below `columns`, the ratio that matters in the last one. `notes` stand below the table."""
+    """Rows of cells below `columns`, the ratio that matters in the last one. `notes` stand below the table.
+
+    `failure` says what was found to be wrong, where something must hold; the program then ends with code 1.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
+    failure: str = ""
 
     def markdown(self) -> str:
         """The table as it is printed and as the docs record it."""

@@ -1,10 +1,11 @@
-"""Step time with 3, 2 and 1 present cameras: absent slots left out, against absent slots padded with black pictures.
+"""Step time with 3, 2 and 1 present cameras: our step against one that computes what openpi computes.
 
-Both forms run in turn (A B A B ...) on one donated state, so that whatever else slows the machine slows both. That they
-compute the same loss is measured first, from equal states. Read next: `steps.py`.
+Both take turns (A B A B ...) on one donated state, so that whatever else slows the machine slows both. That they give
+the same loss is measured first, from equal states. Read next: `reference.py`, `steps.py`.
 """
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +14,13 @@ import jax
 import numpy as np
 
 from benchmarks import steps
+from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
 from openpi_train.planning.devices import peak_flops
 from openpi_train.training.state import TrainState
 
-NUM_PAIRS = 15
 # A sample is as many steps as take this long, so that the host's dispatch is hidden as it is in training.
 SAMPLE_S = 0.25
 # Steps from the fresh state whose losses are compared; they also warm both programs up.
@@ -32,10 +33,12 @@ COLUMNS = (
     "TFLOP/s",
     "MFU",
     "program MiB",
-    "padded step ms",
+    "reference step ms",
+    "reference samples/s",
+    "reference program MiB",
     "loss difference",
-    "FLOPs padded / present",
-    "time padded / present",
+    "FLOPs reference / ours",
+    "time reference / ours",
 )
 
 
@@ -43,87 +46,94 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """The command line, understood."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks step_time", description=__doc__)
     parser.add_argument("--cameras", type=int, nargs="+", choices=(1, 2, 3), default=(3, 2, 1), help="rows to measure")
+    parser.add_argument("--pairs", type=int, default=15, metavar="N", help="samples of each step (default: 15)")
+    text = "the longest prompt: ours has no more, the reference pads to the model's limit (default: the limit)"
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help=text)
     return steps.parse(parser, argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
     flags, experiment = parse(argv)
-    trial = Trial.of(experiment)
-    with jax.set_mesh(trial.mesh):
-        padded_step = trial.compile_step(SLOTS)
-        rows = [_row(trial, padded_step, count, flags.quick) for count in flags.cameras]
-    shapes = trial.prepared.layout.shapes
+    theirs = reference(Trial.of(experiment))
+    if flags.prompt_tokens is not None:
+        model: Any = dataclasses.replace(experiment.model, max_token_len=flags.prompt_tokens)  # pyright: ignore[reportCallIssue]
+        experiment = dataclasses.replace(experiment, model=model)
+    ours = Trial.of(experiment)
+    with jax.set_mesh(ours.mesh):
+        program = Program(theirs, SLOTS)
+        rows = [_row(Program(ours, SLOTS[:count]), program, flags) for count in flags.cameras]
+    shapes = ours.prepared.layout.shapes
     num_params = sum(leaf.size for leaf in jax.tree.leaves((shapes.params, shapes.frozen)))
     name = flags.experiment or flags.model
     title = f"Step time: {name}, {num_params / 1e6:,.1f} M parameters, batch {experiment.batch_size}"
-    return [Table(title, COLUMNS, rows, _notes())]
+    return [Table(title, COLUMNS, rows, _notes(ours.experiment))]
 
 
-def _row(trial: Trial, padded_step: Any, num_cameras: int, quick: bool) -> list[Cell]:
-    present = SLOTS[:num_cameras]
-    # With every camera there the two forms are one program: that row shows what the method itself scatters.
-    step = padded_step if num_cameras == len(SLOTS) else trial.compile_step(present)
-    batch, padded_batch = trial.batch(present), trial.batch(SLOTS, present)
-    losses, _ = _first_losses(trial, step, batch)
-    padded_losses, state = _first_losses(trial, padded_step, padded_batch)
-    step_s, state = timed_steps(step, state, batch, 1)
-    num_steps = 1 if quick else math.ceil(SAMPLE_S / step_s)
-    times, padded_times = [], []
-    for _ in range(2 if quick else NUM_PAIRS):
-        for program, rows, samples in ((step, batch, times), (padded_step, padded_batch, padded_times)):
-            seconds, state = timed_steps(program, state, rows, num_steps)
+class Program:
+    """A compiled step for some camera slots."""
+
+    def __init__(self, trial: Trial, slots: Sequence[str]):
+        self.trial, self.slots = trial, slots
+        self.step = trial.compile_step(slots)
+        self.executed_flops = trial.executed_flops(slots)
+
+    @property
+    def size_mib(self) -> float:
+        """Device memory of one step by the compiler's account: state, batch, results and scratch space."""
+        sizes = self.step.memory_analysis()
+        own = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return (own + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes) / 2**20
+
+    def first_losses(self, batch: Any) -> tuple[np.ndarray, TrainState]:
+        """Losses of the first steps from the fresh state, float32 [NUM_COMPARED]; and the state after them."""
+        state, losses = self.trial.fresh_state(), []
+        for _ in range(NUM_COMPARED):
+            state, metrics = self.step(state, batch)
+            losses.append(metrics["loss"])
+        return np.asarray(jax.device_get(losses)), state
+
+
+def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell]:
+    batches = [each.trial.batch(each.slots, ours.slots, flags.prompt_tokens) for each in (ours, theirs)]
+    losses = ours.first_losses(batches[0])[0]  # its state goes: a second one might not fit
+    their_losses, state = theirs.first_losses(batches[1])
+    step_s, state = timed_steps(ours.step, state, batches[0], 1)
+    num_steps = 1 if flags.quick else math.ceil(SAMPLE_S / step_s)
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(2 if flags.quick else flags.pairs):
+        for program, batch, samples in zip((ours, theirs), batches, times, strict=True):
+            seconds, state = timed_steps(program.step, state, batch, num_steps)
             samples.append(seconds)
-    own, padded = Spread(tuple(times)), Spread(tuple(padded_times))
-    experiment = trial.experiment
-    flops, padded_flops = (_step_flops(experiment, count) for count in (num_cameras, len(SLOTS)))
+    own, other = (Spread(tuple(samples)) for samples in times)
+    experiment = ours.trial.experiment
+    # The model's own work, forward and twice that backward, as `mfu` counts it.
+    flops = experiment.model.flops_per_row(len(ours.slots), experiment.objective.draws_per_row)
+    flops *= 3 * experiment.batch_size
     peak = peak_flops(jax.devices()[0].device_kind)
     return [
-        num_cameras,
+        len(ours.slots),
         own.map(lambda seconds: 1e3 * seconds),
         experiment.batch_size / own.median,
         flops / own.median / 1e12,
         f"{100 * flops / own.median / (peak * jax.device_count()):.1f} %" if peak else None,
-        _program_bytes(step) / 2**20,
-        padded.map(lambda seconds: 1e3 * seconds),
-        f"{np.max(np.abs(losses - padded_losses)):.1e} of {losses[0]:.3f}",
-        padded_flops / flops,
-        padded.over(own),
+        ours.size_mib,
+        other.map(lambda seconds: 1e3 * seconds),
+        experiment.batch_size / other.median,
+        theirs.size_mib,
+        f"{np.max(np.abs(losses - their_losses)):.1e} of {losses[0]:.3f}",
+        theirs.executed_flops / ours.executed_flops,
+        other.over(own),
     ]
 
 
-def _first_losses(trial: Trial, step: Any, batch: Any) -> tuple[np.ndarray, TrainState]:
-    """Losses of the first steps from the fresh state, float32 [NUM_COMPARED]."""
-    state, losses = trial.fresh_state(), []
-    for _ in range(NUM_COMPARED):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return np.asarray(jax.device_get(losses)), state
-
-
-def _step_flops(experiment: Experiment, num_cameras: int) -> float:
-    """The model's own work in a step, forward and twice that backward, without recomputation, as `mfu` counts it."""
-    draws = experiment.objective.draws_per_row
-    return 3 * experiment.model.flops_per_row(num_cameras, draws) * experiment.batch_size
-
-
-def _program_bytes(step: Any) -> int:
-    """Device memory of one step by the compiler's account: state, batch, results and scratch space."""
-    sizes = step.memory_analysis()
-    donated = sizes.alias_size_in_bytes
-    return (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - donated
-        + sizes.temp_size_in_bytes
-        + sizes.generated_code_size_in_bytes
-    )
-
-
-def _notes() -> list[str]:
+def _notes(experiment: Experiment) -> list[str]:
+    model: Any = experiment.model
     notes = [
-        "MFU counts the model's own FLOPs (no recomputation); `program MiB`, per device, is the compiler's account. "
-        "With 3 cameras both forms are the same program: that row is the control."
+        f"Ours: {model.dtype}, --model.remat {model.remat}, --model.attention {model.attention}, prompts of "
+        f"{model.prompt_length} tokens. Reference: all three cameras, full recomputation, XLA's attention, the whole "
+        "last layer. MFU counts the model's own FLOPs, the ratio of FLOPs those that are executed. `program MiB`, per "
+        "device, is the compiler's account."
     ]
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:

@@ -5,6 +5,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +13,7 @@ import numpy as np
 
 from openpi_train.cli import parse_experiment
 from openpi_train.experiment import Experiment
-from openpi_train.models.pi0 import Pi0Config
-from openpi_train.nn.gemma import GemmaOverrides
-from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import create_state
@@ -27,16 +26,7 @@ from openpi_train.types import action_batch, flatten_rows
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 TINY = "pi0_bridge_traj_tiny"
-# About 100 M parameters, shaped like the full pi0: a wide language stack, a narrow action expert.
-MEDIUM = Pi0Config(
-    paligemma_variant="dummy",
-    action_expert_variant="dummy",
-    language=GemmaOverrides(width=640, depth=12, mlp_dim=2560, num_heads=10, head_dim=64),
-    action_expert=GemmaOverrides(width=256, depth=12, mlp_dim=1024, num_heads=10, head_dim=64),
-    siglip=SiglipConfig(width=384, depth=12, mlp_dim=1536, num_heads=6, patch_size=16),
-    vocab_size=4096,
-    remat="none",
-)
+MODELS = {"tiny": TINY, "medium": f"{Path(__file__).with_name('medium.py')}:medium"}
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
@@ -44,16 +34,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
     Raises UsageError for an unknown experiment; exits with code 2 on an unknown flag.
     """
-    parser.add_argument("--model", choices=("tiny", "medium"), default="tiny", help=f"tiny: {TINY}'s; medium: 100 M")
+    parser.add_argument("--model", choices=tuple(MODELS), default="tiny", help=f"tiny: {TINY}'s; medium: 100 M")
     parser.add_argument("--experiment", metavar="NAME", help="a whole experiment instead; all its flags may follow")
     parser.add_argument("--quick", action="store_true", help="a few repetitions, to see that it runs")
     flags, rest = parser.parse_known_args(argv)
     if flags.quick:
         rest = ["--batch-size", str(2 * jax.device_count()), *rest]
-    experiment = parse_experiment(flags.experiment or TINY, ["--exp-name", "benchmark", *rest])
-    if flags.model == "medium" and not flags.experiment:
-        experiment = dataclasses.replace(experiment, model=MEDIUM)
-    return flags, experiment
+    name = flags.experiment or MODELS[flags.model]
+    return flags, parse_experiment(name, ["--exp-name", "benchmark", *rest])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +56,12 @@ class Trial:
         """Lay the run out. Raises UsageError where it does not fit the devices."""
         prepared = prepare(experiment, find_world(WorldFlags(), {}))
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
-        return cls(experiment, prepared)
+        return cls(prepared.experiment, prepared)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The run's devices."""
-        return self.prepared.trainer.plan.mesh
+        return self.prepared.trainer.plan.real_mesh
 
     @property
     def state_bytes(self) -> int:
@@ -99,12 +87,23 @@ class Trial:
         spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
         return self.prepared.trainer.compile_step(layout.shardings, layout.abstract(), spec)
 
-    def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS) -> Any:
-        """Random rows on the devices. Slots that are not `present` hold black pictures that are masked out."""
+    def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS, prompt_tokens: int | None = None) -> Any:
+        """Random rows on the devices. Slots that are not `present` hold black pictures that are masked out.
+
+        Prompts have `prompt_tokens` tokens (None: as many as the model takes) before their padding.
+        """
         spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
         vocab_size = self.experiment.model.vocab_size
         rows = {name: _fill(name, leaf, present, vocab_size) for name, leaf in flatten_rows(spec).items()}
+        if prompt_tokens is not None:
+            rows["prompt_mask"] &= np.arange(rows["prompt_mask"].shape[1]) < prompt_tokens
         return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
+
+    def executed_flops(self, slots: Sequence[str]) -> float:
+        """FLOPs of all products in one step, recomputation included, counted in the traced program."""
+        layout, model = self.prepared.layout, self.experiment.model
+        spec = model.batch_spec(self.experiment.batch_size, slots)
+        return product_flops(jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec).jaxpr)
 
 
 def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:
@@ -129,5 +128,6 @@ def _fill(name: str, leaf: Any, present: Sequence[str], vocab_size: int) -> np.n
     if leaf.dtype == bool:
         return np.full(leaf.shape, not absent)
     if name == "prompt_tokens":
-        return random.integers(0, vocab_size, leaf.shape, leaf.dtype)
+        # Token by token over all rows: shorter prompts are the beginnings of longer ones.
+        return np.ascontiguousarray(random.integers(0, vocab_size, leaf.shape[::-1], leaf.dtype).T)
     return random.normal(size=leaf.shape).astype(leaf.dtype)

@@ -17,6 +17,7 @@ debug = Experiment(
         action_horizon=8,
         vocab_size=512,
         dtype="float32",
+        remat="full",
     ),
     objective=FlowMatching(),
     data=DataConfig(

@@ -5,12 +5,17 @@ Nothing heavy is imported before the arguments are understood, so that every ver
 
 import argparse
 import dataclasses
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from openpi_train.runtime import logs
 from openpi_train.runtime.exits import USAGE, DataError, RunError, UsageError, reported_as, run_guarded
-from openpi_train.runtime.world import WorldFlags
+from openpi_train.runtime.world import WorldFlags, find_world
+
+logger = logging.getLogger(__name__)
 
 USAGE_TEXT = """\
 usage: python -m openpi_train <experiment> --exp-name NAME [--any.field value ...]
@@ -47,6 +52,8 @@ def _reported(command: Callable[[], int]) -> int:
 def train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
     process, rest = _process_flags(argv)
+    if any(word.startswith("--deepspeed") for word in rest):  # process 0 says what it becomes
+        logs.configure(find_world(process.world, os.environ).process_index)
     experiment = parse_experiment(name, rest)
     from openpi_train.training import prepare, start
 
@@ -89,6 +96,15 @@ def _process_flags(argv: Sequence[str]) -> tuple[ProcessFlags, list[str]]:
     return ProcessFlags(world, flags.devices_per_process, flags.dry_run), rest
 
 
+def _base_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    group = parser.add_argument_group("flags for many fields at once (a field that is given too wins)")
+    group.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed JSON config: its equivalent is shown and used")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw, adafactor, lion, muon or sgd, whose fields follow")
+    group.add_argument("--dataset", metavar="PATH", help="train on this one; its format is detected")
+    return parser
+
+
 def parse_experiment(name: str, argv: Sequence[str]):
     """The experiment of this name with the flags of `argv` applied.
 
@@ -102,9 +118,19 @@ def parse_experiment(name: str, argv: Sequence[str]):
     import tyro
 
     from openpi_train.experiment import Experiment
+    from openpi_train.optim import named_optimizer
 
     if any(word in ("-h", "--help") for word in argv):
-        print(_process_parser().format_help())
+        print(_process_parser().format_help() + _base_parser().format_help())
+    base, argv = _base_parser().parse_known_args(argv)
+    dataset = base.dataset
+    if base.deepspeed is not None:
+        given = argv if base.optimizer is None else [*argv, "--optimizer", base.optimizer]
+        base, argv = _base_parser().parse_known_args(_from_deepspeed(base.deepspeed, given))
+    if base.optimizer is not None:
+        default = dataclasses.replace(default, optimizer=named_optimizer(base.optimizer, default.optimizer))
+    if dataset is not None:
+        default = _on_dataset(default, dataset)
     return tyro.cli(
         Experiment,
         default=default,
@@ -113,6 +139,26 @@ def parse_experiment(name: str, argv: Sequence[str]):
         # A blank line between lines: the help would run them together.
         description=registry.description(name).replace("\n", "\n\n"),
     )
+
+
+def _on_dataset(experiment, path: str):
+    """The experiment on the dataset at `path` alone, with its first dataset's robot and norm stats of its own."""
+    from openpi_train.data.formats import source_at
+
+    with reported_as(DataError):
+        source = source_at(path)
+    first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
+    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))
+
+
+def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
+    """The given flags behind those that a DeepSpeed config stands for, which are logged."""
+    from openpi_train.interop.deepspeed import translate_file
+
+    translation = translate_file(file)
+    words = translation.before(given)
+    logger.info("%s, key by key:\n%s", file, translation.report())
+    return words
 
 
 def list_experiments(argv: Sequence[str]) -> int:
@@ -160,11 +206,14 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def convert(argv: Sequence[str]) -> int:
-    """`convert <experiment>`: export a run's parameters as an openpi checkpoint."""
+    """`convert <experiment>|deepspeed`: a run's parameters as an openpi checkpoint; a DeepSpeed config as flags."""
+    if argv and argv[0] == "deepspeed":
+        return convert_deepspeed(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m openpi_train convert",
         description="Write a run's parameters and norm stats where openpi's reader expects them.",
-        epilog="The run is found as in training: convert pi0_bridge_traj --exp-name x --out DIR",
+        epilog="The run is found as in training: convert pi0_bridge_traj --exp-name x --out DIR. "
+        "`convert deepspeed FILE` shows what a DeepSpeed config is as flags.",
     )
     parser.add_argument("experiment", help="a name from `list`, or file.py:name")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
@@ -172,11 +221,27 @@ def convert(argv: Sequence[str]) -> int:
     parser.add_argument("--merge-lora", action="store_true", help="fold low-rank adapters into the weights")
     known, rest = parser.parse_known_args(argv)
     experiment = parse_experiment(known.experiment, rest)
-    from openpi_train.runtime import logs
     from openpi_train.tools.convert import export
 
     logs.configure(0)
     print(export(experiment, known.step, known.out, known.merge_lora))
+    return 0
+
+
+def convert_deepspeed(argv: Sequence[str]) -> int:
+    """`convert deepspeed <file>`: every key of a DeepSpeed config, and the flags that it stands for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openpi_train convert deepspeed",
+        description="Show what every key of a DeepSpeed JSON config is here: a flag, or the reason why there is none. "
+        "Batch sizes and accumulation are checked against each other.",
+        epilog="A run takes the file as it is: python -m openpi_train debug --exp-name x --deepspeed FILE",
+    )
+    parser.add_argument("file", help="the JSON file")
+    parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, to be checked too")
+    known = parser.parse_args(argv)
+    from openpi_train.interop.deepspeed import translate_file
+
+    print(translate_file(known.file, known.devices).report())
     return 0
 
 
@@ -217,6 +282,46 @@ def doctor(argv: Sequence[str]) -> int:
     )
 
 
+def plan(argv: Sequence[str]) -> int:
+    """`plan <experiment>`: memory, traffic and speed on devices that are not here, per strategy; what to take."""
+    parser = argparse.ArgumentParser(
+        prog="python -m openpi_train plan",
+        description="What an experiment would need and how fast it would be on other devices, for every strategy and "
+        "rematerialisation policy, with all that is assumed. Nothing is allocated. Exit code 2: nothing fits.",
+        epilog="Any field of the experiment may be set as in training: plan debug --devices 8 --device-kind h100 "
+        "--batch-size 64. A strategy that is given is the only one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("experiment", help="a name from `list`, or file.py:name")
+    parser.add_argument("--devices", type=_count, required=True, metavar="N", help="devices of the run, over all hosts")
+    parser.add_argument(
+        "--device-kind", required=True, metavar="KIND", help="h200, h100, a100, a100-40gb, rtx4090, ..."
+    )
+    parser.add_argument(
+        "--hosts", type=_count, default=1, metavar="N", help="hosts, with equally many devices each (1)"
+    )
+    parser.add_argument("--device-gib", type=float, metavar="GIB", help="memory of a device (default: the kind's)")
+    parser.add_argument("--network-gb-s", type=float, default=50.0, help="GB/s out of one host (50: one 400 Gb/s port)")
+    parser.add_argument("--efficiency", type=float, default=0.5, help="share of the peak FLOP/s while computing (0.5)")
+    parser.add_argument("--no-compile", action="store_true", help="do without the compiler's own account of the memory")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    known, rest = parser.parse_known_args(argv)
+    experiment = parse_experiment(known.experiment, ["--exp-name", "plan", *rest])
+    from openpi_train.tools.plan import main
+
+    return main(
+        experiment,
+        num_devices=known.devices,
+        device_kind=known.device_kind,
+        num_hosts=known.hosts,
+        device_gib=known.device_gib,
+        network_gb_s=known.network_gb_s,
+        efficiency=known.efficiency,
+        with_compiler=not known.no_compile,
+        as_text=not known.json,
+    )
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
@@ -224,6 +329,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "data": data,
     "convert": convert,
     "doctor": doctor,
+    "plan": plan,
 }
 
 

@@ -15,8 +15,8 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     `first_devices` is the number that the run was first started on where it is continued, None for a new run. Three
     things may then differ from what was given: the batch (`keep_effective_batch_size` False: `batch_size` rows on each
     device), the accumulation and the devices that share one copy of the state (`elastic`, on another number of devices
-    than at first), and the learning rate (`lr_scaling`). What cannot be made to fit is left as it is, for
-    `Experiment.check` to refuse with advice.
+    than at first), and the learning rate (`lr_scaling`). At the first start `micro_batch_size` settles the
+    accumulation. What cannot be made to fit is left as it is, for `Experiment.check` to refuse with advice.
     """
     if not experiment.numbers_are_in_range:
         return experiment, []
@@ -24,18 +24,36 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     lines: list[str] = []
     if not experiment.keep_effective_batch_size:
         experiment = dataclasses.replace(experiment, batch_size=experiment.batch_size * began_on)
+    # Devices of a tensor group hold the same rows: for them they are one.
+    tensor_devices = experiment.sharding.tensor_devices
+    groups, groups_at_first = (max(devices // tensor_devices, 1) for devices in (num_devices, began_on))
+    experiment, accumulated = _accumulate(experiment, groups_at_first)
+    lines += accumulated
     if num_devices != began_on:
         lines.append(f"the run began on {began_on} devices and goes on on {num_devices}: same rows, same loss")
         if experiment.elastic:
-            experiment, changes = _fit(experiment, num_devices, began_on)
+            experiment, changes = _fit(experiment, groups, groups_at_first)
             lines += changes
     experiment, rate = _scale(experiment)
-    rows = experiment.batch_size // (num_devices * experiment.grad_accum)
+    rows, rest = divmod(experiment.batch_size, groups * experiment.grad_accum)
+    if rest:
+        return experiment, [*lines, rate]  # the check that follows says what divides
+    devices = f"{groups} devices" if tensor_devices == 1 else f"{groups} groups of {tensor_devices} devices"
     batch = (
-        f"effective batch size {experiment.batch_size}: {rows} rows x {num_devices} devices x "
-        f"{experiment.grad_accum} micro-batches"
+        f"effective batch size {experiment.batch_size}: {rows} rows x {devices} x {experiment.grad_accum} micro-batches"
     )
     return experiment, [*lines, batch, rate]
+
+
+def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, list[str]]:
+    """`grad_accum` from `micro_batch_size` where only that is given."""
+    if experiment.micro_batch_size is None or experiment.grad_accum > 1:
+        return experiment, []
+    grad_accum, rest = divmod(experiment.batch_size, experiment.micro_batch_size * num_devices)
+    if rest or grad_accum <= 1:
+        return experiment, []
+    line = f"grad_accum {grad_accum}: micro_batch_size {experiment.micro_batch_size} on {num_devices} devices"
+    return dataclasses.replace(experiment, grad_accum=grad_accum), [line]
 
 
 def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Experiment, list[str]]:
@@ -47,7 +65,9 @@ def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Exper
     if fitting and fitting[0] != experiment.grad_accum:
         lines.append(f"grad_accum {fitting[0]} instead of {experiment.grad_accum}: {rows // fitting[0]} rows at a time")
         experiment = dataclasses.replace(experiment, grad_accum=fitting[0])
-    if num_devices % experiment.fsdp_devices:
+    if fitting and experiment.micro_batch_size is not None:
+        experiment = dataclasses.replace(experiment, micro_batch_size=rows // fitting[0])
+    if experiment.fsdp_devices is not None and num_devices % experiment.fsdp_devices:
         shared = max(n for n in range(1, experiment.fsdp_devices + 1) if num_devices % n == 0)
         lines.append(f"fsdp_devices {shared} instead of {experiment.fsdp_devices}, which does not divide {num_devices}")
         experiment = dataclasses.replace(experiment, fsdp_devices=shared)
@@ -61,7 +81,9 @@ def _scale(experiment: Experiment) -> tuple[Experiment, str]:
         return experiment, f"learning rate: peak {schedule.peak_lr:g}"
     ratio = experiment.batch_size / reference
     factor = ratio if experiment.lr_scaling == "linear" else math.sqrt(ratio)
-    scaled = dataclasses.replace(schedule, peak_lr=schedule.peak_lr * factor, decay_lr=schedule.decay_lr * factor)
+    rates = {name: getattr(schedule, name) for name in ("warmup_lr", "peak_lr", "decay_lr")}
+    larger = {name: rate * factor for name, rate in rates.items() if rate is not None}
+    scaled = dataclasses.replace(schedule, **larger)
     line = (
         f"learning rate: peak {scaled.peak_lr:g} = {schedule.peak_lr:g} x {factor:g} ({experiment.lr_scaling} in the "
         f"batch: {experiment.batch_size} against {reference})"

@@ -17,9 +17,10 @@ from openpi_train.data.config import DataConfig
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
-from openpi_train.optim import AdamW, LRSchedule, OptimizerConfig
+from openpi_train.optim import AdamW, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.waiting import Timeouts
+from openpi_train.sharding.mesh import does_not_divide
 from openpi_train.sharding.strategy import ShardingConfig
 
 # The least value of each field that has one. Those of the model and the objective are checked where they are defined.
@@ -33,9 +34,10 @@ _AT_LEAST_1 = (
     "keep_last",
 )
 _AT_LEAST_1 += ("keep_period", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
-_AT_LEAST_1 += ("reference_batch_size",)
+_AT_LEAST_1 += ("local_checkpoints.interval",)
+_AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
 _AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
-_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0}
+_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "profile": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,16 @@ class EvalConfig:
     num_rows: int = 256
     # Denoising steps of the sampler that the open-loop action error uses.
     num_sample_steps: int = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalCheckpoints:
+    """More frequent checkpoints on a fast disk in each host; those of the run directory are copied from there."""
+
+    # A directory on a disk of each host's own, the same path on all; None saves in the run directory alone.
+    dir: str | None = None
+    # Steps between them.
+    interval: int = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +83,8 @@ class Experiment:
     lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
     # How gradients become updates.
     optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamW)
+    # The scale of the loss, where the model computes in float16.
+    loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
     # Decay of the exponential moving average of the trainable parameters; None keeps none.
     ema_decay: float | None = 0.99
     # Regex of parameter paths to keep fixed, beside those that the model keeps fixed itself (LoRA).
@@ -82,6 +96,8 @@ class Experiment:
     batch_size: int = 32
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = 1
+    # Rows on one device at a time: a grad_accum of 1 then follows from it, another must agree. None: as it comes.
+    micro_batch_size: int | None = None
     # If not, batch_size is meant for each device, so that the effective one grows with their number.
     keep_effective_batch_size: bool = True
     # Where a run continues on other devices, fit grad_accum and fsdp_devices to them: same rows, same memory on each.
@@ -92,22 +108,26 @@ class Experiment:
     reference_batch_size: int | None = None
     # Optimizer steps of the whole run.
     num_train_steps: int = 30_000
-    # Data worker processes per training process; 0 reads in threads.
-    num_workers: int = 2
+    # Data worker processes per training process; 0 reads in threads, auto begins there and adds what is waited for.
+    num_workers: int | Literal["auto"] = "auto"
 
-    # Devices that share one copy of the state; the rest are replicas.
-    fsdp_devices: int = 1
+    # Devices that share one copy of the state, the rest are replicas; None: as many as the strategy asks for.
+    fsdp_devices: int | None = None
     # What is cut over the devices that share one copy.
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
 
     # Steps between lines of metrics.jsonl.
     log_interval: int = 100
+    # Steps to write a profiler trace of, shortly after the start, into the run directory; 0 writes none.
+    profile: int = 0
     # Steps between checkpoints.
     save_interval: int = 1_000
     # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
     keep_period: int | None = 5_000
     # How many of the newest checkpoints are kept.
     keep_last: int = 1
+    # Checkpoints on a disk in each host, too.
+    local_checkpoints: LocalCheckpoints = dataclasses.field(default_factory=LocalCheckpoints)
     # Held-out evaluation during training.
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
@@ -148,7 +168,8 @@ class Experiment:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
         # Where a number is out of range, the others cannot be divided by it.
         problems = self._check_numbers() or self._check_batch(num_devices)
-        problems += [*self.lr_schedule.check(), *self.optimizer.check(), *self._check_flags()]
+        problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
+        problems += self._check_flags()
         missing = self.objective.needs - self.model.provides
         if missing:
             problems.append(
@@ -167,7 +188,7 @@ class Experiment:
         problems = []
         for name, least in _LEAST.items():
             value = operator.attrgetter(name)(self)
-            if value is not None and value < least:
+            if not isinstance(value, str | None) and value < least:
                 problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
         for number, dataset in enumerate(self.data.datasets):
             if not 0 < dataset.weight < math.inf:
@@ -177,20 +198,26 @@ class Experiment:
         return problems
 
     def _check_batch(self, num_devices: int) -> list[str]:
-        problems = []
-        if num_devices % self.fsdp_devices:
-            divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
-            problems.append(
-                f"--fsdp-devices {self.fsdp_devices} does not divide the {num_devices} devices of this run; "
-                f"allowed: {divisors}"
-            )
+        tensor_devices = self.sharding.tensor_devices
+        problems = self.model.check_tensor(tensor_devices)
+        if problem := does_not_divide(num_devices, tensor_devices, self.fsdp_devices or 1):
+            problems.append(problem)
+        # Devices of a tensor group hold the same rows: for them they are one.
+        of_them = "devices" if tensor_devices == 1 else f"groups of {tensor_devices} devices"
+        num_devices = max(num_devices // tensor_devices, 1)
         unit = num_devices * self.grad_accum
         if self.batch_size < 1 or self.batch_size % unit:
             below, above = self.batch_size // unit * unit, math.ceil(max(self.batch_size, 1) / unit) * unit
             choice = f"{below} or {above}" if below else f"{above}"
             times = f" x --grad-accum {self.grad_accum}" if self.grad_accum > 1 else ""
             problems.append(
-                f"--batch-size {self.batch_size} is not a multiple of the {num_devices} devices{times}; try {choice}"
+                f"--batch-size {self.batch_size} is not a multiple of the {num_devices} {of_them}{times}; try {choice}"
+            )
+        elif self.micro_batch_size is not None and self.micro_batch_size * unit != self.batch_size:
+            problems.append(
+                f"--micro-batch-size {self.micro_batch_size} x {num_devices} {of_them} x "
+                f"--grad-accum {self.grad_accum} is {self.micro_batch_size * unit} rows, not "
+                f"--batch-size {self.batch_size}; change one of them"
             )
         return problems
 
@@ -203,10 +230,25 @@ class Experiment:
                 f"--lr-scaling {self.lr_scaling} with --reference-batch-size {self.reference_batch_size}: "
                 "give both, the second being the batch that the learning rate was made for, or neither"
             )
+        local = self.local_checkpoints.dir
+        if local is not None and not Path(local).is_absolute():
+            problems.append(
+                f"--local-checkpoints.dir {local!r} must be an absolute path on a disk of each host's own, such as "
+                "/local/checkpoints"
+            )
+        elif local is not None and _are_nested(Path(local), Path(self.checkpoint_base_dir).absolute()):
+            problems.append(
+                f"--local-checkpoints.dir {local!r} and --checkpoint-base-dir {self.checkpoint_base_dir!r} lie in each "
+                "other: the first is for a disk of each host's own, the second for one that all hosts share"
+            )
         if self.resume and self.overwrite:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        if self.ema_decay is None and self.sharding.offload == "optimizer+ema":
+            problems.append(
+                "--sharding.offload optimizer+ema with --ema-decay None: there is no average; use optimizer"
+            )
         if not 0 <= self.data.validation_fraction < 1:
             problems.append(
                 f"--data.validation-fraction {self.data.validation_fraction} must lie in [0, 1); 0 holds nothing out"
@@ -217,6 +259,10 @@ class Experiment:
             except re.error as error:
                 problems.append(f"--freeze {self.freeze!r} is no regular expression: {error}")
         return problems
+
+
+def _are_nested(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 def as_json(value: Any) -> Any:

@@ -4,7 +4,8 @@ Folders of reference data: OPENPI_TRAIN_GOLDEN and OPENPI_TRAIN_DATA, by default
 """
 
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Every process of the suite shares one compilation cache: compiling dominates the time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-# The suite's programs run for milliseconds and compile for seconds: LLVM need not try hard.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+# The suite's programs run for milliseconds and compile for seconds: LLVM need not try.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from jaxtyping import install_import_hook
 
@@ -28,6 +29,12 @@ install_import_hook("openpi_train", "typechecker.check")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first, Slurm's before all: they wait, and the others fill that time."""
+    waiting = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    items.sort(key=lambda item: (item.path.parent.name != "slurm", item.path not in waiting))
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +64,32 @@ def bridge_sample() -> Path:
     if not path.is_dir():
         pytest.skip(f"no BridgeData sample at {path} (set OPENPI_TRAIN_DATA)")
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path, request) -> Iterator[Path]:
+    """A file system of its own with room for 1 MiB, or for the indirect parameter; `fill_disk` takes that room."""
+    size = getattr(request, "param", "1m")
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+@pytest.fixture
+def fill_disk(small_disk) -> Callable[[], Path]:
+    """A function that fills the small disk to the last byte, and returns the file to delete to have room again."""
+
+    def fill() -> Path:
+        path = small_disk / "filler"
+        with path.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                return path
+
+    return fill

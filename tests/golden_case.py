@@ -14,7 +14,7 @@ from flax import nnx
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_network import Pi0
-from openpi_train.nn.gemma import VARIANTS, GemmaOverrides
+from openpi_train.nn.gemma_sizes import VARIANTS, GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.types import Observation

@@ -1,20 +1,25 @@
 """Every benchmark runs and prints its table, and every command of its docs is understood. No speed is asserted."""
 
+import argparse
 import importlib
 import json
 import os
+import random
 import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import __main__ as program
+from benchmarks import faults, report, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
+F32 = ["--model.dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     # Compiling is most of the time, and the speed of what is compiled does not matter here.
     environ = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     program = [sys.executable, "-m", "benchmarks", *words]
-    return subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400)
+    return subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800)
 
 
 def rows(quick: tuple[str, dict], title: str) -> list[dict]:
@@ -39,18 +44,27 @@ def rows(quick: tuple[str, dict], title: str) -> list[dict]:
     return table["rows"]
 
 
+def test_a_flag_that_says_the_tiny_models_value_changes_the_medium_one():
+    dtypes = [
+        steps.parse(argparse.ArgumentParser(), ["--model", "medium", *flags])[1].model.dtype for flags in ([], F32)
+    ]
+    assert dtypes == ["bfloat16", "float32"]
+
+
 @pytest.mark.slow
 def test_step_time_compares_three_two_and_one_cameras_at_equal_loss(quick):
     found = rows(quick, "Step time")
     assert [row["cameras"] for row in found] == [3, 2, 1]
     for row in found:
-        assert len(row["time padded / present"]) == len(row["step ms"]) == len(row["padded step ms"]) == 2
+        assert len(row["time reference / ours"]) == len(row["step ms"]) == len(row["reference step ms"]) == 2
+        assert row["FLOPs reference / ours"] > 1
         difference, loss = map(float, row["loss difference"].split(" of "))
         # Float32, and sums over another number of tokens.
         assert difference < 1e-5 * loss
-    ratios = [row["FLOPs padded / present"] for row in found]
-    assert ratios == sorted(ratios) and ratios[0] == 1
+    ratios = [row["FLOPs reference / ours"] for row in found]
+    assert ratios == sorted(ratios)
     assert found[2]["program MiB"] < found[0]["program MiB"]
+    assert len({row["reference program MiB"] for row in found}) == 1
 
 
 @pytest.mark.slow
@@ -59,6 +73,16 @@ def test_feed_compares_numbers_of_workers(quick):
     assert [row["workers"] for row in found] == [0, 1, 2]
     assert found[0]["samples/s vs first row"] == [1.0]
     assert all(row["samples/s"][0] > 0 and row["time to first batch s"][0] > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_feed_measures_lerobot_data_and_says_how_to_have_lerobots_own_loader_beside_it(quick):
+    found = rows(quick, "LeRobot: 3 cameras")
+    pictures = ("scaled to 224 px", "as stored")
+    assert [(row["workers"], row["pictures"]) for row in found] == [(n, name) for n in (0, 1, 2) for name in pictures]
+    assert all(row["samples/s"][0] > 0 and row["lerobot samples/s"] is None for row in found)
+    assert "not measured: give --peer-python" in quick[0]
+    assert {row["decoder"] for row in rows(quick, "Decoding")} == {"libjpeg-turbo", "ours"}
 
 
 @pytest.mark.slow
@@ -82,6 +106,38 @@ def test_tabletop_compares_numbers_of_scenes(quick):
 
 
 @pytest.mark.slow
+def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
+    found = rows(quick, "Start-up")
+    assert [(row["processes"], row["compilation cache"]) for row in found] == [(1, "cold"), (1, "warm")]
+    for row in found:
+        *parts, (whole,) = list(row.values())[2:]
+        assert sum(part for (part,) in parts) == pytest.approx(whole)
+
+
+@pytest.mark.slow
+def test_the_fault_drill_ends_with_the_bits_of_an_undisturbed_run(quick):
+    found = rows(quick, "Fault drill")
+    assert [(row["fault"], row["number"], row["survived"]) for row in found] == [
+        ("kill -9 of a process", 1, 1),
+        ("damaged checkpoint", 1, 1),
+        ("all", 2, 2),
+    ]
+    assert all(row["run ended with"] == f"137 ({row['number']} x)" for row in found)
+    assert found[1]["steps trained again"] >= [1]
+    assert "every array of the last checkpoint and every loss the same bits" in quick[0]
+
+
+def test_faults_come_as_often_as_their_weights_say():
+    order = faults.sequence(50, list(faults.FAULTS), random.Random(0))
+    numbers = {kind: order.count(kind) for kind in faults.FAULTS}
+    assert sum(numbers.values()) == 50
+    for kind, number in numbers.items():
+        assert abs(number - faults.WEIGHTS[kind] * 50 / sum(faults.WEIGHTS.values())) < 1
+    assert order == faults.sequence(50, list(faults.FAULTS), random.Random(0))
+    assert order != faults.sequence(50, list(faults.FAULTS), random.Random(1))
+
+
+@pytest.mark.slow
 def test_results_say_when_on_what_and_with_which_code_they_were_measured(quick):
     facts = quick[1]["provenance"]
     assert set(facts) == {"date", "devices", "cpu", "load", "versions", "commit", "command"}
@@ -101,6 +157,14 @@ def test_a_table_shows_medians_with_their_spread():
     assert [report.number(value) for value in (0.01234, 1.5, 123.4, 1234567)] == ["0.0123", "1.5", "123", "1,234,567"]
 
 
+def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatch, capsys):
+    wrong = report.Table("Title", ("name",), [["a"]], failure="the bits differ")
+    monkeypatch.setitem(sys.modules, "benchmarks.tabletop", types.SimpleNamespace(main=lambda flags: [wrong]))
+    monkeypatch.setattr(program, "_start", lambda: None)
+    assert program.main(["tabletop"]) == 1
+    assert "failed: the bits differ" in capsys.readouterr().err
+
+
 def test_documented_commands_are_understood():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     commands = re.findall(r"^    python -m benchmarks (.*)$", text, re.MULTILINE)
@@ -118,7 +182,7 @@ def test_documented_commands_are_understood():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step_times"], "no benchmark step_times; there are step_time, feed"),
+        (["step_times"], "no benchmark step_times; there are step_time, traffic"),
         (["--model", "medium"], "need exactly one benchmark's name"),
         (["feed", "--json"], "--json needs the name of a file"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from openpi_train import registry
 from openpi_train.elastic import adapt
+from openpi_train.sharding.strategy import ShardingConfig
 
 BASE = dataclasses.replace(registry.load("debug"), exp_name="x", batch_size=64)
 
@@ -20,6 +21,10 @@ def test_a_new_run_is_as_given_and_says_how_large_its_batch_is():
     assert lines == ["effective batch size 64: 8 rows x 8 devices x 1 micro-batches", "learning rate: peak 2.5e-05"]
 
 
+def test_of_a_batch_that_is_refused_no_share_is_told():
+    assert adapt(changed(batch_size=7), 2, None)[1] == ["learning rate: peak 2.5e-05"]
+
+
 @pytest.mark.parametrize("given", [1, 2, 4])
 @pytest.mark.parametrize("began_on", [2, 4, 8, 16])
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 16, 32])
@@ -31,6 +36,13 @@ def test_rows_at_a_time_never_exceed_those_of_the_first_start(given, began_on, n
     fewer = [n for n in range(1, experiment.grad_accum) if 64 % (num_devices * n) == 0]
     assert num_devices == began_on or all(64 // (num_devices * n) > 64 // (began_on * given) for n in fewer)
     assert any("the run began on" in line for line in lines) == (num_devices != began_on)
+
+
+def test_a_tensor_group_counts_as_one_device():
+    grouped = changed(sharding=ShardingConfig(tensor_devices=2), fsdp_devices=4)
+    experiment, lines = adapt(grouped, 4, 8)
+    assert (experiment.grad_accum, experiment.fsdp_devices) == (2, 2)
+    assert "effective batch size 64: 16 rows x 2 groups of 2 devices x 2 micro-batches" in lines
 
 
 def test_accumulation_stays_where_one_asks_for_that():
@@ -69,6 +81,10 @@ def test_learning_rate_goes_with_the_batch(scaling, factor):
     experiment, lines = adapt(changed(lr_scaling=scaling, reference_batch_size=16), 8, None)
     assert experiment.lr_schedule.peak_lr == pytest.approx(BASE.lr_schedule.peak_lr * factor)
     assert experiment.lr_schedule.decay_lr == pytest.approx(BASE.lr_schedule.decay_lr * factor)
+    assert experiment.lr_schedule.warmup_lr is None
+    warm = dataclasses.replace(BASE.lr_schedule, warmup_lr=1e-6)
+    scaled, _ = adapt(changed(lr_schedule=warm, lr_scaling=scaling, reference_batch_size=16), 8, None)
+    assert scaled.lr_schedule.warmup_lr == pytest.approx(1e-6 * factor)
     assert lines[-1].startswith(f"learning rate: peak {2.5e-5 * factor:g} = 2.5e-05 x {factor:g} ({scaling}")
 
 

@@ -6,9 +6,10 @@ import pytest
 import toy
 
 from openpi_train import registry
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment, LocalCheckpoints, as_json
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.strategy import ShardingConfig
 
 
 @pytest.fixture
@@ -21,10 +22,43 @@ def experiment() -> Experiment:
     [
         ({"batch_size": 12}, 8, r"--batch-size 12 is not a multiple of the 8 devices; try 8 or 16"),
         ({"batch_size": 8, "grad_accum": 4}, 4, r"4 devices x --grad-accum 4; try 16"),
+        (
+            {"local_checkpoints": LocalCheckpoints(dir="/runs/local"), "checkpoint_base_dir": "/runs"},
+            1,
+            "lie in each other",
+        ),
+        ({"local_checkpoints": LocalCheckpoints(dir="/runs"), "checkpoint_base_dir": "/runs"}, 1, "lie in each other"),
         ({"fsdp_devices": 3}, 8, r"--fsdp-devices 3 does not divide the 8 devices of this run; allowed: 1, 2, 4, 8"),
+        (
+            {"sharding": ShardingConfig(tensor_devices=2)},
+            3,
+            r"--sharding.tensor-devices 2 does not divide the 3 devices of this run; allowed: 1, 3",
+        ),
+        (
+            {"sharding": ShardingConfig(tensor_devices=2), "fsdp_devices": 8},
+            8,
+            r"--fsdp-devices 8 does not divide the 4 groups of 2 devices \(--sharding.tensor-devices\) of this run; "
+            r"allowed: 1, 2, 4",
+        ),
+        (
+            {"sharding": ShardingConfig(tensor_devices=2), "batch_size": 6},
+            8,
+            r"--batch-size 6 is not a multiple of the 4 groups of 2 devices; try 4 or 8",
+        ),
+        (
+            {"sharding": ShardingConfig(tensor_devices=4)},
+            8,
+            r"--sharding.tensor-devices 4 does not divide the model's siglip.num_heads 2; allowed: 1, 2",
+        ),
+        ({"sharding": ShardingConfig(tensor_devices=0)}, 8, "--sharding.tensor-devices 0 must be at least 1"),
         ({"resume": True, "overwrite": True}, 1, "exclude each other"),
         ({"num_train_steps": 0}, 1, "--num-train-steps 0 must be at least 1"),
         ({"ema_decay": 1.5}, 1, "--ema-decay 1.5 must lie in"),
+        (
+            {"ema_decay": None, "sharding": ShardingConfig(offload="optimizer+ema")},
+            1,
+            "--sharding.offload optimizer.ema with --ema-decay None",
+        ),
         ({"freeze": "("}, 1, "--freeze .* is no regular expression"),
     ],
 )

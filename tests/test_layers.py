@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openpi_train"
 # Low to high: a module imports only from strictly lower rows or from its own folder.
 ROWS = (
-    {"types", "keys", "runtime"},
-    {"nn", "sharding", "optim", "robots", "envs"},
+    {"types", "keys", "runtime", "sharding"},
+    {"nn", "optim", "robots", "envs"},
     {"data"},
     {"models"},
     {"objectives", "interop"},

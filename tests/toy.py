@@ -9,6 +9,8 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.models.base import ModelConfig
+from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
+from openpi_train.nn.shard import take_rows
 from openpi_train.types import ActionBatch, Observation
 
 
@@ -58,14 +60,66 @@ class LinearConfig(ModelConfig):
     def flops_per_row(self, cameras, draws=1):
         return 4.0 * self.action_dim**2 * self.action_horizon * draws
 
-    def activation_bytes_per_row(self, cameras, draws=1):
+    def activation_bytes_per_row(self, cameras, draws=1, tensor_devices=1):
         return 4.0 * self.action_dim * self.action_horizon * draws
 
     def frozen(self, path):
         return self.low_rank and path != "adapter_lora"
 
 
-def batch(size: int, horizon: int = 3, dims: int = 4, seed: int = 0, ragged: bool = True) -> ActionBatch:
+class Layer(nnx.Module):
+    """One layer of `StackedPolicy`."""
+
+    def __init__(self, width, dtype, rngs):
+        self.dense = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
+        self.norm = LayerNorm(width)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(self.norm(x)))
+
+
+class StackedPolicy(nnx.Module):
+    """Every way in which a parameter is used: a token table, a stack of layers, a plain weight, vectors."""
+
+    def __init__(self, config, rngs):
+        self.dtype, self.remat, width = config.compute_dtype, config.remat, config.width
+        self.token_embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, width)))
+        self.inputs = nnx.Linear(config.action_dim + 1, width, rngs=rngs)
+        self.layers = stack_layers(lambda rngs: Layer(width, self.dtype, rngs), config.depth, rngs)
+        self.outputs = nnx.Linear(width, config.action_dim, rngs=rngs)
+
+    def velocity(self, observation, noisy_actions, time):
+        b, r, h, _ = noisy_actions.shape
+        prompt = take_rows(self.token_embedding.get_value(), observation.prompt_tokens).mean(axis=1)  # b d
+        times = jnp.broadcast_to(time[:, :, None, None], (b, r, h, 1))
+        x = self.inputs(jnp.concatenate([noisy_actions, times], axis=-1)) + prompt[:, None, None]
+        x = x.reshape(b, r * h, -1).astype(self.dtype)
+        x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
+        return self.outputs(x.astype(jnp.float32)).reshape(noisy_actions.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedConfig(LinearConfig):
+    """Builds `StackedPolicy`."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity"})
+    vocab_size: int = 40
+    width: int = 16
+    depth: int = 3
+    dtype: str = "float32"
+    remat: str = "full"
+
+    @property
+    def compute_dtype(self):
+        return jnp.dtype(self.dtype)
+
+    def build(self, rngs):
+        return StackedPolicy(self, rngs)
+
+
+def batch(
+    size: int, horizon: int = 3, dims: int = 4, seed: int = 0, ragged: bool = True, vocab_size: int = 1
+) -> ActionBatch:
     """Random rows; with `ragged`, rows lose 0, 1, 2, ... steps at the episode's end."""
     rng = np.random.default_rng(seed)
     lost = np.arange(size) % horizon if ragged else np.zeros(size, int)
@@ -74,8 +128,8 @@ def batch(size: int, horizon: int = 3, dims: int = 4, seed: int = 0, ragged: boo
             images={},
             image_masks={},
             state=jnp.asarray(rng.normal(size=(size, dims)), jnp.float32),
-            prompt_tokens=jnp.zeros((size, 1), jnp.int32),
-            prompt_mask=jnp.ones((size, 1), bool),
+            prompt_tokens=jnp.asarray(rng.integers(0, 1 << 30, (size, 2)), jnp.int32) % vocab_size,
+            prompt_mask=jnp.ones((size, 2), bool),
         ),
         actions=jnp.asarray(rng.normal(size=(size, horizon, dims)), jnp.float32),
         action_mask=jnp.asarray(np.arange(horizon) < horizon - lost[:, None]),

@@ -68,9 +68,7 @@ class _FakeSource(Source):
         return frames
 
     def describe(self, step: int) -> str:
-        episode = int(np.searchsorted(self.episode_ends, step, side="right"))
-        first = int(self.episode_ends[episode - 1]) if episode else 0
-        return f"fake data (seed {self.config.seed}), record {episode}, episode {episode}, step {step - first}"
+        return f"fake data (seed {self.config.seed}), record {self.episode_of(step)}, {self.place_of(step)}"
 
 
 def _walks(lengths: np.ndarray, dims: int, random: np.random.Generator) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Here and not where it is used, in a thread: while grain is imported, etils makes every import of the process a lazy
 # one, and jax, which imports inside functions, breaks in whatever the main thread traces meanwhile (seen, once).
@@ -21,6 +21,7 @@ import numpy as np
 
 from openpi_train.data.rows import Rows
 from openpi_train.data.source import BadRecord
+from openpi_train.data.tuning import WorkerTuner, usable_cores
 from openpi_train.data.workers import LocalBatches, block_stop_signals, start_worker
 from openpi_train.runtime.exits import DataError
 from openpi_train.types import action_batch
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Batches that a worker (or, without workers, the reading threads together) may hold ready.
 _BATCHES_AHEAD = 2
 _MAX_THREADS = 16
+_MEASURED_ROWS = 32
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -37,7 +39,8 @@ class Feed:
     """Global batches of `batch_size` rows, cut over the devices by `sharding` (of the batch axis).
 
     Each process reads only the rows that its devices hold. `num_workers` 0 reads in threads, N in N processes (started
-    by spawning, so the main module must be importable). `assemble` makes the batch of the named global arrays.
+    by spawning, so the main module must be importable), "auto" in as many as it takes (see `tune`), one core of `cores`
+    (None: all that may be used) left for the loop. `assemble` makes the batch of the named global arrays.
 
     Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
     Raises ValueError where the batch does not divide, DataError where /dev/shm is too small for the workers. Call from
@@ -50,19 +53,25 @@ class Feed:
         *,
         batch_size: int,
         sharding: jax.sharding.Sharding,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
+        cores: int | None = None,
         assemble: Callable[[dict[str, jax.Array]], Any] = action_batch,
     ):
         self._rows, self._batch_size, self._sharding = rows, batch_size, sharding
-        self._num_workers, self._assemble = num_workers, assemble
+        self._assemble = assemble
         self._row_numbers = _local_rows(sharding, batch_size)
-        self._step = 0
+        self._num_workers = 0 if num_workers == "auto" else num_workers
+        self._tuner: WorkerTuner | None = None
+        self._step = self._tuned_step = 0
         self._iterator: Any = None
         self._ahead: concurrent.futures.Future | None = None
         self._transfer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
         self.wait_s = 0.0
         self.bad_records = 0
-        if num_workers:
+        if num_workers == "auto":
+            cores = usable_cores() if cores is None else cores
+            self._tuner = WorkerTuner(max(0, min(cores - 1, self._workers_with_room())))
+        elif num_workers:
             self._check_shared_memory()
 
     def start(self) -> None:
@@ -90,6 +99,14 @@ class Feed:
         self.start()
         return batch
 
+    def tune(self, *, step_s: float, wait_s: float) -> None:
+        """Tell what the steps since the last call took, and waited for data; "auto" may then read in more processes."""
+        num_steps, self._tuned_step = self._step - self._tuned_step, self._step
+        if self._tuner is not None and self._tuner.look(num_steps, step_s, wait_s, self._read_s):
+            self._stop_reading()
+            self._num_workers = self._tuner.num_workers
+            self.start()
+
     def batch(self, step: int) -> Any:
         """The batch of any step, made at once in this thread; the position stays. For evaluation on fixed rows."""
         try:
@@ -113,7 +130,7 @@ class Feed:
                 + "\nrestore these settings, or start a new run from the checkpoint's weights"
             )
         self._stop_reading()
-        self._step = int(position["step"])
+        self._step = self._tuned_step = int(position["step"])
 
     def rows(self, step: int) -> list[str]:
         """Dataset, file, episode and control step of every row of the global batch at `step`."""
@@ -158,13 +175,29 @@ class Feed:
 
     def _check_shared_memory(self) -> None:
         """Workers pass batches through /dev/shm, and die of SIGBUS where it is full (containers often give 64 MB)."""
-        row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._rows.spec.values())
-        needed = row_bytes * len(self._row_numbers) * self._num_workers * (_BATCHES_AHEAD + 2)
+        needed = self._worker_bytes() * self._num_workers
         if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < needed:
             raise DataError(
                 f"{self._num_workers} data workers need about {needed >> 20} MB of {_SHARED_MEMORY}, which has "
                 f"{free >> 20} MB free; use --num-workers 0 (threads), or enlarge it (docker: --shm-size)"
             )
+
+    def _worker_bytes(self) -> int:
+        """What one worker needs there."""
+        row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._rows.spec.values())
+        return row_bytes * len(self._row_numbers) * (_BATCHES_AHEAD + 2)
+
+    def _workers_with_room(self) -> int:
+        """How many fit into half of what is free there: the processes of a host share it."""
+        free = shutil.disk_usage(_SHARED_MEMORY).free // 2 if _SHARED_MEMORY.is_dir() else 0
+        return free // self._worker_bytes()
+
+    def _read_s(self) -> float:
+        """CPU seconds in which one thread makes this process's rows of a batch, on rows that were read before."""
+        numbers = self._row_numbers[:_MEASURED_ROWS]
+        began = time.thread_time()
+        self._rows.batch(max(self._step - 1, 0) * self._batch_size + numbers)
+        return (time.thread_time() - began) * len(self._row_numbers) / len(numbers)
 
     def _on_devices(self, columns: dict[str, np.ndarray]) -> Any:
         first_of = {int(number): place for place, number in enumerate(self._row_numbers)}

@@ -33,11 +33,18 @@ class OpenedData:
     norm_stats: Mapping[str, Mapping[str, NormStats]]
     normalization: Form
     cameras: tuple[str, ...]
+    # The model's config, its prompts no longer than those of these data; None where no run asked for it.
+    model: Any = None
 
     @property
     def fingerprint(self) -> str:
         """Digest of everything that the training rows depend on."""
         return self.train.fingerprint
+
+    @property
+    def row_shapes(self) -> dict[str, list[int]]:
+        """The shape of every entry of a row, as JSON."""
+        return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
     @property
     def proportions(self) -> dict[str, float]:
@@ -56,18 +63,20 @@ def open_data(
     batch_spec: Callable[[int, Sequence[str]], Any],
     normalization: Form,
     assets_dir: str | Path,
+    windows: Sequence[Windows] | None = None,
 ) -> OpenedData:
     """Open every dataset of a run, computing norm stats under `assets_dir` where they are not there yet.
 
-    Args: `transforms` and `batch_spec` are the model config's; `normalization` the form it was designed for. Needs no
-    communication: every process may call it, and gets the same.
+    Args: `transforms` and `batch_spec` are the model config's; `normalization` the form it was designed for; `windows`
+    what `open_windows` gave, where it was asked before. Needs no communication: every process may call it, and gets the
+    same.
 
     Raises FileNotFoundError or ValueError with what to do, on data, norm stats or a mixture that cannot be used.
     """
     if not config.datasets:
         raise ValueError("the run has no dataset: give --data.datasets")
     form = config.normalization or normalization
-    train = open_windows(config, horizon=horizon, history=history)
+    train = open_windows(config, horizon=horizon, history=history) if windows is None else list(windows)
     stats = _norm_stats(config, train, Path(assets_dir))
     spec = row_spec(batch_spec(1, config.cameras))
 
@@ -110,6 +119,15 @@ def open_windows(config: DataConfig, *, horizon: int, history: int = 1) -> list[
             prompt=dataset.prompt,
         )
         for dataset in config.datasets
+    ]
+
+
+def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
+    """Every instruction of these datasets, with the number of state dims of the robot that it is given to."""
+    return [
+        (text, len(window.robot.state_names))
+        for window in windows
+        for text in (window.source.prompts if window.prompt is None else [window.prompt])
     ]
 
 

@@ -14,6 +14,6 @@ def datasets() -> Path:
     return home() / "datasets"
 
 
-def indexes() -> Path:
-    """Where the indexes of RLDS datasets are kept."""
-    return home() / "index"
+def indexes(given: str | None = None) -> Path:
+    """Where the indexes of datasets are kept: in a source's `cache_dir`, if one is given."""
+    return Path(given).expanduser() if given else home() / "index"

@@ -17,14 +17,15 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from openpi_train.data import image, tables
 from openpi_train.data.source import BadRecord, Source, SourceConfig
+from openpi_train.data.stored import StoredSource
 
 logger = logging.getLogger(__name__)
 
@@ -200,18 +201,12 @@ def is_repacked(path: str | Path) -> bool:
     return tables.read_manifest(Path(path).expanduser(), format_version=FORMAT) is not None
 
 
-class StepArraySource(Source):
+class StepArraySource(StoredSource):
     """An opened repacked dataset: the same steps, columns and frames as the source it was made from."""
 
     def __init__(self, stored: tables.Tables):
-        self._root, self._manifest = stored.root, stored.manifest
-        self.fingerprint = stored.manifest["fingerprint"]
-        self.episode_ends = stored.arrays["episode_ends"]
-        self.episode_ids = cast(Sequence[str], stored.arrays["episode_ids"])
-        self.columns = stored.group("columns/")
-        self.prompts = stored.prompts
-        self.prompt_index = stored.arrays["prompt_index"]
-        self.cameras = tuple(stored.manifest["cameras"])
+        super().__init__(stored.root, stored)
+        self._manifest = stored.manifest
         self._recent = functools.lru_cache(maxsize=_RECENT_STEPS)(self._pictures)
 
     def __reduce__(self):
@@ -219,10 +214,7 @@ class StepArraySource(Source):
 
     def encoded(self, step: int, camera: str) -> bytes:
         """The camera's picture at one step as stored."""
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} is not in 0..{self.num_steps - 1}")
-        if camera not in self.cameras:
-            raise KeyError(f"no camera {camera!r} in {self._root}; it has {list(self.cameras)}")
+        self.check(step, camera)
         return self._recent(step)[self.cameras.index(camera)]
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
@@ -233,10 +225,7 @@ class StepArraySource(Source):
     def describe(self, step: int) -> str:
         """See `Source.describe`."""
         file, record = divmod(step, self._manifest["steps_per_file"])
-        episode = int(np.searchsorted(self.episode_ends, step, side="right"))
-        start = int(self.episode_ends[episode - 1]) if episode else 0
-        length = int(self.episode_ends[episode]) - start
-        return f"{self._root / _file_name(file)}, record {record}, episode {episode}, step {step - start} of {length}"
+        return f"{self._root / _file_name(file)}, record {record}, {self.place_of(step)}"
 
     def _pictures(self, step: int) -> list[bytes]:
         file, record = divmod(step, self._manifest["steps_per_file"])

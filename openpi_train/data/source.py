@@ -5,11 +5,15 @@ Read next: `rlds/source.py` (the native format), `windows.py` (rows out of a sou
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from openpi_train.runtime.exits import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class BadRecord(DataError):
@@ -49,6 +53,16 @@ class Source(abc.ABC):
         """Episodes in the dataset."""
         return len(self.episode_ends)
 
+    def episode_of(self, step: int) -> int:
+        """The episode that a step belongs to."""
+        return int(np.searchsorted(self.episode_ends, step, side="right"))
+
+    def place_of(self, step: int) -> str:
+        """A step's episode and its place in that, for messages."""
+        episode = self.episode_of(step)
+        start = int(self.episode_ends[episode - 1]) if episode else 0
+        return f"episode {episode}, step {step - start} of {int(self.episode_ends[episode]) - start}"
+
     @abc.abstractmethod
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
         """The camera's frames at these steps, uint8 [len(steps), height, width, 3].
@@ -78,3 +92,19 @@ class SourceConfig(abc.ABC):
 
         Raises FileNotFoundError or ValueError with what to do.
         """
+
+
+def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_record: Literal["error", "skip"]) -> None:
+    """Say which episodes an index left out: how many, and where and why. Raises BadRecord where none may be."""
+    if not dropped:
+        return
+    summary = f"{sum(episodes for episodes, _ in dropped)} episodes of {dataset} cannot be read"
+    lines = [line for _, line in dropped[:10]]
+    shown = "\n  ".join([*lines, *(["..."] if len(dropped) > 10 else [])])
+    if on_bad_record == "error":
+        raise BadRecord(
+            f"{summary}:\n  {shown}\n"
+            "Fetch these files again, or leave the episodes out with --data.on-bad-record skip "
+            "(of the `data` verb: --on-bad-record skip)"
+        )
+    logger.warning("%s and are left out:\n  %s", summary, shown)

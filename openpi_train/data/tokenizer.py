@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 BYTES = "bytes"
 
 _STATE_BINS = 256
+# " 255" is the longest way in which a prompt names a bin.
+_MOST_PIECES_PER_NUMBER = 4
 # 256 bytes, 4 special pieces, and the space, which SentencePiece writes as a character of its own.
 _LEAST_VOCAB, _SPACE = 261, "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -67,7 +69,7 @@ class Tokenizer:
 
         Without `state`, pi0's format; with it (normalised, [s]), pi0.5's, which writes it in 256 bins over [-1, 1].
         """
-        text = text.strip().replace("_", " ").replace("\n", " ")
+        text = _clean(text)
         if state is None:
             # The newline is encoded apart, as openpi does: it must be a token of its own.
             tokens = self.encode(text, bos=True) + self.encode("\n")
@@ -81,6 +83,17 @@ class Tokenizer:
         padded[: len(tokens)] = tokens
         return padded, np.arange(max_len) < len(tokens)
 
+    def longest_prompt(self, text: str, num_state_dims: int | None = None) -> int:
+        """The most tokens that `prompt` makes of this text before it cuts; with any state of so many dims where given.
+
+        Exact where a tokenizer cuts numbers into digits (PaliGemma's does), else more: no piece reaches over a space,
+        so the numbers add up.
+        """
+        if num_state_dims is None:
+            return len(self.encode(_clean(text), bos=True)) + len(self.encode("\n"))
+        around = len(self.encode(f"Task: {_clean(text)}, State:", bos=True)) + len(self.encode(";\nAction: "))
+        return around + _MOST_PIECES_PER_NUMBER * num_state_dims
+
     def _warn_of_truncation(self, text: str, length: int, max_len: int) -> None:
         if text in self._truncated:
             return
@@ -88,6 +101,10 @@ class Tokenizer:
         logger.warning(
             "prompt of %d tokens cut to %d: %r; raise --model.max-token-len to %d", length, max_len, text[:200], length
         )
+
+
+def _clean(text: str) -> str:
+    return text.strip().replace("_", " ").replace("\n", " ")
 
 
 def discretize(state: np.ndarray) -> np.ndarray:

@@ -51,14 +51,16 @@ class ResizeImages:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizePrompt:
-    """`prompt` -> `prompt_tokens` int32 [max_len] and `prompt_mask` bool [max_len].
+    """`prompt` -> `prompt_tokens` int32 [length] and `prompt_mask` bool [length]; longer prompts are cut to `max_len`.
 
     `discrete_state` (pi0.5) writes the normalised, unpadded present `state` into the prompt: use it before `PadDims`.
+    `length` below `max_len` leaves out padding that no prompt of the run needs; ValueError where one does.
     """
 
     tokenizer: Tokenizer
     max_len: int
     discrete_state: bool = False
+    length: int | None = None
 
     def __call__(self, row: Row) -> Row:
         if "prompt" not in row:
@@ -67,8 +69,14 @@ class TokenizePrompt:
         state = None
         if self.discrete_state:
             state = row["state"] if row["state"].ndim == 1 else row["state"][-1]
-        tokens, mask = self.tokenizer.prompt(row.pop("prompt"), self.max_len, state)
-        return row | {"prompt_tokens": tokens, "prompt_mask": mask}
+        text, length = row.pop("prompt"), self.length or self.max_len
+        tokens, mask = self.tokenizer.prompt(text, self.max_len, state)
+        if mask[length:].any():
+            raise ValueError(
+                f"the prompt {text[:200]!r} has {mask.sum()} tokens, and when the run started none had more than "
+                f"{length}: the data changed, or the tokenizer joins words. Start again with --resume"
+            )
+        return row | {"prompt_tokens": tokens[:length], "prompt_mask": mask[:length]}
 
 
 @dataclasses.dataclass(frozen=True)

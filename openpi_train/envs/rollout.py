@@ -40,8 +40,11 @@ def rollout(
     *,
     execute: int,
     max_steps: int | None = None,
-) -> Outcome:
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Outcome | None:
     """The outcome of one episode per key, each a function of its own key and task and of the policy alone.
+
+    None where `stop_requested` (`runtime/preempt.py`), asked before each chunk, said so meanwhile.
 
     Args:
         execute: How many actions of each chunk are carried out before the policy is asked again.
@@ -57,6 +60,8 @@ def rollout(
     steps = np.full(len(tasks), limit)
     taken = 0
     while taken < limit and not done.all():
+        if stop_requested():
+            return None
         now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(policy_keys, taken)
         chunk = _checked(policy(env.observe(states), now), env, len(tasks), execute)
         for number in range(min(execute, limit - taken)):

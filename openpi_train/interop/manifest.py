@@ -1,7 +1,7 @@
 """The list of a checkpoint's files with their sizes and CRCs, written last: what makes a checkpoint count.
 
 Orbax itself stores no checksum and takes any directory with a number for a name as complete, so flipped bytes would
-be restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoint.py`, which writes it.
+be restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/store.py`, which writes it.
 """
 
 import concurrent.futures

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, check_variable
 from openpi_train.launch.yaml import dump_all
 
 Json = dict[str, Any]
@@ -63,6 +63,13 @@ class KubernetesSpec:
             raise LaunchError("--nodes and --grace-s must be at least 1, --gpus-per-node and --max-restarts at least 0")
         if not 1 <= self.port <= 65534:
             raise LaunchError(f"--port {self.port} is not from 1 to 65534")
+        for variable, _ in self.env:
+            check_variable(variable)
+        if self.memory is not None and not re.fullmatch(r"[1-9]\d*[KMGTP]i?", self.memory):
+            raise LaunchError(f"--memory {self.memory!r} is no amount as Kubernetes writes it: 256Gi")
+        mounts = ["/dev/shm", *(path for _, path in self.claims)]
+        if twice := [path for path in mounts if mounts.count(path) > 1]:
+            raise LaunchError(f"--pvc: {twice[0]} cannot be mounted twice (/dev/shm is there already)")
         _check_arguments(self.arguments)
 
     def pod_name(self, index: int) -> str:
@@ -176,6 +183,7 @@ def _environment(spec: KubernetesSpec) -> list[Json]:
     variables = {
         "OPENPI_TRAIN_NUM_PROCESSES": str(spec.num_nodes),
         "OPENPI_TRAIN_COORDINATOR": f"{spec.pod_name(0)}.{spec.name}:{spec.port}",
+        "OPENPI_TRAIN_GRACE_S": str(spec.grace_s),
         "PYTHONUNBUFFERED": "1",
         **({} if spec.gpus_per_node else {"JAX_PLATFORMS": "cpu"}),
         **dict(spec.env),

@@ -30,6 +30,8 @@ def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
         raise LaunchError(
             f"--node-rank {given.node_rank} is not from 0 to {given.num_nodes - 1} (--num-nodes less one)"
         )
+    if not given.master_addr.strip():
+        raise LaunchError("--master-addr is empty: give the address of host 0, which all hosts can reach")
     spec = LaunchSpec(
         arguments=arguments,
         processes_per_host=given.gpus_per_node or given.processes_per_node,

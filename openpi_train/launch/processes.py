@@ -5,6 +5,11 @@ process also has a file with all of its output. The first failure ends all, and 
 """
 
 import argparse
+import dataclasses
+import errno
+import math
+import os
+import re
 import signal
 import socket
 import sys
@@ -14,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from openpi_train.launch.child import Child, Started
 from openpi_train.launch.spec import ProcessCommand
@@ -24,32 +30,60 @@ _PREEMPTED = 75  # stopped on request after a good save; the others are saving t
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
 _HIDDEN = b"[Gloo] Rank "  # gloo greets every new group of processes on stdout
+# What process 0 says when it has opened its directory (`training/start.py`) and begins to save (`training/run.py`).
+_OPENED = b" I run directory: "
+_SAVING = re.compile(rb" I saving checkpoint (\d+) in ")
+# Why a run refuses so many devices (`experiment.py`), which fewer may be able to share.
+_INDIVISIBLE = re.compile(rb"--batch-size \d+ is not a multiple of the \d+ devices")
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a start of the run ended, as seen from here."""
+
+    code: int
+    reason: str = ""
+    """The first failure, in words."""
+    asked: bool = False
+    """This launcher was told to stop, by a signal or Ctrl-C."""
+    lost_hosts: tuple[str, ...] = ()
+    """Those that could not be reached, or no longer."""
+    indivisible: bool = False
+    """The batch does not divide over so many devices."""
+    opened: bool = False
+    """The run's directory has been opened: what lies there is this run."""
+    saved_step: int = 0
+    """The last step that a checkpoint of was begun."""
 
 
 class Record:
     """What the launcher knows of one process, wherever it runs: its output lies in `path`; `code` once it has ended."""
 
     def __init__(self, rank: int, log_dir: Path, screen: "Screen", host: str = ""):
-        self.rank = rank
+        self.rank, self.host = rank, host
         self.who = f"process {rank} on {host}" if host else f"process {rank}"
         self.prefix = f"[{host}:{rank}]" if host else f"[{rank}]"
         self.path = log_dir / f"process_{rank}.txt"
         self.errors: list[bytes] = []
         self.code: int | None = None
         self.ended_at = float("inf")
+        self.lost = False
+        self.indivisible, self.opened, self.saved_step = False, False, 0
         self._screen = screen
-        self._log = self.path.open("wb")
+        self._log = self.path.open("wb", buffering=0)
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
     def take(self, line: bytes, is_error: bool) -> None:
         """One line that the process has written to stdout or, if `is_error`, to stderr."""
         with self._lock:
-            with suppress(ValueError):  # closed: a process that outlived its parent still talks
+            # Closed: a process that outlived its parent still talks. A full disk must not stop those who write.
+            with suppress(ValueError, OSError):
                 self._log.write(line)
-                self._log.flush()
             if is_error:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]
+        self._notice(line)
         if (is_error or self.rank == 0) and not line.startswith(_HIDDEN):
             self._screen.show(self.prefix, line)
 
@@ -60,10 +94,23 @@ class Record:
         self.ended_at = time.monotonic()
         self.code = code
 
+    def lose(self, code: int) -> None:
+        """Nothing can be heard of the process any more, nor of its host."""
+        self.lost = True
+        self.end(code)
+
     def close(self) -> None:
         """No more lines are kept."""
         with self._lock:
             self._log.close()
+
+    def _notice(self, line: bytes) -> None:
+        """How far the run got, which process 0 tells, and what every one may say that decides about another start."""
+        self.indivisible = self.indivisible or _INDIVISIBLE.search(line) is not None
+        if self.rank == 0:
+            self.opened = self.opened or _OPENED in line
+            if saving := _SAVING.search(line):
+                self.saved_step = int(saving[1])
 
 
 class Screen:
@@ -75,32 +122,73 @@ class Screen:
     def show(self, prefix: str, line: bytes) -> None:
         """Print one line of a process."""
         with self._lock:
-            sys.stdout.write(f"{prefix} {line.decode(errors='replace').rstrip()}\n")
-            sys.stdout.flush()
+            tell(f"{prefix} {line.decode(errors='replace').rstrip()}", sys.stdout)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Write a line to the terminal (stderr). One that is gone, or a full disk behind it, stops nobody who trains."""
+    screen: TextIO = sys.stderr if stream is None else stream
+    try:
+        screen.write(f"{text}\n")
+        screen.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # `| head`, a closed window: nothing will be read there any more
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), screen.fileno())
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What a launcher takes as a request to stop. SIGHUP, which a closed terminal sends, not under `nohup`."""
+    return [one for one in _STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every form that starts processes on this machine."""
-    parser.add_argument("--devices-per-process", type=int, help="make so many CPU devices in each process, use no GPU")
+    devices = "make so many CPU devices in each process, use no GPU"
+    parser.add_argument("--devices-per-process", type=at_least_1, help=devices)
     parser.add_argument("--dry-run", action="store_true", help="print the processes' command lines, start nothing")
     parser.add_argument("--log-dir", type=Path, help="folder for the processes' output (default: a temporary one)")
-    parser.add_argument("--grace-s", type=float, default=15.0, help="time to end after another failed (%(default)s s)")
+    grace = "time to end after another failed (%(default)s s)"
+    parser.add_argument("--grace-s", type=seconds, default=15.0, help=grace)
 
 
 def add_per_node_options(parser: argparse.ArgumentParser) -> None:
     """How many processes each of several hosts has."""
     count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--gpus-per-node", type=int, help="one process for each of so many GPUs per host")
-    count.add_argument("--processes-per-node", type=int, help="processes per host; they share its GPUs equally")
+    count.add_argument("--gpus-per-node", type=at_least_1, help="one process for each of so many GPUs per host")
+    count.add_argument("--processes-per-node", type=at_least_1, help="processes per host; they share its GPUs equally")
+
+
+def at_least_1(text: str) -> int:
+    """The number of an option that counts something which must be there."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """The seconds of an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
 
 
 def start(share: Sequence[ProcessCommand], *, dry_run: bool, log_dir: Path | None, grace_s: float) -> int:
     """Start this machine's `share` of a run, or with `dry_run` only print it; returns the exit code."""
     if dry_run:
-        for command in share:
-            print(command.line())
-        return 0
-    return run(share, announced(len(share), log_dir), grace_s)
+        return show(share)
+    return run(share, announced(len(share), log_dir), grace_s).code
+
+
+def show(share: Sequence[ProcessCommand]) -> int:
+    """Print the processes' command lines instead of starting them; returns the exit code."""
+    for command in share:
+        print(command.line())
+    return 0
 
 
 def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path:
@@ -108,12 +196,12 @@ def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="openpi_train_launch_"))
     log_dir.mkdir(parents=True, exist_ok=True)
     count = "1 process" if num_processes == 1 else f"{num_processes} processes"
-    print(f"starting {count}{where}; all that each writes: {log_dir}/process_<k>.txt", flush=True)
+    tell(f"starting {count}{where}; all that each writes: {log_dir}/process_<k>.txt", sys.stdout)
     return log_dir
 
 
-def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> int:
-    """Run all commands on this machine and return the exit code of the run, as `oversee` does."""
+def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> Outcome:
+    """Run all commands on this machine to the end of the run, as `oversee` does."""
     log_dir.mkdir(parents=True, exist_ok=True)
     screen = Screen()
     records = [Record(command.rank, log_dir, screen) for command in commands]
@@ -124,16 +212,16 @@ def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> in
     return oversee(children, records, grace_s)
 
 
-def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float) -> int:
-    """Start what `start` yields, wait until all `records` have ended, and return the exit code of the run: 0, or that
-    of the first failure.
+def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float) -> Outcome:
+    """Start what `start` yields, wait until all `records` have ended, and return how: code 0, or that of the first
+    failure.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to all processes, which may take as long as they need to save; a second
-    one ends them at once. After a failure the others get `grace_s` to end by themselves.
+    SIGINT, SIGTERM, SIGUSR1 and (as SIGTERM) SIGHUP are passed on to all processes, which may take as long as they need
+    to save; a second one ends them at once. After a failure the others get `grace_s` to end by themselves.
     """
     started: list[Started] = []
     try:
-        with forwarded_signals(started):
+        with forwarded_signals(started) as received:
             for one in start:
                 started.append(one)
             for one in started:
@@ -142,7 +230,16 @@ def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float)
     finally:
         for closed in (*started, *records):
             closed.close()
-    return _report(records)
+    code, reason = _report(records)
+    return Outcome(
+        code=code,
+        reason=reason,
+        asked=bool(received),
+        lost_hosts=tuple(dict.fromkeys(record.host for record in records if record.lost)),
+        indivisible=any(record.indivisible for record in records),
+        opened=records[0].opened,
+        saved_step=records[0].saved_step,
+    )
 
 
 def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s: float) -> None:
@@ -166,41 +263,40 @@ def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s
             _send(started, signal.SIGKILL)
 
 
-def _report(records: Sequence[Record]) -> int:
-    """Show the root cause last, and return the exit code of the run."""
+def _report(records: Sequence[Record]) -> tuple[int, str]:
+    """Show the root cause last, and return the exit code of the run and the cause in words."""
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
-        return 0
+        return 0, "done"
     failed = [record for record in ended if record.code != _PREEMPTED] or ended
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
     assert culprit.code is not None
     if culprit.code == _PREEMPTED:
-        sys.stderr.write("stopped on request, everything is saved: continue with the same command and --resume\n")
-        return culprit.code
+        tell("stopped on request, with all saved that there was to save: continue with the same command and --resume")
+        return culprit.code, "it was asked to stop, and saved"
     for line in culprit.errors:
-        sys.stderr.write(f"{culprit.prefix} {line.decode(errors='replace').rstrip()}\n")
+        tell(f"{culprit.prefix} {line.decode(errors='replace').rstrip()}")
     names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
-    sys.stderr.write(
-        f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}: see {culprit.path}\n"
-    )
-    return culprit.code
+    reason = f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}"
+    tell(f"{reason}: see {culprit.path}")
+    return culprit.code, reason
 
 
 @contextmanager
-def forwarded_signals(started: Sequence[Started]) -> Iterator[None]:
-    """Pass SIGINT, SIGTERM and SIGUSR1 on to all that is started; the second time kill it."""
-    received = 0
+def forwarded_signals(started: Sequence[Started]) -> Iterator[list[int]]:
+    """Pass a request to stop on to all that is started; the second time kill it. Yields what has come."""
+    received: list[int] = []
 
     def forward(signum: int, _frame: object) -> None:
-        nonlocal received
-        received += 1
-        _send(started, signum if received == 1 else signal.SIGKILL)
+        received.append(signum)
+        passed_on = signal.SIGTERM if signum == signal.SIGHUP else signum
+        _send(started, passed_on if len(received) == 1 else signal.SIGKILL)
 
-    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    previous = {signum: signal.signal(signum, forward) for signum in stop_signals()}
     try:
-        yield
+        yield received
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)

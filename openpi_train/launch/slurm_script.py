@@ -8,7 +8,7 @@ import dataclasses
 import re
 import shlex
 
-from openpi_train.launch.spec import LaunchError, LaunchSpec
+from openpi_train.launch.spec import LaunchError, LaunchSpec, check_variable
 
 # What other ways to start a run leave in a shell; a process would believe them and not Slurm.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -55,8 +55,15 @@ class SlurmJob:
                 "as many processes as GPUs, a number that divides them, or one"
             )
         for setting in self.env:
-            if not re.match(r"[A-Za-z_]\w*=", setting):
+            if "=" not in setting:
                 raise LaunchError(f"--env {setting!r} is not NAME=VALUE")
+            check_variable(setting.partition("=")[0])
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise LaunchError(f"--cpus-per-task {self.cpus_per_task}: there must be at least one")
+        if self.memory is not None and not re.fullmatch(r"\d+[KMGT]?", self.memory):
+            raise LaunchError(f"--memory {self.memory!r} is not a number with K, M, G or T, as Slurm writes it: 256G")
+        if wrong := [option for option in self.sbatch_arg if not option.startswith("-")]:
+            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is no option of sbatch: --sbatch-arg=--exclusive, say")
         if self.venv and self.container:
             raise LaunchError("--venv and --container exclude each other: a container brings its own Python")
         if self.container_runtime not in _CONTAINER_RUNTIMES:
@@ -139,7 +146,7 @@ def _environment(job: SlurmJob) -> dict[str, str]:
     devices = job.run.devices_per_process
     cpu = {} if devices is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     given = dict(setting.split("=", 1) for setting in job.env)
-    return {"PYTHONUNBUFFERED": "1"} | cpu | given
+    return {"PYTHONUNBUFFERED": "1", "OPENPI_TRAIN_GRACE_S": str(job.stop_before_s)} | cpu | given
 
 
 def _program(job: SlurmJob) -> list[str]:

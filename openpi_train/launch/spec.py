@@ -4,10 +4,16 @@ Every launcher describes its run as a `LaunchSpec` and asks `commands` what that
 """
 
 import dataclasses
+import re
 import shlex
 import sys
 
 DEFAULT_PORT = 29500
+# Which process is which: for launchers to say, never for --env.
+_PLACE_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
+    *("OPENPI_TRAIN_NUM_PROCESSES", "OPENPI_TRAIN_COORDINATOR"),
+)
 
 
 class LaunchError(Exception):
@@ -40,6 +46,14 @@ class LaunchSpec:
             raise LaunchError(f"{self.devices_per_process} devices per process: there must be at least one")
         if not self.arguments:
             raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
+
+
+def check_variable(name: str) -> None:
+    """Raise LaunchError where `name` cannot be a variable of --env."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise LaunchError(f"--env: {name!r} is not the name of a variable; give NAME=VALUE")
+    if name in _PLACE_VARIABLES:
+        raise LaunchError(f"--env {name}: the launcher itself says which process is which; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)

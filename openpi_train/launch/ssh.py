@@ -6,6 +6,7 @@ the first failure ends all, signals are passed on, and nothing is left running w
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -13,14 +14,23 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import remote
+from openpi_train.launch import remote, supervise
 from openpi_train.launch.child import DRAIN_S, Child, Started
-from openpi_train.launch.processes import Record, Screen, add_options, add_per_node_options, announced, oversee
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, commands
+from openpi_train.launch.processes import (
+    Outcome,
+    Record,
+    Screen,
+    add_options,
+    add_per_node_options,
+    announced,
+    oversee,
+)
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, commands
+from openpi_train.launch.supervise import Rules, Start
 
 # No questions, which nobody could answer; a host that is gone is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
@@ -39,7 +49,8 @@ def add_parser(forms: Any) -> None:
     parser.add_argument(
         "--master-addr", help="address of the first host, which all hosts can reach (default: its name)"
     )
-    parser.add_argument("--master-port", type=int, default=DEFAULT_PORT, help="coordinator's port there (%(default)s)")
+    port = f"coordinator's port there (default: {DEFAULT_PORT}, and others for restarts)"
+    parser.add_argument("--master-port", type=int, help=port)
     parser.add_argument("--workdir", default=os.getcwd(), help="folder to run in, on every host (default: this one)")
     parser.add_argument("--python", default=sys.executable, help="Python on every host (default: the path of this one)")
     parser.add_argument(
@@ -51,42 +62,79 @@ def add_parser(forms: Any) -> None:
         help="variables; NAME alone: as it is here",
     )
     parser.add_argument("--ssh-command", default=SSH, help="what connects, instead of: %(default)s")
+    supervise.add_option(parser)
+    fewer = "go on with the other hosts after one was lost, if so many are left (default: always all)"
+    parser.add_argument("--min-nodes", type=supervise.count, metavar="M", help=fewer)
     add_options(parser)
     parser.set_defaults(launch=launch)
 
 
 def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
-    """Start the shares of all hosts, and return the exit code of the run."""
-    hosts = _hosts(given)
-    names = [_name(host) for host in hosts]
-    spec = LaunchSpec(
-        arguments=arguments,
-        processes_per_host=given.gpus_per_node or given.processes_per_node,
-        hosts=(given.master_addr or names[0], *names[1:]),
-        port=given.master_port,
-        devices_per_process=given.devices_per_process,
-        token="" if given.dry_run else secrets.token_hex(8),
-        program=(given.python, "-m", "openpi_train"),
-    )
+    """Start the shares of all hosts, as often as asked, and return the exit code of the run."""
+    hosts = {_name(host): host for host in _hosts(given)}
+    if given.min_nodes is not None and not given.max_restarts:
+        raise LaunchError("--min-nodes is for going on after a host was lost: give --max-restarts, too")
+    if given.min_nodes is not None and not 1 <= given.min_nodes <= len(hosts):
+        raise LaunchError(f"--min-nodes {given.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
     env = _variables(given.env)
     far = f"cd {shlex.quote(given.workdir)} && exec {shlex.quote(given.python)} -m {remote.__name__}"
-    lines = [(*shlex.split(given.ssh_command), host, far) for host in hosts]
-    everything, count = commands(spec), spec.processes_per_host
+    lines = {name: (*shlex.split(given.ssh_command), host, far) for name, host in hosts.items()}
+    first = Start(arguments=arguments, hosts=tuple(hosts))
+    spec = _spec(given, first, first.hosts[0])
     if given.dry_run:
-        for node, line in enumerate(lines):
+        everything, count = commands(spec), spec.processes_per_host
+        for node, line in enumerate(lines.values()):
             print(shlex.join(line))
             for command in everything[node * count : (node + 1) * count]:
                 print(f"    {command.line()}")
         return 0
-    log_dir = announced(len(everything), given.log_dir, f" on {', '.join(names)}")
-    screen = Screen()
-    records = [Record(command.rank, log_dir, screen, names[rank // count]) for rank, command in enumerate(everything)]
-    job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": given.grace_s}
+    log_dir = announced(len(hosts) * spec.processes_per_host, given.log_dir, f" on {', '.join(hosts)}")
+
+    def begin(start: Start) -> Outcome:
+        spec = dataclasses.replace(_spec(given, start, first.hosts[0]), token=secrets.token_hex(8))
+        job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": given.grace_s}
+        return _run(job, spec, {name: lines[name] for name in start.hosts}, start.log_dir(log_dir))
+
+    rules = Rules(max_restarts=given.max_restarts, min_hosts=given.min_nodes, fits=_sharing(given, arguments))
+    return supervise.supervise(begin, first, rules)
+
+
+def _spec(given: argparse.Namespace, start: Start, first_host: str) -> LaunchSpec:
+    """What one start runs where. A restart has another port, so that what an old start left cannot be in the way."""
+    master, *others = start.hosts
+    if master == first_host and given.master_addr:
+        master = given.master_addr
+    return LaunchSpec(
+        arguments=start.arguments,
+        processes_per_host=given.gpus_per_node or given.processes_per_node,
+        hosts=(master, *others),
+        port=given.master_port or DEFAULT_PORT + 2 * start.number,
+        devices_per_process=given.devices_per_process,
+        program=(given.python, "-m", "openpi_train"),
+    )
+
+
+def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str]], log_dir: Path) -> Outcome:
+    """One start, to its end: by each host's line, its share of the job."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    screen, count = Screen(), spec.processes_per_host
+    names = list(lines)
+    records = [Record(rank, log_dir, screen, names[rank // count]) for rank in range(len(names) * count)]
     started = (
         Host(name, line, {**job, "node": node}, records[node * count : (node + 1) * count], screen)
-        for node, (name, line) in enumerate(zip(names, lines, strict=True))
+        for node, (name, line) in enumerate(lines.items())
     )
-    return oversee(started, records, given.grace_s)
+    return oversee(started, records, job["grace_s"])
+
+
+def _sharing(given: argparse.Namespace, arguments: Sequence[str]) -> Callable[[int], bool]:
+    """Whether so many hosts can share the batch, as far as the command line tells; else the run itself will say."""
+    each = given.gpus_per_node or given.processes_per_node * (given.devices_per_process or 1)
+    words = [word.replace("_", "-") for argument in arguments for word in argument.split("=", 1)]
+    sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
+    if not sizes or not sizes[-1].isdecimal() or "--no-keep-effective-batch-size" in words:
+        return lambda num_hosts: True
+    return lambda num_hosts: int(sizes[-1]) % (num_hosts * each) == 0
 
 
 class Host(Started):
@@ -160,7 +208,10 @@ class Host(Started):
         for line in (*self._words, f"{reason}\n".encode()):
             lost[0].take(line, True)
         for record in lost:
-            record.end(_PEER_LOST if self._running or code == _SSH_FAILED else _USAGE_ERROR)
+            if self._running or code == _SSH_FAILED:
+                record.lose(_PEER_LOST)
+            else:
+                record.end(_USAGE_ERROR)
 
 
 def _hosts(given: argparse.Namespace) -> list[str]:
@@ -194,6 +245,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     variables = {}
     for word in words:
         name, given, value = word.partition("=")
+        check_variable(name)
         if not given and name not in os.environ:
             raise LaunchError(f"--env {name}: it has no value here; give {name}=<value>, or leave it out")
         variables[name] = value if given else os.environ[name]

@@ -2,10 +2,12 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -30,6 +32,16 @@ class ModelConfig(abc.ABC):
         """The form of normalisation that the model was designed for."""
         return "z_score"
 
+    @property
+    def compute_dtype(self) -> Any:
+        """The type of activations in its stacks of layers, which read their weights in it."""
+        return jnp.float32
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether the loss must be scaled up for the backward pass: gradients are float16 on their way."""
+        return False
+
     @abc.abstractmethod
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialised module, parameters in float32."""
@@ -42,13 +54,50 @@ class ModelConfig(abc.ABC):
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
         """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
 
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "ModelConfig":
+        """This config for a run that has only these prompts, each with the state dims of its robot (default: the same).
+
+        It computes the same from the same rows, without padding that none of them needs.
+        """
+        del tokenizer, prompts
+        return self
+
     @abc.abstractmethod
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix."""
 
     @abc.abstractmethod
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Bytes that a training step keeps for one row between forward and backward, an estimate from shapes."""
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        """Bytes that a training step keeps for one row between forward and backward, an estimate from shapes.
+
+        On one device; each of `tensor_devices` has its share of the heads and of the wide layers.
+        """
+
+    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        """Bytes of the activations that a training step sums over a tensor group for one row."""
+        del cameras, draws, tensor_devices
+        return 0.0
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""
+        if tensor_devices == 1:
+            return []
+        return [
+            f"--sharding.tensor-devices {tensor_devices}: {type(self).__name__} has no layers that devices can share "
+            "out; allowed: 1"
+        ]
+
+    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:
+        """Tokens of a batch that others attend to, padding left out; None for a model of no tokens (the default)."""
+        del batch, draws
+        return None
+
+    def remat_choices(self) -> Mapping[str | None, "ModelConfig"]:
+        """This config under every rematerialisation policy that it leaves open, by name, least recomputation first.
+
+        Default: the config itself, for a model without policies.
+        """
+        return {None: self}
 
     def public_name(self, path: str) -> str:
         """The name under which the parameter `path` is published in checkpoints (default: its own)."""

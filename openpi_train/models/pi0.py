@@ -5,23 +5,32 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import tyro
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names
 from openpi_train.models.base import ModelConfig, RowTransform
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.nn.activations import Stack
-from openpi_train.nn.gemma import GemmaConfig, GemmaOverrides
-from openpi_train.nn.layers import Remat
+from openpi_train.nn.attention import Attention
+from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
+from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.types import ActionBatch, action_batch
+
+logger = logging.getLogger(__name__)
+
+# Rows of prompts have a multiple of this many tokens: tensor cores take 8, and appended data then rarely recompiles.
+_PROMPT_UNIT = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +47,14 @@ class Pi0Config(ModelConfig):
     action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 50
-    # Prompt tokens, padding included; None means 48, or 200 with `pi05`.
+    # The most tokens of a prompt; None means 48, or 200 with `pi05`. Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
+    # That length, set when a run opens its data; None: max_token_len.
+    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # Whether the prompt holds the discretised state; None means as `pi05`.
     discrete_state_input: bool | None = None
     # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
     paligemma_variant: str = "gemma_2b"
     # Named sizes of the action expert.
@@ -58,13 +69,16 @@ class Pi0Config(ModelConfig):
     vocab_size: int = 257_152
     # Height and width of the images in pixels.
     image_size: int = 224
-    # What the backward pass recomputes: nothing, all but the products with weights, or whole layers.
-    remat: Remat = "full"
+    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
+    # auto: the least with which the run fits its devices.
+    remat: RematChoice = "auto"
+    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
+    attention: Attention = "auto"
 
     def __post_init__(self):
         language, action = self.experts.values()
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "prompt_length", "vocab_size"):
+        for name in ("action_dim", "action_horizon", "prompt_limit", "prompt_length", "vocab_size"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} {getattr(self, name)} must be at least 1")
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
@@ -89,6 +103,11 @@ class Pi0Config(ModelConfig):
 
     @property
     def prompt_length(self) -> int:
+        """Prompt tokens of a row, padding included."""
+        return self.prompt_limit if self.used_token_len is None else self.used_token_len
+
+    @property
+    def prompt_limit(self) -> int:
         """`max_token_len` with its default filled in."""
         if self.max_token_len is not None:
             return self.max_token_len
@@ -103,6 +122,15 @@ class Pi0Config(ModelConfig):
     def normalization(self) -> Literal["z_score", "quantile"]:
         return "quantile" if self.pi05 else "z_score"
 
+    @property
+    def compute_dtype(self) -> Any:
+        """The `dtype` field."""
+        return jnp.dtype(self.dtype)
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.dtype == "float16"
+
     def build(self, rngs: nnx.Rngs) -> Pi0:
         experts = self.experts
         return Pi0(
@@ -114,10 +142,20 @@ class Pi0Config(ModelConfig):
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
-            dtype=jnp.dtype(self.dtype),
-            remat=self.remat,
+            dtype=self.compute_dtype,
+            remat=self.used_remat,
+            attention=self.attention,
             rngs=rngs,
         )
+
+    @property
+    def used_remat(self) -> Remat:
+        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
+        return "none" if self.remat == "auto" else self.remat
+
+    def remat_choices(self) -> Mapping[str | None, "Pi0Config"]:
+        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
+        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
         def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -143,9 +181,20 @@ class Pi0Config(ModelConfig):
 
         return (
             ResizeImages(self.image_size),
-            TokenizePrompt(tokenizer, self.prompt_length, self.state_in_prompt),
+            TokenizePrompt(tokenizer, self.prompt_limit, self.state_in_prompt, self.prompt_length),
             PadDims(self.action_dim),
         )
+
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
+        """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
+        in_prompt = self.state_in_prompt
+        lengths = [tokenizer.longest_prompt(text, dims if in_prompt else None) for text, dims in prompts]
+        longest = max(lengths, default=self.prompt_limit)
+        used = min(math.ceil(longest / _PROMPT_UNIT) * _PROMPT_UNIT, self.prompt_limit)
+        logger.info(
+            "prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.prompt_limit
+        )
+        return dataclasses.replace(self, used_token_len=used)
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
@@ -180,13 +229,29 @@ class Pi0Config(ModelConfig):
         prefix = cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length
         return prefix, draws * self.action_horizon + (0 if self.pi05 else 1)
 
+    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
+        """Tokens of present images and of prompts, states and noisy actions."""
+        observation = batch.observation
+        images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
+        suffix = self.num_tokens(0, draws)[1] * batch.row.shape[0]
+        return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum() + suffix
+
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only.
+        """Forward FLOPs for one row, two per multiply-add, in matrix products only, as a training step computes them.
 
         Args:
             cameras: camera slots that the run fills.
             draws: flow draws that share the row's prefix.
         """
+        return self._flops_of_all_outputs(cameras, draws) - self.dead_prefix_flops(cameras, draws)
+
+    def dead_prefix_flops(self, cameras: int, draws: int = 1) -> float:
+        """What openpi computes beyond `flops_per_row`: the prefix in the last layer, past its keys and values."""
+        language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
+        attention = 4 * (prefix + suffix) * language.num_heads * language.head_dim
+        return prefix * (language.other_flops + attention)
+
+    def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
         language, action = self.experts.values()
         prefix, suffix = self.num_tokens(cameras, draws)
         attention = 4 * (prefix + suffix) ** 2 * language.num_heads * language.head_dim * language.depth
@@ -205,17 +270,51 @@ class Pi0Config(ModelConfig):
             + 2 * heads
         )
 
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1) -> float:
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
         """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        itemsize = jnp.dtype(self.dtype).itemsize
-        num_tokens = self.num_tokens(cameras, draws)
-        total = 0.0
+        itemsize, total = self.compute_dtype.itemsize, 0.0
+        for stack, attended_tokens, times in self._stacks(cameras, draws):
+            total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
+        return total
+
+    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        """An upper estimate: the last language layer makes less. Not counted: gradients of low-rank factors."""
+        itemsize = self.compute_dtype.itemsize
+        stacks = self._stacks(cameras, draws)
+        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        language, action = self.experts.values()
+        sizes = {
+            "num_heads": language.num_heads,
+            "language.mlp_dim": language.mlp_dim,
+            "action_expert.mlp_dim": action.mlp_dim,
+            "siglip.num_heads": self.siglip.num_heads,
+            "siglip.mlp_dim": self.siglip.mlp_dim,
+        }
+        wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tensor_devices)
+        if not wrong:
+            return []
+        common = math.gcd(*sizes.values())
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return [f"--sharding.tensor-devices {tensor_devices} does not divide the model's {wrong}; allowed: {allowed}"]
+
+    def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
+        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
+        num_tokens, stacks = self.num_tokens(cameras, draws), []
         for expert, tokens in zip(self.experts.values(), num_tokens, strict=True):
-            heads = {"num_heads": expert.num_heads, "query_dim": expert.num_heads * expert.head_dim}
-            sizes = {"width": expert.width, "depth": expert.depth, "mlp_dim": expert.mlp_dim}
-            key_dim = expert.num_kv_heads * expert.head_dim
-            stack = Stack(tokens=tokens, key_dim=key_dim, gated=True, **sizes, **heads)
-            total += stack.bytes(self.remat, itemsize, attended_tokens=sum(num_tokens))
+            stack = Stack(
+                tokens=tokens,
+                width=expert.width,
+                depth=expert.depth,
+                mlp_dim=expert.mlp_dim,
+                query_dim=expert.num_heads * expert.head_dim,
+                key_dim=expert.num_kv_heads * expert.head_dim,
+                num_heads=expert.num_heads,
+                num_key_heads=expert.num_kv_heads,
+                gated=True,
+            )
+            stacks.append((stack, sum(num_tokens), 1))
         tower, tokens = self.siglip, self.siglip.num_tokens(self.image_size)
         stack = Stack(
             tokens=tokens,
@@ -225,6 +324,7 @@ class Pi0Config(ModelConfig):
             query_dim=tower.width,
             key_dim=tower.width,
             num_heads=tower.num_heads,
+            num_key_heads=tower.num_heads,
             gated=False,
         )
-        return total + cameras * stack.bytes(self.remat, itemsize, attended_tokens=tokens)
+        return [*stacks, (stack, tokens, cameras)]

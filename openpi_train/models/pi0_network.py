@@ -6,7 +6,7 @@ pi0.5). Where we differ: an absent camera has no tokens, and several flow draws 
 Read next: `pi0.py`, which describes and builds this module, `nn/gemma.py`, `objectives/flow_matching.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.nn.attention import block_mask
-from openpi_train.nn.gemma import Gemma, GemmaConfig
+from openpi_train.nn.attention import Attention, block_mask
+from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
 from openpi_train.types import Observation
@@ -32,6 +33,7 @@ class Pi0(nnx.Module):
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
         adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
         dtype: type of the activations; flow time, state and action projections are float32 always.
+        remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
 
     def __init__(
@@ -47,18 +49,19 @@ class Pi0(nnx.Module):
         adaptive: bool,
         dtype: Any,
         remat: Remat,
+        attention: Attention = "auto",
         rngs: nnx.Rngs,
     ):
         self.action_horizon = action_horizon
         self.adaptive = adaptive
         width = action.width
-        self.image_encoder = Siglip(siglip, image_size, language.width, dtype=dtype, remat=remat, rngs=rngs)
+        compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
+        self.image_encoder = Siglip(siglip, image_size, language.width, **compute, rngs=rngs)
         self.transformer = Gemma(
             {"language": language, "action": action},
             vocab_size,
             {"action": width} if adaptive else {},
-            dtype=dtype,
-            remat=remat,
+            **compute,
             rngs=rngs,
         )
 
@@ -82,19 +85,25 @@ class Pi0(nnx.Module):
 
         `time` is 1 at noise and 0 at actions.
         """
-        _, suffix = self.outputs(observation, noisy_actions, time)
-        return self._read_out(suffix, noisy_actions.shape)
+        outputs = self.outputs(observation, noisy_actions, time, wanted=("action",))
+        return self.read_out(outputs["action"], noisy_actions.shape)
 
     def outputs(
-        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
-    ) -> tuple[Float[Array, "b p d"], Float[Array, "b t w"]]:
-        """The transformer's last activations on the prefix and on the suffix, in `dtype`."""
+        self,
+        observation: Observation,
+        noisy_actions: Float[Array, "b r h a"],
+        time: Float[Array, "b r"],
+        wanted: Collection[str] = ("language", "action"),
+    ) -> Mapping[str, Float[Array, "b _ _"]]:
+        """The transformer's last activations, in `dtype`: `language` on the prefix, `action` on the suffix.
+
+        What is not `wanted` is not computed in the last layer, where nothing else needs it.
+        """
         prefix, prefix_mask = self.embed_prefix(observation)
         suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
         mask, positions = self.layout(prefix_mask, num_draws=time.shape[1])
         tokens = {"language": prefix, "action": suffix}
-        result = self.transformer(tokens, positions, mask, condition)
-        return result["language"], result["action"]
+        return self.transformer(tokens, positions, mask, condition, wanted=wanted)
 
     def sample_actions(
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
@@ -115,7 +124,7 @@ class Pi0(nnx.Module):
             result = self.transformer(
                 {"action": suffix}, positions[:, num_prefix:], mask[:, num_prefix:], condition, cache
             )
-            velocity = self._read_out(result["action"], draw.shape)
+            velocity = self.read_out(result["action"], draw.shape)
             return actions + step_size * velocity[:, 0], time + step_size
 
         actions, _ = jax.lax.fori_loop(0, num_steps, euler, (noise.astype(jnp.float32), jnp.float32(1.0)))
@@ -136,6 +145,7 @@ class Pi0(nnx.Module):
         masks.append(observation.prompt_mask)
         return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
 
+    @jax.named_scope("embed_suffix")
     def embed_suffix(
         self, state: Float[Array, "b s"], noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> tuple[Float[Array, "b t w"], Mapping[str, Float[Array, "b r w"]]]:
@@ -174,6 +184,8 @@ class Pi0(nnx.Module):
         positions = jnp.concatenate([place - 1, place[:, -1:] + jnp.asarray(offset, jnp.int32)], axis=1)
         return block_mask(valid, block, branch), positions
 
-    def _read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:
+    @jax.named_scope("action_head")
+    def read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:
+        """The velocity, of the given shape, from the action expert's last activations."""
         b, draws, horizon, _ = shape
         return self.action_out_proj(suffix[:, -draws * horizon :]).reshape(b, draws, horizon, -1)

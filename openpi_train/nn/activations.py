@@ -20,7 +20,31 @@ class Stack:
     query_dim: int
     key_dim: int
     num_heads: int
+    num_key_heads: int
     gated: bool
+
+    def shared(self, tensor_devices: int) -> "Stack":
+        """What one of a tensor group's devices has of it (`sharding/tensor.py`)."""
+        return dataclasses.replace(
+            self,
+            mlp_dim=self.mlp_dim // tensor_devices,
+            query_dim=self.query_dim // tensor_devices,
+            key_dim=self.key_dim // (tensor_devices if self._shares_keys(tensor_devices) else 1),
+            num_heads=self.num_heads // tensor_devices,
+        )
+
+    def _shares_keys(self, tensor_devices: int) -> bool:
+        return self.num_key_heads % tensor_devices == 0
+
+    def summed_bytes(self, remat: Remat, itemsize: int, tensor_devices: int) -> float:
+        """Bytes that the devices of a tensor group add up in a step for one row, not counting weights.
+
+        In every layer after attention and after the MLP, forward, and backward before them; where whole layers are
+        recomputed once more after attention. Of keys and values that all devices have, the gradients.
+        """
+        sums = (4 + (remat == "full")) * self.width
+        keys = 0 if self._shares_keys(tensor_devices) else 2 * self.key_dim
+        return float(itemsize * self.depth * self.tokens * (sums + keys))
 
     @property
     def _products(self) -> int:
@@ -29,9 +53,20 @@ class Stack:
         return self.tokens * (2 * self.width + self.query_dim + 2 * self.key_dim + up * self.mlp_dim)
 
     @property
+    def _attention(self) -> int:
+        """Elements of what attention reads and gives in one layer, and of the residual after it."""
+        return self.tokens * (2 * self.query_dim + 2 * self.key_dim + self.width)
+
+    @property
     def _rest(self) -> int:
         """Elements of one layer's other intermediates: norms, residual, attended values, activations."""
         return self.tokens * (3 * self.width + self.query_dim + 2 * self.mlp_dim)
+
+    @property
+    def _all(self) -> int:
+        """Elements of all that the backward pass of one layer reads, but norms and what is there between tokens."""
+        wide = 8 if self.gated else 6  # inside the MLP, its activation's own derivative included
+        return self.tokens * (2 * self.width + 2 * self.query_dim + 2 * self.key_dim + wide * self.mlp_dim)
 
     def bytes(self, remat: Remat, itemsize: int, attended_tokens: int) -> float:
         """Bytes for one row. `attended_tokens`: how many tokens every token may look at."""
@@ -42,7 +77,12 @@ class Stack:
         match remat:
             case "full":
                 return inputs + layer
+            case "attention":
+                return inputs + itemsize * self.depth * self._attention + layer
             case "dots":
-                return inputs + itemsize * self.depth * self._products + layer
+                kept = self._products + self.tokens * self.query_dim  # and the attended values
+                return inputs + itemsize * self.depth * kept + layer
             case "none":
-                return inputs + self.depth * layer
+                norms = 4 * 6 * self.tokens * self.width  # two norms, in float32
+                scores = self.num_heads * self.tokens * attended_tokens * (4 + itemsize)
+                return self.depth * (itemsize * self._all + norms + scores) + layer

@@ -3,13 +3,23 @@
 Read next: `gemma.py`, which projects to heads and back.
 """
 
+import re
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.runtime.exits import UsageError
+
+Attention = Literal["auto", "xla", "cudnn"]
+
 # Added weight zero without the NaN that -inf gives in a row with nothing to see (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
+
+# cuDNN's kernels read rows of the mask in pieces of 16 bytes; jax itself asks for an even number of tokens.
+_FLASH_TOKENS = 8
 
 
 def rotary_angles(
@@ -22,6 +32,7 @@ def rotary_angles(
     return jnp.sin(angles), jnp.cos(angles)
 
 
+@jax.named_scope("rotary")
 def rotate(
     heads: Float[Array, "b t n c"], sine: Float[Array, "b t 1 half"], cosine: Float[Array, "b t 1 half"]
 ) -> Float[Array, "b t n c"]:
@@ -31,20 +42,84 @@ def rotate(
     return rotated.astype(heads.dtype)
 
 
+@jax.named_scope("attention")
 def attend(
     query: Float[Array, "b t n c"],
     key: Float[Array, "b s k c"],
     value: Float[Array, "b s k c"],
     mask: Bool[Array, "b t s"],
+    kind: Attention = "auto",
 ) -> Float[Array, "b t n c"]:
-    """Values averaged by softmax(query . key / sqrt(c)); `n / k` query heads share a key head. Softmax in float32."""
+    """Values averaged by softmax(query . key / sqrt(c)); `n / k` query heads share a key head. Softmax in float32.
+
+    XLA's form is written out here: that of `jax.nn.dot_product_attention` costs the same FLOPs and, on a CPU, about the
+    same time and memory, but scales the products and not the queries, which in bfloat16 rounds differently from openpi.
+    """
     b, t, n, c = query.shape
+    if uses_cudnn(kind, c, query.dtype):
+        return flash_attend(query, key, value, mask)
     k = key.shape[2]
     grouped = (query * c**-0.5).reshape(b, t, k, n // k, c)
     logits = jnp.einsum("btkgc,bskc->bkgts", grouped, key, preferred_element_type=jnp.float32)
     logits = jnp.where(mask[:, None, None], logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
     return jnp.einsum("bkgts,bskc->btkgc", weights, value).reshape(b, t, n, c)
+
+
+def flash_attend(
+    query: Float[Array, "b t n c"],
+    key: Float[Array, "b s k c"],
+    value: Float[Array, "b s k c"],
+    mask: Bool[Array, "b t s"] | None,
+) -> Float[Array, "b t n c"]:
+    """`attend` by cuDNN's fused kernels, which never write the weights "b n t s" to memory.
+
+    cuDNN adds the mask to the products, and jax has it compute the gradient of that sum too ("b 1 t s" in 16 bits).
+    """
+    t, c = query.shape[1], query.shape[3]
+    if mask is not None:
+        more_t, more_s = -t % _FLASH_TOKENS, -key.shape[1] % _FLASH_TOKENS
+        query = jnp.pad(query, ((0, 0), (0, more_t), (0, 0), (0, 0)))
+        key, value = (jnp.pad(x, ((0, 0), (0, more_s), (0, 0), (0, 0))) for x in (key, value))
+        mask = jnp.pad(mask, ((0, 0), (0, more_t), (0, more_s)))[:, None]  # b 1 t s
+    attended = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=c**-0.5, implementation="cudnn")
+    return attended[:, :t]
+
+
+def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
+    """Whether attention runs by cuDNN on this process's devices: with `cudnn` alone.
+
+    `auto` is XLA's form until cuDNN's has been run and measured (`tests/nn/test_attention.py`, marked `gpu`).
+    Raises UsageError where `kind` is `cudnn` and it cannot.
+    """
+    if kind != "cudnn":
+        return False
+    if problem := cudnn_problem(head_dim, dtype, jax.local_devices()[0]):
+        raise UsageError(f"--model.attention cudnn cannot be used: {problem}; use --model.attention auto or xla")
+    return True
+
+
+def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
+    """Why cuDNN cannot train this attention on `device`, or None where it can.
+
+    By NVIDIA's support matrix for cuDNN 9.18 (docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/
+    Attention.html), which is stricter than the checks of jax 0.10.2: 16-bit floats; Ampere or newer; heads of at most
+    128, in a multiple of 8 (jax); in the backward pass 256 on Hopper only. So Gemma's heads of 256 run on H100 and
+    H200, and not on A100, B200 or RTX cards. cuDNN 9.23 adds B200 (github.com/NVIDIA/TransformerEngine/pull/3056): to
+    be retried when jax ships it. SigLIP's heads of 72 run on all of them.
+    """
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform not in ("gpu", "cuda") or capability is None:
+        return f"it needs an NVIDIA GPU, and this is a {device.platform} device"
+    generation = int(capability[1])
+    if generation < 8:
+        return f"it needs compute capability 8.0, and this {device.device_kind} has {capability[0]}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, and the model in {jnp.dtype(dtype).name} (--model.dtype)"
+    widest = 256 if generation == 9 else 128
+    if head_dim > widest or head_dim % 8:
+        return f"its heads are multiples of 8 up to {widest} on a {device.device_kind}, and the model's are {head_dim}"
+    return None
 
 
 def block_mask(

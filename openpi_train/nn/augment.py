@@ -40,6 +40,7 @@ class ImageAugmentation:
     # Strength of the saturation jitter.
     saturation: float = 0.5
 
+    @jax.named_scope("augment")
     def augment(
         self,
         images: dict[str, UInt8[Array, "b height width 3"] | Float[Array, "b height width 3"]],

@@ -9,15 +9,43 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-# What the backward pass may keep of a layer: everything, the matrix products with weights, or the layer's input only.
-Remat = Literal["none", "dots", "full"]
+from openpi_train.nn.shard import is_shard, whole
 
+# What the backward pass may keep of a layer beside its input: everything; the products with weights and what attention
+# gives; what attention reads and gives; nothing. Each keeps less than the one before and recomputes more.
+Remat = Literal["none", "dots", "attention", "full"]
+# Or the one that recomputes least of those that fit the devices of a run.
+RematChoice = Literal["auto", "none", "dots", "attention", "full"]
+
+_KEPT = "attention"
+
+
+def keep(x: Array) -> Array:
+    """`x`, marked as one of the arrays that attention reads or gives, which all policies but `full` keep."""
+    return checkpoint_name(x, _KEPT)
+
+
+def _flash_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether this is cuDNN's attention, whose softmax statistics have no name (jax 0.10.2: `jax/_src/cudnn`)."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+_keep_attention = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(_KEPT), _flash_attention
+)
 _POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _keep_attention
+    ),
+    "attention": _keep_attention,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+_WITHOUT_ARITHMETIC = frozenset(
+    "linear_call convert_element_type slice dynamic_slice squeeze reshape transpose pvary".split()
+)
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -46,12 +74,37 @@ def scan_layers(
 
     def step(carry, layer):
         layer_params, extra = layer
-        return body(nnx.merge(graph, layer_params), carry, extra)
+        return body(nnx.merge(graph, whole(layer_params)), carry, extra)
 
-    if remat != "none":
+    if policy := _policy(remat, params):
         # Inside a scan nothing can be merged across the barrier anyway, so it need not be there (prevent_cse).
-        step = jax.checkpoint(step, prevent_cse=False, policy=_POLICIES[remat])
+        step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     return jax.lax.scan(step, carry, (params, per_layer))
+
+
+def _policy(remat: Remat, params: Any) -> Any:
+    """What the backward pass may keep; None for everything. Layers that were gathered are gathered again."""
+    if remat != "none":
+        return _POLICIES[remat]
+    return _all_but_weights if any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) else None
+
+
+def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+    """All that takes arithmetic. A gathered weight goes through the others only until it is multiplied."""
+    return primitive.name not in _WITHOUT_ARITHMETIC
+
+
+def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
+    """The stack without its last layer, and that layer, so that it may compute something else than the others.
+
+    Cutting copies the stack. So the matrices, which layers cast to `dtype` anyway, are cast first: the copy is then
+    the only one, and of half the size in bfloat16. Norm scales and biases stay as they are (they are used in float32),
+    and so do shards, which are cast where they are gathered.
+    """
+    graph, params = nnx.split(stacked)
+    params = jax.tree.map(lambda x: x if is_shard(x) or x.ndim < 3 else x.astype(dtype), params, is_leaf=is_shard)
+    before, last = (jax.tree.map(lambda x, part=part: x[part], params) for part in (slice(None, -1), -1))
+    return nnx.merge(graph, before), nnx.merge(graph, whole(last))
 
 
 class LayerNorm(nnx.Module):

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from openpi_train.nn.layers import LayerNorm, Remat, scan_layers, stack_layers
+from openpi_train.nn.attention import Attention, flash_attend, uses_cudnn
+from openpi_train.nn.layers import LayerNorm, Remat, keep, scan_layers, stack_layers
+from openpi_train.nn.shard import spread, summed, varies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class PatchEmbedding(nnx.Module):
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(config.width))
 
+    @jax.named_scope("patches")
     def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b t d"]:
         b, height, width, _ = images.shape
         size = self.kernel.shape[0]
@@ -74,10 +77,22 @@ class PatchEmbedding(nnx.Module):
         return x.reshape(b, -1, x.shape[-1])
 
 
-class SelfAttention(nnx.Module):
-    """Attention of all patches to all patches, in `dtype` throughout (softmax too, as openpi's tower does)."""
+def _linear(layer: nnx.Linear | nnx.LinearGeneral, equation: str, x: Array) -> Array:
+    """einsum(equation, x, kernel) + bias; of parts over a tensor group the sum, to which a whole bias is added once."""
+    assert layer.bias is not None
+    x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], layer.bias[...]), dtype=layer.dtype)
+    product = jnp.einsum(equation, x, kernel)
+    return (product if varies(bias) else summed(product)) + bias
 
-    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+
+class SelfAttention(nnx.Module):
+    """Attention of all patches to all patches, in `dtype` throughout (softmax too, as openpi's tower does).
+
+    cuDNN's kernels compute the softmax in float32.
+    """
+
+    def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
+        self.attention: Attention = attention
         heads = (config.num_heads, config.width // config.num_heads)
         xavier = nnx.initializers.xavier_uniform()
 
@@ -87,11 +102,16 @@ class SelfAttention(nnx.Module):
         self.query, self.key, self.value = into_heads(), into_heads(), into_heads()
         self.out = nnx.LinearGeneral(heads, config.width, axis=(-2, -1), kernel_init=xavier, dtype=dtype, rngs=rngs)
 
+    @jax.named_scope("attention")
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        query, key, value = self.query(x), self.key(x), self.value(x)  # b t n c
+        x = spread(x, self.query.kernel[...])
+        heads = (self.query, self.key, self.value)
+        query, key, value = (keep(_linear(layer, "btd,dnc->btnc", x)) for layer in heads)  # b t n c
+        if uses_cudnn(self.attention, query.shape[-1], query.dtype):
+            return _linear(self.out, "btnc,ncd->btd", keep(flash_attend(query, key, value, None)))
         query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
         weights = jax.nn.softmax(jnp.einsum("btnc,bsnc->bnts", query, key), axis=-1)
-        return self.out(jnp.einsum("bnts,bsnc->btnc", weights, value))
+        return _linear(self.out, "btnc,ncd->btd", keep(jnp.einsum("bnts,bsnc->btnc", weights, value)))
 
 
 class Mlp(nnx.Module):
@@ -105,21 +125,23 @@ class Mlp(nnx.Module):
         self.up = dense(config.width, config.mlp_dim)
         self.down = dense(config.mlp_dim, config.width)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        return self.down(nnx.gelu(self.up(x)))
+        hidden = nnx.gelu(_linear(self.up, "btd,dm->btm", spread(x, self.up.kernel[...])))
+        return _linear(self.down, "btm,md->btd", hidden)
 
 
 class Layer(nnx.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.width)
-        self.attention = SelfAttention(config, dtype=dtype, rngs=rngs)
+        self.attention = SelfAttention(config, dtype=dtype, attention=attention, rngs=rngs)
         self.mlp_norm = LayerNorm(config.width)
         self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = x + self.attention(self.attention_norm(x))
+        x = keep(x + self.attention(self.attention_norm(x)))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -127,7 +149,15 @@ class Siglip(nnx.Module):
     """Images to tokens of the language model's width. Patches and positions in float32, the layers in `dtype`."""
 
     def __init__(
-        self, config: SiglipConfig, image_size: int, out_width: int, *, dtype: Any, remat: Remat, rngs: nnx.Rngs
+        self,
+        config: SiglipConfig,
+        image_size: int,
+        out_width: int,
+        *,
+        dtype: Any,
+        remat: Remat,
+        attention: Attention = "auto",
+        rngs: nnx.Rngs,
     ):
         self.config = config
         self.dtype = dtype
@@ -137,12 +167,15 @@ class Siglip(nnx.Module):
         self.position_embedding = nnx.Param(
             nnx.initializers.normal(stddev=config.width**-0.5)(rngs.params(), positions, jnp.float32)
         )
-        self.layers = stack_layers(lambda rngs: Layer(config, dtype=dtype, rngs=rngs), config.depth, rngs)
+        self.layers = stack_layers(
+            lambda rngs: Layer(config, dtype=dtype, attention=attention, rngs=rngs), config.depth, rngs
+        )
         self.norm = LayerNorm(config.width)
         # openpi's head starts at zero; the norm that follows then multiplies its first gradients by 1000
         # (1 / sqrt(1e-6)), which clipping turns into a stand-still of everything else in a run without start weights.
         self.head = nnx.Linear(config.width, out_width, dtype=dtype, rngs=rngs)
 
+    @jax.named_scope("siglip")
     def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b t d"]:
         """One token per patch, row by row, in `dtype`; images are float32 in [-1, 1]."""
         x = self.patch_embedding(images)

@@ -69,6 +69,7 @@ class FlowMatching(Objective):
         """How many elements count, times the draws per row."""
         return {"elements": self.num_flow_draws * jnp.maximum(self.element_mask(batch).sum(), 1.0)}
 
+    @jax.named_scope("noise")
     def draw(self, batch: ActionBatch, keys: Key[Array, " b"]) -> tuple[Float[Array, "b r h a"], Float[Array, "b r"]]:
         """Noise and time for every row and draw."""
         horizon, dims = batch.actions.shape[1:]
@@ -94,6 +95,7 @@ class FlowMatching(Objective):
         noise, time = self.draw(batch, keys)
         return self.loss_at(model, batch, norms, noise, time)
 
+    @jax.named_scope("loss")
     def loss_at(
         self,
         model: Any,

@@ -1,4 +1,4 @@
-"""What devices can hold and do: memory in bytes, peak FLOP/s. Read next: `memory.py`."""
+"""What the devices that are here can hold and do: memory in bytes, peak FLOP/s. Read next: `kinds.py`, `memory.py`."""
 
 import re
 from pathlib import Path
@@ -6,28 +6,13 @@ from typing import Any
 
 import jax
 
-# Dense bfloat16 peak in TFLOP/s, from the makers' data sheets (no sparsity); the first that `device_kind` matches.
-PEAK_BF16_TFLOPS = (
-    (r"B200", 2250.0),
-    (r"GH200|H200|H100.*(SXM|HBM3)|H100 80GB", 989.0),
-    (r"H100.*NVL", 835.0),
-    (r"H100", 756.0),
-    (r"A100", 312.0),
-    (r"L40S", 362.0),
-    (r"RTX 6000 Ada", 364.0),
-    (r"RTX 5090", 210.0),
-    (r"RTX 4090", 165.0),
-    (r"RTX A6000|A40", 150.0),
-    (r"RTX 3090", 71.0),
-)
+from openpi_train.planning.kinds import kind_of
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of one device, or None where it is not in the table (a CPU, for one)."""
-    for pattern, tflops in PEAK_BF16_TFLOPS:
-        if re.search(pattern, device_kind, re.IGNORECASE):
-            return tflops * 1e12
-    return None
+    kind = kind_of(device_kind)
+    return kind.peak_flops if kind.is_known else None
 
 
 def memory_bytes(device: Any, processes_on_host: int = 1) -> int:
@@ -36,19 +21,45 @@ def memory_bytes(device: Any, processes_on_host: int = 1) -> int:
     An accelerator reports its limit. CPU devices share the host's available memory (or the cgroup's limit) among
     themselves and with the other processes of the run on the host.
     """
-    stats = device.memory_stats() or {}
-    if stats.get("bytes_limit"):
-        return int(stats["bytes_limit"])
+    return _limit(device) or host_bytes_per_device(processes_on_host)
+
+
+def total_bytes(device: Any, processes_on_host: int = 1) -> int:
+    """`memory_bytes` of a device on which nothing else runs: a choice by it is the same at every start."""
+    return _limit(device) or _host_total_bytes() // (processes_on_host * jax.local_device_count())
+
+
+def host_bytes_per_device(processes_on_host: int = 1) -> int:
+    """Bytes of the host's available memory for each device of each process there."""
     return _host_available_bytes() // (processes_on_host * jax.local_device_count())
 
 
+def _limit(device: Any) -> int:
+    """What an accelerator reports; 0 for a CPU."""
+    return int((device.memory_stats() or {}).get("bytes_limit") or 0)
+
+
 def _host_available_bytes() -> int:
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and current.is_file() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, int(text) - int(current.read_text()))
+    available, limit = _meminfo("MemAvailable"), _cgroup_limit()
+    current = Path("/sys/fs/cgroup/memory.current")
+    if limit is not None and current.is_file():
+        available = min(available, limit - int(current.read_text()))
     return available
+
+
+def _host_total_bytes() -> int:
+    limit = _cgroup_limit()
+    return _meminfo("MemTotal") if limit is None else min(_meminfo("MemTotal"), limit)
+
+
+def _meminfo(name: str) -> int:
+    """A line of what Linux says of its memory, bytes."""
+    (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(kib) * 1024
+
+
+def _cgroup_limit() -> int | None:
+    """Bytes that this process's control group may use; None where nothing limits it."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return int(text) if text.isdigit() else None

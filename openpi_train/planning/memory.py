@@ -1,18 +1,24 @@
-"""What a run needs on one device, known before anything is allocated. Read next: `training/run.py`, which asks first.
+"""What a run needs on one device, known before anything is allocated. Read next: `choose.py`, `training/prepare.py`.
 
 State is exact: abstract shapes under the plan's shardings. Activations are an estimate, by the model.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from openpi_train.nn.shard import STACKED
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.mesh import FSDP
+from openpi_train.sharding.strategy import HOST_MEMORY
 
 GIB = 2**30
+# What a device reads of host memory while it writes as much there, GB/s: PCIe 4.0 with 16 lanes, 31.5 nominal.
+HOST_LINK_GB_S = 25
 
 
 class DoesNotFit(UsageError):
@@ -21,7 +27,10 @@ class DoesNotFit(UsageError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, by purpose."""
+    """Bytes on one device, by purpose; and what it keeps in its host's memory between steps.
+
+    `micro_grads` are the present micro-batch's, `grads` the sum of several.
+    """
 
     params: int
     frozen: int
@@ -30,47 +39,119 @@ class Memory:
     grads: int
     compute_copy: int
     activations: int
+    micro_grads: int = 0
+    host: int = 0
+    # Of `host` on the device at once: the gradients are complete then, and activations and compute copy gone.
+    fetched: int = 0
 
     @property
     def state(self) -> int:
-        """What lives from step to step."""
+        """What lives on the device from step to step."""
         return self.params + self.frozen + self.optimizer + self.ema
 
     @property
     def total(self) -> int:
         """The most that a step holds at once."""
-        return self.state + self.grads + self.compute_copy + self.activations
+        return self.state + self.grads + max(self.working, self.fetched)
+
+    @property
+    def working(self) -> int:
+        """What is there beside state and sum of gradients until these are complete."""
+        return self.compute_copy + self.activations + self.micro_grads
+
+    @property
+    def host_link_s(self) -> float:
+        """Seconds for which the device reads and writes host memory in a step; overlapped only with the update."""
+        return self.host / (HOST_LINK_GB_S * 1e9)
 
     def as_json(self) -> dict[str, int]:
         """For `plan.json`."""
         return {**dataclasses.asdict(self), "state": self.state, "total": self.total}
 
 
-def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """Bytes of the arrays (or shapes) of `tree` that one device holds under `shardings`."""
+def bytes_per_device(tree: Any, shardings: Any, *, on_host: bool = False) -> int:
+    """Bytes of the arrays (or shapes) of `tree` that one device holds under `shardings`, a tree or one for all.
+
+    Or, `on_host`, those that it keeps in host memory.
+    """
 
     def size(leaf, sharding):
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        there = (sharding.memory_kind == HOST_MEMORY) == on_host
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * there
 
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
     return sum(jax.tree.leaves(jax.tree.map(size, tree, shardings)))
 
 
-def predict(layout: Any, plan: Any, activation_bytes_per_row: float, rows_per_device: int) -> Memory:
-    """Memory of one device for a state layout (`training/init.py: StateLayout`).
+def predict(
+    layout: Any,
+    plan: Any,
+    activation_bytes_per_row: float,
+    rows_per_device: int,
+    *,
+    num_micros: int = 1,
+    dtype: Any = jnp.bfloat16,
+) -> Memory:
+    """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
-    Gradients are float32 under the plan's gradient sharding; the compute copy is the parameters in bfloat16 under the
-    parameters' sharding.
+    Gradients are summed in float32. Where the plan cuts them they are so layer by layer, as they arise; else those of a
+    micro-batch are whole for a while, in `dtype`, the layers' type. So is the copy that is computed with, of all
+    parameters that are cut or of another type.
     """
     shapes, shardings = layout.shapes, layout.shardings
-    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes.params)
+    on_host = _on_host(layout)
+    grads = bytes_per_device(shapes.params, plan.tree("grads", shapes.params))
+    leaves = {**shapes.frozen, **shapes.params}
+
+    def narrow(paths: Iterable[str]) -> int:
+        """Bytes of these parameters in `dtype`, as the copy is cut."""
+        narrowed = {path: jax.ShapeDtypeStruct(leaves[path].shape, dtype) for path in paths}
+        return bytes_per_device(narrowed, plan.tree("copy", {path: leaves[path] for path in narrowed}))
+
+    copied = {path for path, leaf in leaves.items() if leaf.dtype != dtype or FSDP in plan.spec("state", leaf, path)}
+    compute_copy = narrow(copied)
+    if num_micros > 1 and plan.cuts("state") and not plan.cuts("copy"):
+        # A stack less its last layer (`nn/layers.py: cut_last`) is a second copy; the next micro-batch needs the first.
+        compute_copy += narrow(filter(STACKED.fullmatch, copied))
+    micro_grads = grads if plan.cuts("grads") else narrow(shapes.params)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),
         frozen=bytes_per_device(shapes.frozen, shardings.frozen),
         optimizer=bytes_per_device(shapes.opt_state, shardings.opt_state),
         ema=bytes_per_device(shapes.ema, shardings.ema),
-        grads=bytes_per_device(shapes.params, plan.tree("grads", shapes.params)),
-        compute_copy=bytes_per_device(half, shardings.params),
+        grads=grads,
+        compute_copy=compute_copy,
         activations=int(activation_bytes_per_row * rows_per_device),
+        micro_grads=micro_grads if num_micros > 1 else 0,
+        host=sum(on_host.values()),
+        fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
+    )
+
+
+def _on_host(layout: Any) -> dict[str, int]:
+    """Bytes that one device keeps in host memory, by parameter."""
+    found = dict.fromkeys(layout.shapes.params, 0)
+    for field in ("opt_state", "ema"):
+        leaves = jax.tree_util.tree_flatten_with_path(getattr(layout.shapes, field))[0]
+        shardings = jax.tree.leaves(getattr(layout.shardings, field))
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+            if size := bytes_per_device(leaf, sharding, on_host=True):
+                found[path[-1].key] += size
+    return found
+
+
+def require_host(memory: Memory, available: int, offload: str) -> None:
+    """Raise DoesNotFit where a device keeps more than `available` bytes in host memory, with what would help."""
+    if memory.host <= available:
+        return
+    raise DoesNotFit(
+        f"--sharding.offload {offload} keeps {memory.host / GIB:.1f} GiB of each device's state in host memory; there "
+        f"are {available / GIB:.1f} GiB for each device.\n"
+        "What to do:\n"
+        "  - cut the state over more devices: --sharding.strategy zero1, zero2 or zero3\n"
+        "  - need less: --optimizer.moment-dtype bfloat16, or --optimizer adafactor\n"
+        "  - leave it on the devices: --sharding.offload none"
     )
 
 
@@ -79,10 +160,17 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.total <= available:
         return
     advice = []
-    if num_devices > experiment.fsdp_devices:
-        advice.append(f"cut the state over all devices: --fsdp-devices {num_devices}")
-    needed = math.ceil((memory.total - memory.activations) * experiment.fsdp_devices / max(available * 0.8, 1))
-    advice.append(f"train on more devices (about {needed} of this size) with --fsdp-devices {needed}")
+    tensor_devices = experiment.sharding.tensor_devices
+    groups = num_devices // tensor_devices
+    shared = experiment.fsdp_devices or groups
+    if groups > shared:
+        advice.append(f"cut the state over all devices: --fsdp-devices {groups}")
+    needed = math.ceil((memory.total - memory.activations) * shared / max(available * 0.8, 1))
+    advice.append(f"train on more devices (about {needed * tensor_devices} of this size) with --fsdp-devices {needed}")
+    moments = memory.optimizer + memory.ema
+    if moments > 0.1 * memory.total and experiment.sharding.offload == "none":
+        offload = "optimizer+ema" if memory.ema else "optimizer"
+        advice.append(f"keep up to {moments / GIB:.1f} GiB of it in host memory: --sharding.offload {offload}")
     if memory.activations > 0.1 * memory.total:
         advice.append(f"hold fewer rows at once: a smaller --batch-size, or --grad-accum {2 * experiment.grad_accum}")
     advice.append("train low-rank adapters only: pi0_bridge_traj_lora")
@@ -91,7 +179,7 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
         f"{experiment.name} does not fit. Bytes needed on each device: "
         f"state {memory.state / GIB:.1f} GiB (parameters {memory.params / GIB:.1f}, frozen {memory.frozen / GIB:.1f}, "
         f"optimizer {memory.optimizer / GIB:.1f}, EMA {memory.ema / GIB:.1f}), "
-        f"gradients and compute copy {(memory.grads + memory.compute_copy) / GIB:.1f} GiB, "
+        f"gradients and compute copy {(memory.grads + memory.micro_grads + memory.compute_copy) / GIB:.1f} GiB, "
         f"activations about {memory.activations / GIB:.1f} GiB; together {memory.total / GIB:.1f} GiB. "
         f"There are {available / GIB:.1f} GiB on each of {num_devices} device{'s' if num_devices > 1 else ''}.\n"
         "What to do:\n" + "\n".join(f"  - {line}" for line in advice)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the service's client has no public name yet (jax 0.10 to 0.12)
 
-from openpi_train.runtime.exits import PeerLostError
+from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -70,7 +70,7 @@ def _value_of(client: Any, name: str, call: int, index: int, process_count: int,
             break
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
-                raise PeerLostError(f"the coordination service failed at {name!r}: {error}") from error
+                raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
         if wait.is_over():
             missing = _missing(client, call, process_count)
             raise PeerLostError(f"{missing} did not reach {name!r} within {wait.timeout_s:g} s")

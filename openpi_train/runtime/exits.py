@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from openpi_train.runtime import logs
+
 logger = logging.getLogger(__name__)
 
 DONE = 0
@@ -143,17 +145,26 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _report(error: BaseException, code: int) -> None:
+    """Say on the terminal what the user needs; the stack of an error that was planned for is in the log file alone."""
     if isinstance(error, Preempted):
         logger.info("%s", error)
-    elif isinstance(error, RunError):
-        logger.error("%s", error)
-        logger.debug("raised here:", exc_info=error)
     elif code == INTERRUPTED:
         logger.error("interrupted by Ctrl-C")
+    elif isinstance(error, RunError):
+        logs.keep_traceback(error)
+        logger.error("%s", error)
     elif code == PEER_LOST:
-        logger.error("another process or the network to it was lost", exc_info=error)
+        kept = logs.keep_traceback(error)
+        logger.error(
+            "another process or the network to it was lost (%s)", brief(error), exc_info=None if kept else error
+        )
     else:
         logger.error("ended by an unexpected error", exc_info=error)
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's message: those of jax's service go on for pages."""
+    return str(error).strip().partition("\n")[0][:300]
 
 
 def _leave(code: int, reason: str) -> NoReturn:

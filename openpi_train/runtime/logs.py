@@ -7,9 +7,11 @@ process 0 shows what the project says at INFO and what libraries say at WARNING;
 import faulthandler
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 from openpi_train.runtime import phases
+from openpi_train.runtime.patient_file import PatientFile
 
 _FORMAT = "%(asctime)s %(levelname).1s process {process_index} step %(step)d [%(phase)s] %(name)s: %(message)s"
 _TERMINAL_FORMAT = "%(asctime)s %(levelname).1s {who}%(message)s"
@@ -41,12 +43,32 @@ def log_path(run_dir: Path, process_index: int) -> Path:
 
 def dump_stacks() -> None:
     """Write where every thread of this process is to its log file; to the terminal where there is none yet."""
-    ours = [one for one in logging.getLogger().handlers if getattr(one, _MARK, False)]
-    files = [one.stream for one in ours if isinstance(one, logging.FileHandler) and one.stream is not None]
-    for stream in files or [sys.stderr]:
+    for stream in [one for one in _files() if one.problem is None] or [sys.stderr]:
         stream.write("where every thread of this process is:\n")
         stream.flush()
-        faulthandler.dump_traceback(stream, all_threads=True)
+        faulthandler.dump_traceback(stream.descriptor() if isinstance(stream, PatientFile) else stream)
+
+
+def keep_traceback(error: BaseException) -> bool:
+    """Write where `error` was raised, and of what cause, to this process's log file; returns whether there is one."""
+    files = _files()
+    for file in files:
+        file.write("raised here:\n" + "".join(traceback.format_exception(error)))
+    return bool(files)
+
+
+def _files() -> list[PatientFile]:
+    return [one.stream for one in logging.getLogger().handlers if isinstance(one, _LogFile)]
+
+
+class _LogFile(logging.StreamHandler[PatientFile]):
+    """Lines to a file that outlives a full disk; what it has not taken in the end is shown."""
+
+    def close(self) -> None:
+        left = self.stream.close()
+        if left:
+            sys.stderr.write(f"what did not fit into {self.stream.path}:\n{left.decode(errors='replace')}")
+        super().close()
 
 
 def _terminal(process_index: int) -> logging.Handler:
@@ -61,7 +83,7 @@ def _terminal(process_index: int) -> logging.Handler:
 def _file(process_index: int, run_dir: Path) -> logging.Handler:
     path = log_path(run_dir, process_index)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(PatientFile(path))
     handler.setFormatter(logging.Formatter(_FORMAT.format(process_index=process_index)))
     handler.addFilter(_add_phase)
     return handler

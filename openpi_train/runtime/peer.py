@@ -68,8 +68,17 @@ class Peer:
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(line)
 
+    def hang_up(self) -> None:
+        """Send nothing more. The peer closes the connection when it has heard all, which sets `closed`.
+
+        Whoever ends its process without waiting for that may, with something unread, take back its last words (a TCP
+        reset): the peer would believe it was killed.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
     def listen(self) -> None:
-        """Take in what the peer says, until its connection closes."""
+        """Take in what the peer says, until it hangs up or its connection breaks; then close."""
         try:
             self._connection.settimeout(_SLICE_S)
             while len(self._received) < _LINE_LIMIT_BYTES:
@@ -87,6 +96,8 @@ class Peer:
             pass  # a connection that broke is closed, too
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("%s said something that is no message of ours: %s", self.who, error)
+        with contextlib.suppress(OSError):
+            self._connection.close()
         self.closed = True
         self.on_news()
 

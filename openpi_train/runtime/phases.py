@@ -82,4 +82,9 @@ def limit_s(stuck_s: float) -> float | None:
     """How long the present phase may get no further, in seconds: `stuck_s`, or ten usual steps; None: for ever."""
     if not _current.limited or len(_step_durations_s) < _FIRST_STEPS:
         return None
-    return max(stuck_s, _USUAL_STEPS * statistics.median(_step_durations_s))
+    return max(stuck_s, _USUAL_STEPS * usual_step_s())
+
+
+def usual_step_s() -> float:
+    """The median of the last steps' durations; 0 before the first."""
+    return statistics.median(_step_durations_s) if _step_durations_s else 0.0

@@ -1,12 +1,16 @@
-"""A polite stop: SIGTERM or SIGUSR1 on any process becomes one point at which all stop. Read next: `exits.py`, code 75.
+"""A polite stop: SIGTERM, SIGUSR1 or SIGHUP on any process becomes one point at which all stop.
 
 jax's preemption service listens for SIGTERM from `session.start` on, also in a run of one process. It must own the
-signal: a Python handler for SIGTERM that is installed later switches it off.
+signal: a Python handler for SIGTERM that is installed later switches it off. Read next: `exits.py`, code 75.
 """
 
 import contextlib
+import dataclasses
+import datetime
+import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +18,40 @@ import jax
 from jax._src import distributed  # the service's client has no public name yet (jax 0.10 to 0.12)
 from jax.experimental import multihost_utils
 
-from openpi_train.runtime.exits import Preempted
+from openpi_train.runtime import phases
+from openpi_train.runtime.exits import Preempted, UsageError
 
-# Under which jax's preemption service notes the first signal, for all processes (jax 0.10 to 0.12).
+logger = logging.getLogger(__name__)
+
+# Seconds from a request to stop to the kill, from a launcher that knows: `launch slurm` and `launch kubernetes` do.
+GRACE_VARIABLE = "OPENPI_TRAIN_GRACE_S"
+# Under which jax's preemption service notes the time of the first signal, for all processes (jax 0.10 to 0.12).
 _NOTICE_KEY = "RECEIVED_PREEMPTION_NOTICE"
+# The step at hand, and one more, at which all agree to stop.
+_STEPS_TO_STOP = 2
 
 _points = 0
 _stopping = False
+_stopped_after_s: float | None = None
+_warned = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopTimes:
+    """What became of the time since the request to stop, in seconds: until all had stopped, and until all was saved.
+
+    By the clocks of two processes, where the request came to another one than this.
+    """
+
+    until_stopped_s: float
+    until_saved_s: float
+
+    def words(self) -> str:
+        saving_s = self.until_saved_s - self.until_stopped_s
+        return (
+            f"{self.until_saved_s:.1f} s after the request ({self.until_stopped_s:.1f} s to the end of the step, "
+            f"{saving_s:.1f} s to save)"
+        )
 
 
 @contextlib.contextmanager
@@ -33,10 +64,14 @@ def stoppable_start() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise Preempted("asked to stop before the run began: start it again")
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGUSR1, stop)
+    grace_s()  # a value that is no number is refused here
+    # A closed terminal hangs up; not under `nohup`.
+    others = [signal.SIGUSR1, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
+    for signum in (signal.SIGTERM, *others):
+        signal.signal(signum, stop)
     yield  # in here jax takes SIGTERM over
-    signal.signal(signal.SIGUSR1, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
+    for signum in others:
+        signal.signal(signum, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def stop_requested() -> bool:
@@ -45,19 +80,68 @@ def stop_requested() -> bool:
     Every process must make the same calls in the same order: the n-th call has the same answer on all of them. The
     answer comes a call or two after the signal, since the processes first agree on a call that none of them has made.
     """
-    global _points, _stopping
+    global _points, _stopping, _stopped_after_s
     _points += 1
-    _stopping = _stopping or multihost_utils.reached_preemption_sync_point(_points)
+    if not _stopping and multihost_utils.reached_preemption_sync_point(_points):
+        _stopping, _stopped_after_s = True, _seconds_since_request()
     return _stopping
 
 
 def stop_noticed() -> bool:
     """Whether any process was asked to stop; at once, and without an agreement on when."""
+    return bool(_notice())
+
+
+def stop_times() -> StopTimes | None:
+    """How long the stop took until now; None where nobody asked for one. For when all is saved."""
+    saved_after_s = _seconds_since_request()
+    if _stopped_after_s is None or saved_after_s is None:
+        return None
+    return StopTimes(until_stopped_s=_stopped_after_s, until_saved_s=saved_after_s)
+
+
+def grace_s() -> float | None:
+    """Seconds from a request to stop to the kill, where a launcher has said. Raises UsageError where that is none."""
+    text = os.environ.get(GRACE_VARIABLE)
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UsageError(f"{GRACE_VARIABLE}={text!r} in the environment is not a number of seconds") from None
+
+
+def note_save(step: int, save_s: float) -> None:
+    """Say how long a save took in all, and, once, that a request to stop leaves too little time for one."""
+    global _warned
+    logger.info("checkpoint %d is complete, %.1f s after its save began", step, save_s)
+    grace, stopping_s = grace_s(), _STEPS_TO_STOP * phases.usual_step_s()
+    if grace is not None and stopping_s + save_s > grace and not _warned:
+        _warned = True
+        logger.warning(
+            "a stop on request takes %.0f s here (%.0f s to the end of a step, %.0f s to save), but after %.0f s the "
+            "processes are killed, and the steps since the last save lost: raise --stop-before-s (Slurm) or --grace-s "
+            "(Kubernetes), which set %s",
+            stopping_s + save_s,
+            stopping_s,
+            save_s,
+            grace,
+            GRACE_VARIABLE,
+        )
+
+
+def _seconds_since_request() -> float | None:
+    notice = _notice()
+    try:
+        return max(0.0, time.time() - datetime.datetime.fromisoformat(notice).timestamp())
+    except ValueError:  # there is none, or another jax writes it otherwise: no reason to lose a checkpoint
+        return None
+
+
+def _notice() -> str:
+    """When the first process was asked to stop, by its clock, as ISO 8601; empty where none was."""
     client: Any = distributed.global_state.client
     if client is None:
-        return False
+        return ""
     try:
-        client.key_value_try_get(_NOTICE_KEY)
+        return client.key_value_try_get(_NOTICE_KEY)
     except jax.errors.JaxRuntimeError:  # not there; or the service is gone, which is not to be found out here
-        return False
-    return True
+        return ""

@@ -32,10 +32,9 @@ from openpi_train.runtime.world import World, listen_host, split_address
 
 logger = logging.getLogger(__name__)
 
-# jax's own time-outs: the watchdog's come first, except in jax's handshake, once all have met, and its farewell.
-_CONNECT_S = 60
+# jax aborts when a time-out of its own runs out: the watchdog's come first, except in jax's farewell.
 _SHUTDOWN_S = 60
-_HEARTBEAT_SLACK_S = 40
+_SLACK_S = 40
 
 _watchdog: Watchdog | None = None
 
@@ -83,7 +82,7 @@ def start(
         _watchdog = Watchdog(world.process_index, who, peers, timeouts, preempt.stop_noticed)
         _watchdog.start()
         with phase("starting jax"):
-            _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts)
+            _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts, _watchdog)
             _report(world)
     return world
 
@@ -150,24 +149,30 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
     return list(range(world.local_index * share, (world.local_index + 1) * share))
 
 
-def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Timeouts) -> None:
+def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Timeouts, watchdog: Watchdog) -> None:
     assert world.coordinator is not None
     host, port = split_address(world.coordinator)
     listen = listen_host(host)
+    bind = (f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}") if listen else None
     _bypass_proxies(host)
     logger.info("starting jax: process %d of %d, coordinator %s", world.process_index, world.process_count, host)
     begin = time.monotonic()
-    jax.distributed.initialize(
-        coordinator_address=world.coordinator,
-        num_processes=world.process_count,
-        process_id=world.process_index,
-        local_device_ids=local_device_ids,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=(f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}") if listen else None,
-        initialization_timeout=_CONNECT_S,
-        heartbeat_timeout_seconds=math.ceil(timeouts.lost_s) + _HEARTBEAT_SLACK_S,
-        shutdown_timeout_seconds=_SHUTDOWN_S,
+    too_long = (
+        f"jax did not start on all processes within {timeouts.handshake_s:.0f} s (--timeouts.handshake-s), although "
+        f"all have met: either they are slow, or a firewall lets port {port + 1} of {host} through and not {port}"
     )
+    with watchdog.limit(timeouts.handshake_s, too_long):
+        jax.distributed.initialize(
+            coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            num_processes=world.process_count,
+            process_id=world.process_index,
+            local_device_ids=local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind,
+            initialization_timeout=math.ceil(timeouts.handshake_s) + _SLACK_S,
+            heartbeat_timeout_seconds=math.ceil(timeouts.lost_s) + _SLACK_S,
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+        )
     assert jax.process_count() == world.process_count, "the devices' backend does not see all processes"
     logger.info("jax started in %.1f s", time.monotonic() - begin)
 

@@ -16,6 +16,8 @@ class Timeouts:
 
     # For all processes to be started and to meet.
     rendezvous_s: float = 300.0
+    # For jax to start on all of them, once they have met.
+    handshake_s: float = 60.0
     # All others have ended, with code 70, so long after a process was lost. A break of the network of a third passes.
     lost_s: float = 60.0
     # The same after a step got stuck; ten usual steps where they take longer.

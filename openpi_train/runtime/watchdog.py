@@ -10,13 +10,14 @@ abort is caught here until the reason is known. (jax's own hook, `missed_heartbe
 `std::bad_cast` before any Python runs: seen with jaxlib 0.10.2 and 0.12.0.1.)
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from openpi_train.runtime import exits, logs, phases
@@ -35,8 +36,11 @@ _SETTLE_S = 3.0
 _NOTICING_SHARE = 0.75
 # Process 0 serves jax's coordination: when it goes, jax aborts the others, who shall first hear why.
 _LINGER_S = 1.0
+# How long a farewell may take to be heard, by processes that are alive.
+_HEARING_S = 2.0
 # A full disk or a terminal that nobody reads must not keep a process from ending.
 _LAST_WORDS_S = 8.0
+_WHAT_TO_DO = ". Start again with --resume"
 
 
 def judge(
@@ -67,7 +71,7 @@ def _who_is_stuck(own: Status, own_who: str, peers: Sequence[Peer], beat_s: floa
     silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""
     idle_s = status.idle_s + unheard * beat_s
     reason = f"{who} is stuck ({status.words()}): no further step for {idle_s:.0f} s (--timeouts.stuck-s){silence}"
-    return Ending(PEER_LOST, reason)
+    return Ending(PEER_LOST, reason + _WHAT_TO_DO)
 
 
 def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
@@ -79,10 +83,13 @@ def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
         code = PREEMPTED if peer.farewell.code == PREEMPTED else PEER_LOST
         return Ending(code, f"{peer.who} ended with code {peer.farewell.code}{place}: {peer.farewell.reason}")
     if peer.closed:
-        return Ending(PEER_LOST, f"{peer.who} was lost{place}: it was killed or crashed, or its host went down")
+        how = "it was killed or crashed, or its host went down"
+        return Ending(PEER_LOST, f"{peer.who} was lost{place}: {how}{_WHAT_TO_DO}")
     if peer.unheard_beats * beat_s > silence_s:
         silence = f"nothing was heard of it for {peer.unheard_beats * beat_s:.0f} s (--timeouts.lost-s)"
-        return Ending(PEER_LOST, f"{peer.who} was lost{place}: {silence}; it hangs, or the network to it is cut")
+        return Ending(
+            PEER_LOST, f"{peer.who} was lost{place}: {silence}; it hangs, or the network to it is cut{_WHAT_TO_DO}"
+        )
     return None
 
 
@@ -122,7 +129,18 @@ class Watchdog:
         exits.say_farewell_by(None)
         if self._peers:
             self._restore_abort()
-        self._tell("farewell", Ending(DONE, "done"))
+        self._say_last(Ending(DONE, "done"))
+
+    @contextlib.contextmanager
+    def limit(self, limit_s: float, reason: str) -> Iterator[None]:
+        """What is done in here ends within `limit_s`, or this process ends with code 70 and `reason`."""
+        timer = threading.Timer(limit_s, self._end, (Ending(PEER_LOST, reason),))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _watch(self) -> None:
         next_beat, told = time.monotonic(), ""
@@ -192,11 +210,11 @@ class Watchdog:
         if ending.code == PREEMPTED:
             logger.info("%s", ending.reason)
         else:
-            logger.error("%s", ending.reason)
             logger.info("this process: %s since %.0f s", self._status().words(), self._status().idle_s)
             for peer in self._peers:
                 if peer.status is not None and not peer.closed:
                     logger.info("%s: %s since %.0f s", peer.who, peer.status.words(), peer.status.idle_s)
+            logger.error("%s", ending.reason)  # last, for whoever reads a terminal
             logs.dump_stacks()
         if self._is_process_0 and self._peers:
             time.sleep(_LINGER_S)
@@ -208,9 +226,18 @@ class Watchdog:
             self._wait_for_the_reason()
         self._claim_the_end()
         self._tell("status", self._status())
-        self._tell("farewell", Ending(code, reason.partition("\n")[0][:300]))
+        self._say_last(Ending(code, reason.partition("\n")[0][:300]))
         if self._is_process_0 and self._peers:
             time.sleep(_LINGER_S)
+
+    def _say_last(self, farewell: Ending) -> None:
+        """Return when all have heard it, or did not in time."""
+        self._tell("farewell", farewell)
+        for peer in self._peers:
+            peer.hang_up()
+        give_up = time.monotonic() + _HEARING_S
+        while time.monotonic() < give_up and not all(peer.closed for peer in self._peers):
+            time.sleep(0.01)
 
     def _claim_the_end(self) -> None:
         """Return to the first thread that ends the process, never to a second."""

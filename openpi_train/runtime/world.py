@@ -26,6 +26,11 @@ _POD_INDEX, _POD_COUNT, _POD_COORDINATOR = (
 )
 _INTERACTIVE_STEP = "4294967290"  # the shell that salloc may open on the first node, a step of one task
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_WORTH_NOTHING_WITHOUT = {
+    "RANK and WORLD_SIZE": ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "PMI_SIZE": ("PMI_RANK",),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,15 +185,27 @@ def _from_slurm(environ: Mapping[str, str]) -> World | None:
     job, count, index, local_index, node = (values[name] or 0 for name in names)
     restart, step = (_number(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
     port = _job_port(job + 1009 * restart + 101 * step)  # a port of its own for each start
+    tasks = slurm_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
     return World(
         process_index=index,
         process_count=count,
         local_index=local_index,
-        local_count=slurm_counts(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
-        coordinator=f"{first_slurm_host(environ['SLURM_STEP_NODELIST'])}:{port}",
+        local_count=tasks[node],
+        coordinator=f"{_slurm_address(environ, len(tasks))}:{environ.get('MASTER_PORT') or port}",
         source="slurm",
         token=f"slurm-{job}.{environ.get('SLURM_STEP_ID', '')}.{environ.get('SLURM_RESTART_COUNT', '')}",
     )
+
+
+def _slurm_address(environ: Mapping[str, str], num_hosts: int) -> str:
+    """The first host's name, or what MASTER_ADDR makes of it ("{host}-ib", another network's name for the host)."""
+    address = environ.get("MASTER_ADDR") or "{host}"
+    if num_hosts > 1 and is_loopback(address):
+        raise UsageError(
+            f"MASTER_ADDR={address} in a Slurm step on {num_hosts} hosts: the others cannot reach process 0 there. "
+            "Unset it, or give a name or an address of the step's first host, which {host} stands for"
+        )
+    return address.replace("{host}", first_slurm_host(environ["SLURM_STEP_NODELIST"]))
 
 
 def _from_openmpi(environ: Mapping[str, str]) -> World | None:
@@ -250,15 +267,21 @@ def _from_kubernetes(environ: Mapping[str, str]) -> World | None:
 
 def _alone(environ: Mapping[str, str]) -> World:
     """A process by itself, with a note for all that looks like a cluster but is too little to act on."""
+    if (_number(environ, "PMI_SIZE") or 1) > 1:
+        said = " ".join(f"{name}={environ[name]}" for name in ("PMI_RANK", "PMI_SIZE") if name in environ)
+        raise UsageError(
+            f"{said}: started by MPICH or Intel MPI, which do not say where process 0 runs. Start with `launch`, srun "
+            "or Open MPI's mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset PMI_SIZE to train alone"
+        )
     notes = []
     if "SLURM_JOB_ID" in environ:
         notes.append(
             f"inside Slurm job {environ['SLURM_JOB_ID']} but not in a step of it (a batch script, salloc or an ssh "
             "login): training alone in this process; use srun to start one process per task"
         )
-    unused = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK") if name in environ]
-    if unused:
-        notes.append(f"{', '.join(unused)} set without RANK and WORLD_SIZE: not used, training alone in this process")
+    for needed, names in _WORTH_NOTHING_WITHOUT.items():
+        if unused := [name for name in names if name in environ]:
+            notes.append(f"{', '.join(unused)} set without {needed}: not used, training alone in this process")
     return World(
         process_index=0,
         process_count=1,

@@ -1,7 +1,7 @@
 """The device mesh of a run. Read next: `strategy.py`, which decides what is cut over its axes.
 
-Axes: `replica` (copies of the parameters), `fsdp` (one copy cut into shards), `tensor` (reserved for cutting single
-matrices; size 1 so far). A batch is cut over `replica` and `fsdp` together.
+Axes: `replica` (copies of the parameters), `fsdp` (one copy cut into shards), `tensor` (heads and wide layers shared
+out, `tensor.py`). A batch is cut over `replica` and `fsdp` together; devices along `tensor` hold the same rows.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA, FSDP, TENSOR = "replica", "fsdp", "tensor"
 AXES = (REPLICA, FSDP, TENSOR)
@@ -17,29 +17,48 @@ BATCH = PartitionSpec((REPLICA, FSDP))
 REPLICATED = PartitionSpec()
 
 
-def make_mesh(fsdp_devices: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh (replica = devices / fsdp_devices, fsdp = fsdp_devices, tensor = 1) over all processes' devices.
+def make_mesh(fsdp_devices: int, devices: Sequence[Any] | None = None, tensor_devices: int = 1) -> Mesh:
+    """The mesh over all processes' devices; as many replicas as the other two axes leave.
 
-    Devices stay in process order and `fsdp` is the inner axis, so that a shard group lies within a host where it fits.
-    Raises ValueError where `fsdp_devices` does not divide the number of devices.
+    Devices stay in process order, `tensor` is the innermost axis and `fsdp` the next, so that such a group lies within
+    a host where it fits. Raises ValueError where their product does not divide the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    if fsdp_devices < 1 or len(devices) % fsdp_devices:
-        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        raise ValueError(
-            f"--fsdp-devices {fsdp_devices} does not divide the {len(devices)} devices of this run; "
-            f"allowed: {', '.join(map(str, divisors))}"
-        )
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    grid = np.asarray(ordered).reshape(-1, fsdp_devices, 1)
+    grid = np.asarray(ordered).reshape(_extents(fsdp_devices, len(devices), tensor_devices))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows cut over all devices."""
+def planned_mesh(fsdp_devices: int, num_devices: int, tensor_devices: int = 1) -> AbstractMesh:
+    """`make_mesh` for devices that need not be there: shapes on one device follow from it, no program."""
+    extents = _extents(fsdp_devices, num_devices, tensor_devices)
+    return AbstractMesh(extents, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _extents(fsdp_devices: int, num_devices: int, tensor_devices: int) -> tuple[int, int, int]:
+    """Devices along each axis."""
+    if problem := does_not_divide(num_devices, tensor_devices, fsdp_devices):
+        raise ValueError(problem)
+    return num_devices // (fsdp_devices * tensor_devices), fsdp_devices, tensor_devices
+
+
+def does_not_divide(num_devices: int, tensor_devices: int, fsdp_devices: int = 1) -> str | None:
+    """What is wrong with these sizes of the axes, as a sentence with what is allowed; None where nothing is."""
+    flag, given, among, things = "--sharding.tensor-devices", tensor_devices, num_devices, "devices"
+    if tensor_devices >= 1 and num_devices % tensor_devices == 0:
+        flag, given, among = "--fsdp-devices", fsdp_devices, num_devices // tensor_devices
+        things = "devices" if tensor_devices == 1 else f"groups of {tensor_devices} devices (--sharding.tensor-devices)"
+    if given >= 1 and among % given == 0:
+        return None
+    divisors = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
+    return f"{flag} {given} does not divide the {among} {things} of this run; allowed: {divisors}"
+
+
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Rows cut over all devices but those of a tensor group, which hold the same ones."""
     return NamedSharding(mesh, BATCH)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same value on every device."""
     return NamedSharding(mesh, REPLICATED)

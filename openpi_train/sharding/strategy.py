@@ -1,7 +1,9 @@
-"""Which parts of the state are cut over the `fsdp` axis, and along which array dim. Read next: `training/step.py`.
+"""Which parts of the state are cut over the `fsdp` axis, and along which array dim. Read next: `tensor.py`.
 
 A strategy is a row of a table, not a class: DDP is `replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 cut the optimizer
-state, also the gradients, also the parameters. With more devices than `fsdp_devices` the rest are replicas (HSDP).
+state, also the gradients, also the parameters. With more devices than `fsdp_devices` the rest are replicas, which is
+what `hsdp` does by hosts. What `tensor.py` cuts is so under every strategy, in all parts; `fsdp` takes another dim.
+Where a part lies between steps, on the devices or in host memory, is said here too.
 """
 
 import dataclasses
@@ -11,69 +13,122 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from openpi_train.sharding.mesh import FSDP, batch_sharding, replicated
+from openpi_train.sharding.mesh import FSDP, TENSOR, batch_sharding, replicated
+from openpi_train.sharding.tensor import tensor_dim
 
-Part = Literal["params", "grads", "opt"]
-Strategy = Literal["replicated", "zero1", "zero2", "zero3"]
+# What a device holds: the state (float32 parameters, moments, average), the sum of gradients over micro-batches, and
+# the copy of the parameters that it computes with.
+Part = Literal["state", "grads", "copy"]
+Strategy = Literal["replicated", "zero1", "zero2", "zero3", "hsdp"]
+Choice = Literal["auto", "replicated", "zero1", "zero2", "zero3", "hsdp"]
 
 CUT: Mapping[Strategy, frozenset[Part]] = {
     "replicated": frozenset(),
-    "zero1": frozenset({"opt"}),
-    "zero2": frozenset({"opt", "grads"}),
-    "zero3": frozenset({"opt", "grads", "params"}),
+    "zero1": frozenset({"state"}),
+    "zero2": frozenset({"state", "grads"}),
+    "zero3": frozenset({"state", "grads", "copy"}),
+    "hsdp": frozenset({"state", "grads", "copy"}),  # within a host; hosts are replicas
 }
+
+
+# The fields of the state whose large arrays lie in host memory between two steps.
+Offload = Literal["none", "optimizer", "optimizer+ema"]
+ON_HOST: Mapping[Offload, frozenset[str]] = {
+    "none": frozenset(),
+    "optimizer": frozenset({"opt_state"}),
+    "optimizer+ema": frozenset({"opt_state", "ema"}),
+}
+# jax's names for a device's own memory, and for that of the host which it reads and writes by itself.
+DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How the state is laid out over `--fsdp-devices` devices; without effect where that is 1.
+    """How the state is laid out over `--fsdp-devices` devices.
 
     Arrays below `min_shard_mib` MiB stay whole (openpi's rule and default, 4): a small gather costs more than it saves.
     """
 
-    # Which of optimizer state, gradients and parameters are cut.
-    strategy: Strategy = "zero3"
-    # Smaller arrays stay whole, MiB.
+    # What is cut; auto: what fits and sends least, or with --fsdp-devices given zero3.
+    strategy: Choice = "auto"
+    # Smaller arrays stay whole, and on the devices, MiB.
     min_shard_mib: float = 4.0
+    # Devices that share out the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: none do.
+    tensor_devices: int = 1
+    # What lies in host memory between steps: the optimizer's moments, also the average of the parameters.
+    offload: Offload = "none"
 
 
-def shard_dim(shape: tuple[int, ...], itemsize: int, num_shards: int, min_bytes: float) -> int | None:
-    """The dim to cut, or None: the largest one that divides, ties to the last.
+def shard_dim(
+    shape: tuple[int, ...], itemsize: int, num_shards: int, min_bytes: float, taken: int | None = None
+) -> int | None:
+    """The dim to cut, or None: the largest one that divides, ties to the last, and not the one that is `taken`.
 
     The rule of openpi (`training/sharding.py` at 15a9616), whose results `golden/misc_fsdp.json` lists.
     """
     if num_shards == 1 or len(shape) < 2 or math.prod(shape) * itemsize < min_bytes:
         return None
     for dim in np.argsort(shape)[::-1]:
-        if shape[dim] % num_shards == 0:
+        if shape[dim] % num_shards == 0 and dim != taken:
             return int(dim)
     return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A mesh, and what is cut on it."""
+    """A mesh, of devices that are there or only planned, and what is cut on it."""
 
-    mesh: Mesh
-    config: ShardingConfig
+    mesh: Mesh | AbstractMesh
+    strategy: Strategy
+    min_shard_mib: float = 4.0
+    offload: Offload = "none"
 
-    def spec(self, leaf: Any) -> PartitionSpec:
-        """How one array (or its shape) is cut where its part is cut at all."""
-        min_bytes = self.config.min_shard_mib * 2**20
-        dim = shard_dim(leaf.shape, leaf.dtype.itemsize, self.mesh.shape[FSDP], min_bytes)
-        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, FSDP)
+    @property
+    def real_mesh(self) -> Mesh:
+        """The mesh, to run on: of devices that are there."""
+        assert isinstance(self.mesh, Mesh), "nothing runs on planned devices"
+        return self.mesh
+
+    def cuts(self, part: Part) -> bool:
+        """Whether the strategy cuts this part."""
+        return part in CUT[self.strategy]
+
+    def spec(self, part: Part, leaf: Any, path: str) -> PartitionSpec:
+        """How one array (or its shape) of `part` is cut: the parameter at `path`, or what belongs to it."""
+        axes: dict[int, str] = {}
+        shape, tensor_devices = list(leaf.shape), self.mesh.shape[TENSOR]
+        taken = tensor_dim(path, leaf.shape, tensor_devices)
+        if taken is not None:
+            axes[taken] = TENSOR
+            shape[taken] //= tensor_devices
+        if self.cuts(part):
+            min_bytes = self.min_shard_mib * 2**20
+            dim = shard_dim(tuple(shape), leaf.dtype.itemsize, self.mesh.shape[FSDP], min_bytes, taken)
+            axes |= {} if dim is None else {dim: FSDP}
+        return PartitionSpec(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
 
     def tree(self, part: Part, tree: Any) -> Any:
-        """The sharding of every leaf of `tree`, which belongs to `part` of the state."""
-        if part not in CUT[self.config.strategy]:
-            return jax.tree.map(lambda _: replicated(self.mesh), tree)
-        return jax.tree.map(lambda leaf: NamedSharding(self.mesh, self.spec(leaf)), tree)
+        """The sharding of every leaf of `tree`, which belongs to `part`; parameters' paths are its innermost keys."""
+
+        def sharding(keys: Any, leaf: Any) -> NamedSharding:
+            return NamedSharding(self.mesh, self.spec(part, leaf, str(getattr(keys[-1], "key", "")) if keys else ""))
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def between_steps(self, field: str, tree: Any) -> Any:
+        """The sharding of every leaf of this field of the state while no step runs: maybe in host memory."""
+
+        def place(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+            large = leaf.ndim > 0 and math.prod(leaf.shape) * leaf.dtype.itemsize >= self.min_shard_mib * 2**20
+            return sharding.with_memory_kind(HOST_MEMORY) if large and field in ON_HOST[self.offload] else sharding
+
+        return jax.tree.map(place, tree, self.tree("state", tree))
 
     @property
     def batch(self) -> NamedSharding:
-        """Rows over all devices."""
+        """Rows over all devices; those of a tensor group hold the same ones."""
         return batch_sharding(self.mesh)
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from openpi_train.runtime import xla
+from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import is_loopback, split_address
 from openpi_train.tools.finding import Finding, fail, ok, warn
 
@@ -153,7 +154,13 @@ def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
 def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
     """Whether each of `hosts` ("name" or "name:port") resolves and answers from here."""
     for given in hosts:
-        host, port = split_address(given) if ":" in given else (given, default_port)
+        try:
+            host, port = split_address(given) if ":" in given else (given, default_port)
+        except UsageError:
+            yield fail(
+                "reach", f"{given!r} is not a host, or host:port", "correct --hosts; an IPv6 address is [::1]:port"
+            )
+            continue
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
         except OSError as error:

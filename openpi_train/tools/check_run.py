@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from openpi_train.data.config import DataConfig
+from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.norm_stats import stored_norm_stats
 from openpi_train.data.normalize import guard, read_norm_stats
 from openpi_train.data.opened import assets, open_windows
@@ -83,7 +84,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
     config, ready = experiment.data, True
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
-        if not isinstance(source, Rlds):
+        if not isinstance(source, Rlds | LeRobot):
             continue
         flag = f"--data.datasets.{number}.source.path"
         try:
@@ -95,7 +96,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         yield from check_disk.read(Path(source.path).expanduser())
         if not fresh:
             ready = False
-            text = f"{source.path}, split {source.split}: there, but not indexed yet, or changed since"
+            text = f"{source.path}: there, but not indexed yet, or changed since"
             yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.path}")
     if not ready:
         advice = "see `dataset`, then run doctor again"

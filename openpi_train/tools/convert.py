@@ -8,8 +8,8 @@ from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.interop import openpi
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.training.checkpoints.step_dirs import StepDirs
 from openpi_train.training.rundir import changed_fields
-from openpi_train.training.step_dirs import StepDirs
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +31,11 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
     prepare.add_argument("--seed", type=int, default=0, help="of scenes and disturbances (%(default)s)")
     prepare.set_defaults(run=_prepare)
-    index = what.add_parser("index", help="index an RLDS dataset now rather than at the first run")
-    repack = what.add_parser("repack", help="copy an RLDS dataset into step-level records for slow storage")
+    index = what.add_parser("index", help="index a dataset now rather than at the first run")
+    repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        form.add_argument("path", help="<data_dir>/<name> or <data_dir>/<name>/<version>")
-        form.add_argument("--split", default="train", help='a split, or several as "train+val" (%(default)s)')
+        form.add_argument("path", help="<data_dir>/<name>[/<version>] of RLDS; a LeRobot dataset's folder")
+        form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
         form.add_argument(
             "--on-bad-record",
             choices=("error", "skip"),
@@ -65,9 +66,15 @@ def _prepare(given: argparse.Namespace) -> None:
 
 
 def _source(given: argparse.Namespace):
+    from openpi_train.data.formats import source_at
     from openpi_train.data.rlds import Rlds
 
-    return Rlds(path=given.path, split=given.split, on_bad_record=given.on_bad_record).open()
+    source = source_at(given.path)
+    if isinstance(source, Rlds):
+        source = dataclasses.replace(source, split=given.split)
+    elif given.split != "train":
+        raise ValueError(f"{given.path} is a LeRobot dataset, which has no splits: leave out --split {given.split}")
+    return dataclasses.replace(source, on_bad_record=given.on_bad_record).open()
 
 
 def _index(given: argparse.Namespace) -> None:

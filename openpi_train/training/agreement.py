@@ -1,6 +1,6 @@
 """`runtime/agree.py` for code that also serves tools and notebooks, where one process runs and no session was started.
 
-Read next: `checkpoint.py`, `rundir.py`, whose processes agree here on what they found on disk.
+Read next: `checkpoints/store.py`, `rundir.py`, whose processes agree here on what they found on disk.
 """
 
 from typing import Any

@@ -18,6 +18,7 @@ import numpy as np
 from openpi_train.data.feed import Feed
 from openpi_train.keys import for_purpose, row_keys
 from openpi_train.nn.params import Params, merge_module
+from openpi_train.sharding.strategy import ON_HOST
 from openpi_train.training.agreement import gather
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
@@ -85,11 +86,20 @@ class Evaluator:
     def _values(self, state: TrainState) -> dict[str, float]:
         values = self._evaluate(state.params, state.frozen)
         if state.ema is not None:
-            averaged = self._evaluate(state.ema, state.frozen)
+            averaged = self._evaluate(self._on_devices(state.ema), state.frozen)
             values |= {f"{name}_ema": value for name, value in averaged.items()}
         if "sample" in self._trainer.model.provides:
             values["val/action_mse_mean_baseline"] = self._baseline()
         return values
+
+    def _on_devices(self, params: Params) -> Params:
+        """The same parameters, out of host memory where they lie there between steps."""
+        plan, key = self._trainer.plan, ("average on the devices",)
+        if "ema" not in ON_HOST[plan.offload]:
+            return params
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(lambda params: params, out_shardings=plan.tree("state", params))
+        return self._compiled[key](params)
 
     def _evaluate(self, params: Params, frozen: Params) -> dict[str, float]:
         norms = {name: np.float32(norm) for name, norm in self._sum("norms").items()}
@@ -132,24 +142,31 @@ def _own_elements(batch: ActionBatch):
     return (batch.action_mask[:, :, None] & batch.dim_mask[:, None, :]).astype(jnp.float32)
 
 
-def _keys(trainer: Trainer, batch: Any, index: Any, purpose: str):
-    """A key per row by its number among all held-out rows, whatever the batch size."""
-    return for_purpose(row_keys(trainer.seed, 0, index * len(batch.row) + batch.row), purpose)
+def _keys(trainer: Trainer, batch: Any, start: Any, purpose: str):
+    """A key per row by its number among all held-out rows, whatever the batch size; `start` is that of row 0."""
+    return for_purpose(row_keys(trainer.seed, 0, start + batch.row), purpose)
 
 
 def _loss(trainer: Trainer, params: Params, frozen: Params, norms: Any, batch: Any, index: Any):
-    model = merge_module(trainer.graphdef, {**frozen, **params})
-    keys = _keys(trainer, batch, index, "validation")
-    return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
+    def share(params, batch, rest):
+        norms, start = rest
+        model = merge_module(trainer.graphdef, params)
+        keys = _keys(trainer, batch, start, "validation")
+        return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
+
+    return trainer.devices.sum(share, {**frozen, **params}, batch, (norms, index * len(batch.row)))
 
 
 def _action_error(trainer: Trainer, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
-    model: Any = merge_module(trainer.graphdef, {**frozen, **params})
-    keys = _keys(trainer, batch, index, "validation/sample")
-    noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
-    actions = model.sample_actions(batch.observation, noise, num_steps)
-    mask = _own_elements(batch)
-    return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
+    def share(params, batch, start):
+        model: Any = merge_module(trainer.graphdef, params)
+        keys = _keys(trainer, batch, start, "validation/sample")
+        noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
+        actions = model.sample_actions(batch.observation, noise, num_steps)
+        mask = _own_elements(batch)
+        return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
+
+    return trainer.devices.sum(share, {**frozen, **params}, batch, index * len(batch.row))
 
 
 def _moments(batch: ActionBatch):

@@ -1,4 +1,4 @@
-"""The first state of a run: born sharded, nothing materialised twice. Read next: `step.py`, `checkpoint.py`."""
+"""The first state of a run: born sharded, nothing materialised twice. Read next: `step.py`, `checkpoints/store.py`."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from flax import nnx
 
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, module_params
+from openpi_train.optim import LossScaling
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.state import TrainState
 from openpi_train.types import tree_of
@@ -25,6 +26,17 @@ class StateLayout:
     graphdef: nnx.GraphDef
     shapes: TrainState
     shardings: TrainState
+    loss_scaling: LossScaling | None = None
+
+    def under(self, plan: Plan) -> "StateLayout":
+        """The same state, cut as `plan` says."""
+        cut = {
+            field: plan.between_steps(field, getattr(self.shapes, field))
+            for field in ("params", "frozen", "ema", "opt_state")
+        }
+        scale = jax.tree.map(lambda _: plan.replicated, self.shapes.scale)
+        shardings = tree_of(TrainState, step=plan.replicated, scale=scale, **cut)
+        return dataclasses.replace(self, shardings=shardings)
 
     def abstract(self) -> TrainState:
         """Shapes that carry their shardings, as a checkpoint restore wants them."""
@@ -36,7 +48,12 @@ class StateLayout:
 
 
 def initial_state(
-    model: ModelConfig, optimizer: optax.GradientTransformation, is_frozen: Any, ema: bool, seed: Any
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    is_frozen: Any,
+    ema: bool,
+    seed: Any,
+    loss_scaling: LossScaling | None = None,
 ) -> TrainState:
     """A fresh state (traceable). `is_frozen(path)` picks the leaves that training leaves alone."""
     leaves = module_params(model.build(nnx.Rngs(seed)))
@@ -49,24 +66,23 @@ def initial_state(
         frozen=frozen,
         ema=jax.tree.map(jnp.copy, params) if ema else None,
         opt_state=optimizer.init(params),
+        scale=loss_scaling.first() if loss_scaling else None,
     )
 
 
 def lay_out(
-    model: ModelConfig, optimizer: optax.GradientTransformation, is_frozen: Any, ema: bool, plan: Plan
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    is_frozen: Any,
+    ema: bool,
+    plan: Plan,
+    loss_scaling: LossScaling | None = None,
 ) -> StateLayout:
-    """Shapes and shardings of the state by abstract evaluation: no array is made."""
-    shapes = jax.eval_shape(lambda: initial_state(model, optimizer, is_frozen, ema, 0))
+    """Shapes and shardings of the state by abstract evaluation: no array is made. `loss_scaling` None has no scale."""
+    shapes = jax.eval_shape(lambda: initial_state(model, optimizer, is_frozen, ema, 0, loss_scaling))
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
-    shardings = tree_of(
-        TrainState,
-        step=plan.replicated,
-        params=plan.tree("params", shapes.params),
-        frozen=plan.tree("params", shapes.frozen),
-        ema=plan.tree("opt", shapes.ema),
-        opt_state=plan.tree("opt", shapes.opt_state),
-    )
-    return StateLayout(graphdef=graphdef, shapes=shapes, shardings=shardings)
+    layout = StateLayout(graphdef=graphdef, shapes=shapes, shardings=shapes, loss_scaling=loss_scaling)
+    return layout.under(plan)
 
 
 def create_state(
@@ -84,7 +100,7 @@ def create_state(
     """
     # Runs once, so compile it quickly: LLVM's optimizations take eight times as long on the random number code.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    make = functools.partial(initial_state, model, optimizer, is_frozen, ema, seed)
+    make = functools.partial(initial_state, model, optimizer, is_frozen, ema, seed, layout.loss_scaling)
     state = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)()
     if not weights:
         return state

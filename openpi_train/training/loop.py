@@ -1,5 +1,6 @@
 """The training loop of every run. Read next: `step.py` for what a step is, `run.py` for how the parts are made."""
 
+from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import Preempted
 from openpi_train.training.run import Run
 from openpi_train.training.state import TrainState
@@ -15,24 +16,33 @@ def train(run: Run) -> TrainState:
     run.catch_up(state)
     step_function = run.compile_step(state)
     for step in range(first + 1, total + 1):
-        state, metrics = step_function(state, run.feed.next(state))
-        run.note(step, metrics)
-        stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
-        if stop or evaluate or step % experiment.log_interval == 0:
-            run.log(step, recorder.read())
+        with run.taking(step):
+            state, metrics = step_function(state, run.feed.next(state))
+            run.note(step, metrics)
+            stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
+            if stop or evaluate or step % experiment.log_interval == 0:
+                run.log(step, recorder.read())
         complete = step == total
         if evaluate and not stop:
-            with recorder.paused():
+            with recorder.paused("evaluation"):
                 complete &= run.evaluate(step, state)
             stop = run.stop_requested()
         elif evaluate:
             complete = False
-        if stop or step == total or step % experiment.save_interval == 0:
+        if stop or run.save_is_due(step):
             recorder.check()
-            with recorder.paused():
+            with recorder.paused("checkpoint"):
                 run.save(step, state)
+        elif run.local_save_is_due(step):
+            recorder.check()
+            with recorder.paused("checkpoint"):
+                run.save_locally(step, state)
         if stop and not complete:
             run.finish()
-            raise Preempted(f"stopped after step {step} of {total} with a good checkpoint; continue with --resume")
+            times = preempt.stop_times()
+            took = f", {times.words()}" if times else ""
+            raise Preempted(
+                f"stopped after step {step} of {total} with a good checkpoint{took}; continue with --resume"
+            )
     run.finish()
     return state

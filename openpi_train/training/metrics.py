@@ -15,7 +15,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
+from openpi_train.runtime.patient_file import PatientFile
 
 logger = logging.getLogger(__name__)
 
@@ -89,19 +90,24 @@ class JsonLines:
     """
 
     def __init__(self, path: pathlib.Path, resume_step: int = 0):
-        if path.exists():
-            _cut_after(path, resume_step or -1)
-        self._file = path.open("a", encoding="utf-8")
+        with reported_as(CheckpointError):
+            if path.exists():
+                _cut_after(path, resume_step or -1)
+            self._file = PatientFile(path)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append a line."""
         line = {"step": step} | {name: _valid(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Raises CheckpointError, with the lines, where the disk is still too full for them."""
+        left = self._file.close().decode()
+        if left:
+            raise CheckpointError(
+                f"{self._file.path}: {len(left.splitlines())} lines could not be written ({self._file.problem}). The "
+                f"last checkpoint is whole. Free some space, and append them if you need them:\n{left.rstrip()}"
+            )
 
 
 def require_writers(*, tensorboard: bool, wandb: bool) -> None:
@@ -119,10 +125,13 @@ class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0):
-        import tensorboardX
+        from tensorboardX import SummaryWriter, record_writer
 
+        # tensorboardX's own files raise when the disk is full, in its thread and in ours.
+        record_writer.register_writer_factory("patient", _PatientFiles)
         purge = resume_step + 1 if resume_step else 0  # TensorBoard hides what an earlier start wrote from here on
-        self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
+        with reported_as(CheckpointError):
+            self._writer = SummaryWriter(f"patient:{directory}", purge_step=purge)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a scalar per value."""
@@ -134,6 +143,20 @@ class TensorBoard:
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+class _PatientFiles:
+    """How tensorboardX makes the files of a place that begins with "patient:"."""
+
+    @staticmethod
+    def directory_check(place: str) -> None:
+        """Make the folder."""
+        pathlib.Path(place.partition(":")[2]).mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def open(place: str) -> PatientFile:
+        """Open a new file."""
+        return PatientFile(pathlib.Path(place.partition(":")[2]))
 
 
 class Wandb:

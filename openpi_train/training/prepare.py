@@ -4,20 +4,29 @@ Read next: `start.py`, which goes on from here.
 """
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
+from typing import Any
 
 import jax
+import optax
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
-from openpi_train.planning.devices import memory_bytes
-from openpi_train.planning.memory import Memory, predict, require
+from openpi_train.optim import LossScaling
+from openpi_train.planning.choose import layout_cost, layouts, planned
+from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
+from openpi_train.planning.flops import product_flops
+from openpi_train.planning.forecast import Forecast, Machine, Policy, forecast, least_memory, recommend
+from openpi_train.planning.kinds import kind_of
+from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
+from openpi_train.training.agreement import gather
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.rundir import RunRequest, devices_at_first
 from openpi_train.training.step import Trainer
@@ -27,12 +36,22 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is known of a run before anything is allocated."""
+    """What is known of a run before anything is allocated. `experiment` has nothing left to be chosen."""
 
+    experiment: Experiment
     trainer: Trainer
     layout: StateLayout
-    memory: Memory
+    forecast: Forecast
     available_bytes: int
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on each device."""
+        return self.forecast.memory
+
+    def as_json(self) -> dict[str, Any]:
+        """For `plan.json`: the forecast of what is used."""
+        return {**self.forecast.as_json(), "available_bytes_per_device": self.available_bytes}
 
 
 def fit(experiment: Experiment, request: RunRequest) -> Experiment:
@@ -46,30 +65,170 @@ def fit(experiment: Experiment, request: RunRequest) -> Experiment:
 def prepare(experiment: Experiment, world: World) -> Prepared:
     """Mesh, layout and memory of the run. Raises UsageError for what the flags ask and these devices cannot do."""
     experiment.check(jax.device_count())
-    plan = Plan(mesh=make_mesh(experiment.fsdp_devices), config=experiment.sharding)
-    schedule = experiment.lr_schedule.create()
-    optimizer = experiment.optimizer.create(schedule)
-    model = experiment.model
-    layout = lay_out(model, optimizer, experiment.is_frozen, experiment.ema_decay is not None, plan)
+    sharding = experiment.sharding
+    if sharding.offload != "none":
+        check_host_memory(sharding.offload)
+    if jax.local_device_count() % sharding.tensor_devices:
+        logger.warning(
+            "--sharding.tensor-devices %d: such groups span several processes of %d devices; where those are on "
+            "different hosts, every layer waits for the links between them",
+            *(sharding.tensor_devices, jax.local_device_count()),
+        )
+    device, processes = jax.local_devices()[0], world.local_count or 1
+    sizes = gather("memory of a device", [measure(device, processes) for measure in (memory_bytes, total_bytes)])
+    available, total = map(min, zip(*sizes, strict=True))
+    layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
-    trainer = Trainer(
+    chosen = choose(experiment, layout, this_machine(total))
+    settled = as_chosen(experiment, chosen)
+    if settled != experiment:  # the module knows its policy
+        experiment, layout = settled, whole_layout(settled, Plan(mesh=make_mesh(1), strategy="replicated"))
+    trainer = make_trainer(
+        experiment, layout, make_plan(experiment, chosen.layout.strategy, chosen.layout.fsdp_devices)
+    )
+    if sharding.offload != "none":
+        check_host_room(sharding.offload, chosen.memory, processes)
+    return Prepared(
+        experiment=experiment,
+        trainer=trainer,
+        layout=layout.under(trainer.plan),
+        forecast=chosen,
+        available_bytes=available,
+    )
+
+
+def whole_layout(experiment: Experiment, whole: Plan) -> StateLayout:
+    """The run's state under `whole`, a plan that cuts nothing."""
+    optimizer, has_ema = experiment.optimizer.create(_schedule(experiment)), experiment.ema_decay is not None
+    return lay_out(experiment.model, optimizer, experiment.is_frozen, has_ema, whole, _loss_scaling(experiment))
+
+
+def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Trainer:
+    """The run's step under `plan`."""
+    schedule = _schedule(experiment)
+    return Trainer(
         graphdef=layout.graphdef,
-        model=model,
+        model=experiment.model,
         objective=experiment.objective,
-        optimizer=optimizer,
+        optimizer=experiment.optimizer.create(schedule),
         schedule=schedule,
         plan=plan,
         seed=experiment.seed,
         grad_accum=experiment.grad_accum,
         ema_decay=experiment.ema_decay,
+        loss_scaling=_loss_scaling(experiment),
     )
-    rows = experiment.batch_size // (jax.device_count() * experiment.grad_accum)
-    activations = model.activation_bytes_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
-    return Prepared(
-        trainer=trainer,
-        layout=layout,
-        memory=predict(layout, plan, activations, rows),
-        available_bytes=memory_bytes(jax.local_devices()[0], world.local_count or 1),
+
+
+def _schedule(experiment: Experiment) -> optax.Schedule:
+    return experiment.lr_schedule.over(experiment.num_train_steps).create()
+
+
+def _loss_scaling(experiment: Experiment) -> LossScaling | None:
+    return experiment.loss_scaling if experiment.model.needs_loss_scale else None
+
+
+def this_machine(total_bytes: int) -> Machine:
+    """The devices that are here, each with so many bytes."""
+    return Machine(
+        kind=kind_of(jax.devices()[0].device_kind),
+        num_devices=jax.device_count(),
+        num_hosts=jax.device_count() // jax.local_device_count(),
+        available_bytes=total_bytes,
+    )
+
+
+def choose(experiment: Experiment, layout: StateLayout, machine: Machine) -> Forecast:
+    """Strategy and rematerialisation policy as the flags say, or the best of all for these devices.
+
+    The log says which, why, and what else there was. Where nothing fits it is what needs least memory.
+    """
+    counted = len(experiment.model.remat_choices()) > 1
+    found = forecasts(experiment, layout, machine, [experiment.grad_accum], counted=counted)
+    chosen, why = recommend(found)
+    logger.info("%s", why)
+    if len(found) > 1:
+        usable = machine.usable_bytes / GIB
+        others = [f"{one.words()}{'' if one.fits else ' does not fit'}" for one in found if one is not chosen]
+        logger.info("%.1f GiB of each device can be used; else there was: %s", usable, "; ".join(others))
+    return chosen or least_memory(found)
+
+
+def forecasts(
+    experiment: Experiment, layout: StateLayout, machine: Machine, accumulations: list[int], *, counted: bool = True
+) -> list[Forecast]:
+    """What every strategy with every rematerialisation policy that the flags leave open needs and takes."""
+    open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
+    costs = [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
+    batch = experiment.batch_size
+    return [
+        forecast(machine, cost, policy, batch, accumulations)
+        for cost, policy in itertools.product(costs, policy_costs(experiment, counted=counted))
+    ]
+
+
+def policy_costs(experiment: Experiment, *, counted: bool) -> list[Policy]:
+    """What each rematerialisation policy that is left open costs: FLOPs, and the model's estimates of bytes.
+
+    FLOPs are `counted` in the traced step (of a tensor group, on all of its devices together), recomputation included,
+    or the model's own by its formula.
+    """
+    cameras, sharding = experiment.data.cameras, experiment.sharding
+    sizes = len(cameras), experiment.objective.draws_per_row, sharding.tensor_devices
+    found = []
+    for name, model in experiment.model.remat_choices().items():
+        flops = 3 * model.flops_per_row(*sizes[:2])
+        if counted:
+            on_devices = dataclasses.replace(sharding, offload="none")
+            one = dataclasses.replace(experiment, model=model, grad_accum=1, sharding=on_devices)
+            whole = planned(one, "replicated", 1, sharding.tensor_devices)
+            layout = whole_layout(one, whole)
+            step = make_trainer(one, layout, whole).step
+            flops = product_flops(jax.make_jaxpr(step)(layout.abstract(), model.batch_spec(1, cameras)).jaxpr)
+        policy = Policy(
+            remat=name,
+            flops_per_row=flops,
+            activation_bytes_per_row=max(model.activation_bytes_per_row(*sizes), 1.0),
+            summed_bytes_per_row=model.tensor_bytes_per_row(*sizes),
+        )
+        found.append(policy)
+    return found
+
+
+def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
+    """The experiment with the rematerialisation policy of `chosen`."""
+    return dataclasses.replace(experiment, model=experiment.model.remat_choices()[chosen.policy.remat])
+
+
+def make_plan(experiment: Experiment, strategy: Strategy, fsdp_devices: int) -> Plan:
+    """The plan for these devices under a strategy that cuts over so many of them."""
+    sharding = experiment.sharding
+    mesh = make_mesh(fsdp_devices, tensor_devices=sharding.tensor_devices)
+    return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
+
+
+def check_host_memory(offload: str) -> None:
+    """Raise UsageError where these devices do not read their host's memory."""
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise UsageError(
+            f"--sharding.offload {offload} needs devices that read their host's memory ({HOST_MEMORY}); "
+            f"{device.device_kind} has: {', '.join(kinds)}. Use --sharding.offload none; zero3 over more devices, "
+            "--optimizer.moment-dtype bfloat16 and --optimizer adafactor need less memory, too"
+        )
+
+
+def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> None:
+    """Say what lies in host memory. Raises DoesNotFit where a host has too little. All processes call it."""
+    require_host(memory, min(gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
+    logger.info(
+        "offload %s: %.1f GiB of each device's state lie in host memory; to read and write them takes about %.2g s of "
+        "a step at %d GB/s each way (PCIe 4.0 x16)",
+        offload,
+        memory.host / GIB,
+        memory.host_link_s,
+        HOST_LINK_GB_S,
     )
 
 
@@ -101,7 +260,7 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     for name, count in counts.items():
         print(f"{name:<24} {count:>15,}")
     for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
-        print(f"{name:<24} {size / 2**30:>11.2f} GiB per device")
+        print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
     require(memory, prepared.available_bytes, jax.device_count(), experiment)
     print("fits")
     return 0

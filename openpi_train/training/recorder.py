@@ -1,20 +1,25 @@
 """Collects what steps report, without waiting for the devices, and reads it once per log interval.
 
-Read next: `loop.py`, `metrics.py` (where the lines go).
+Read next: `loop.py`, `metrics.py` (where the lines go), `docs/metrics.md` (what each number is).
 """
 
 import collections
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from openpi_train.runtime.exits import NumbersError
+from openpi_train.training.program import Program
+from openpi_train.training.time_split import Part, TimeSplit
 
 # How many steps the host may be ahead of the devices: enough to hide dispatch, few enough to bound queued batches.
 MAX_STEPS_AHEAD = 2
+# Of which a mean over steps says nothing.
+_STATES = ("skipped", "overflow", "loss_scale", "tokens")
 
 
 class Recorder:
@@ -24,93 +29,134 @@ class Recorder:
         self,
         *,
         batch_size: int,
-        flops_per_step: float,
         peak_flops: float | None,
         wait_s: Callable[[], float],
         row_names: Callable[[int], list[str]],
         stop_on_nan: bool,
+        unread: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        """`flops_per_step` are the model's own (forward and backward, no recomputation); `peak_flops` all devices'.
+        """`peak_flops` are those of all devices together, None where that is unknown.
 
         `wait_s()` is the total time that the loop waited for data so far; `row_names(step)` names a batch's rows.
+        `unread` is what `unread()` said when the state that the run continues from was saved.
         """
         self._batch_size = batch_size
-        self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
-        self._wait_s = wait_s
         self._row_names = row_names
         self._stop_on_nan = stop_on_nan
         self._pending: dict[int, Any] = {}
         self._ahead: collections.deque[Any] = collections.deque()
-        self.num_skipped = 0
-        self.restart_clock()
+        unread = unread or {"steps": [], "skipped_steps": 0}
+        # Of the start before this one. JSON has no word for what is not finite: strings that `float` reads.
+        self._before = [{name: float(value) for name, value in step.items()} for step in unread["steps"]]
+        self.num_skipped: int = unread["skipped_steps"]
+        self._program: Program | None = None
+        self._split = TimeSplit(wait_s, clock)
+        self._last_step_at = 0.0
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step's metrics (device arrays). Blocks only while the devices are far behind."""
         self._pending[step] = metrics
         self._ahead.append(metrics["loss"])
         if len(self._ahead) > MAX_STEPS_AHEAD:
-            jax.block_until_ready(self._ahead.popleft())
+            with self._split.of("device"):
+                jax.block_until_ready(self._ahead.popleft())
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent in here (evaluation, saving) is not counted as step time."""
-        started = time.perf_counter()
-        yield
-        self._paused_s += time.perf_counter() - started
+    def begin(self, program: Program) -> None:
+        """The first step comes now, by this program: what came before is no step time."""
+        self._program, self._last_step_at = program, 0.0
+        self._split.restart()
 
-    def restart_clock(self) -> None:
-        """Start timing now: compiling the first step is no step time."""
-        self._started, self._waited, self._paused_s = time.perf_counter(), self._wait_s(), 0.0
-        self._last = self._started
+    def paused(self, part: Part) -> contextlib.AbstractContextManager[None]:
+        """Time spent in here, evaluating or saving, is not counted as step time."""
+        return self._split.of(part)
+
+    def wait(self) -> None:
+        """Return when the devices have done all steps so far."""
+        with self._split.of("device"):
+            jax.block_until_ready(list(self._ahead))
 
     def last_step_s(self) -> float:
-        """Seconds since the call before, or since the clock was restarted."""
-        before, self._last = self._last, time.perf_counter() - self._paused_s
-        return self._last - before
+        """Seconds since the call before, or since the last `read`."""
+        before, self._last_step_at = self._last_step_at, self._split.stepping_s()
+        return self._last_step_at - before
 
     def read(self) -> dict[str, float | None]:
-        """Means over the steps since the last read; `mfu` is None where the devices' peak is unknown.
+        """Means over the steps since the last read, and where their time went.
 
-        Raises NumbersError where an update was NaN or Inf.
+        `loss_scale` is that of the last step. Raises NumbersError where an update was NaN or Inf, unless the loss scale
+        answers it.
         """
-        values = jax.device_get(self._pending)
-        elapsed = time.perf_counter() - self._started - self._paused_s
-        waited = self._wait_s() - self._waited
-        self._pending = {}
+        with self._split.of("device"):
+            values = jax.device_get(self._pending)
+        parts, stepping_s = self._split.lap()
+        self._pending, self._last_step_at = {}, 0.0
         self._ahead.clear()
-        self.restart_clock()
         self._check(values)
-        good = [metrics for metrics in values.values() if not metrics["skipped"]]
-        count = len(values)
+        good, self._before = [*self._before, *_good(values)], []
+        last: Mapping[str, Any] = next(reversed(values.values()), {})
         result: dict[str, float | None] = {
-            name: sum(float(metrics[name]) for metrics in good) / len(good)
-            for name in (good[0] if good else {})
-            if name != "skipped"
+            name: sum(metrics[name] for metrics in good) / len(good)
+            for name in (good[-1] if good else {})
+            if all(name in metrics for metrics in good)
         }
-        step_s = elapsed / count
-        result |= {
+        if "loss_scale" in last:
+            result["loss_scale"] = float(last["loss_scale"])
+        if "tokens" in last:
+            result["tokens_per_s"] = sum(float(metrics["tokens"]) for metrics in values.values()) / stepping_s
+        return result | self._speed(parts, stepping_s, len(values)) | {"skipped_steps": float(self.num_skipped)}
+
+    def _speed(self, parts: Mapping[str, float], stepping_s: float, num_steps: int) -> dict[str, float | None]:
+        """The interval's times, and the rates that follow; `mfu` and `hfu` are None where the peak is unknown."""
+        interval_s, step_s, program = sum(parts.values()), stepping_s / num_steps, self._program
+        possible = step_s * self._peak_flops if self._peak_flops else None
+        return {
             "time/step_s": step_s,
-            "data/wait_s": waited / count,
+            "data/wait_s": parts["data"] / num_steps,
+            "time/interval_s": interval_s,
+            **{f"time/{part}_share": seconds / interval_s for part, seconds in parts.items()},
             "samples_per_s": self._batch_size / step_s,
-            "mfu": self._flops_per_step / step_s / self._peak_flops if self._peak_flops else None,
-            "skipped_steps": float(self.num_skipped),
+            "mfu": program.model_flops / possible if program and possible else None,
+            "hfu": program.executed_flops / possible if program and possible else None,
         }
-        return result
+
+    def unread(self) -> dict[str, Any]:
+        """What a run that continues from here needs so that its next line is the same, without times; as JSON."""
+        values = jax.device_get(self._pending)
+        num_skipped = sum(bool(metrics["skipped"]) for metrics in values.values())
+        steps = [
+            {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+            for metrics in (*self._before, *_good(values))
+        ]
+        return {"steps": steps, "skipped_steps": self.num_skipped + num_skipped}
 
     def check(self) -> None:
         """Raise NumbersError now if a step since the last read was bad; before anything is saved."""
-        self._check(jax.device_get(self._pending), count=False)
+        with self._split.of("device"):
+            values = jax.device_get(self._pending)
+        self._check(values, count=False)
 
     def _check(self, values: Mapping[int, Mapping[str, Any]], count: bool = True) -> None:
-        bad = [step for step, metrics in values.items() if metrics["skipped"]]
+        skipped = {step: metrics for step, metrics in values.items() if metrics["skipped"]}
         if count:
-            self.num_skipped += len(bad)
+            self.num_skipped += len(skipped)
+        bad = [step for step, metrics in skipped.items() if not metrics.get("overflow")]
         if bad and self._stop_on_nan:
             step, metrics = bad[0], values[bad[0]]
+            scale = " at the least --loss-scaling.minimum" if "loss_scale" in metrics else ""
             rows = "\n  ".join(self._row_names(step - 1))
             raise NumbersError(
-                f"step {step}: loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}. The update "
-                "was not applied. Lower --lr-schedule.peak-lr, look at the rows below, or go on with --on-nan skip.\n"
+                f"step {step}: loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}{scale}. The "
+                "update was not applied. Lower --lr-schedule.peak-lr, look at the rows, or go on with --on-nan skip.\n"
                 f"Rows of the batch:\n  {rows}"
             )
+
+
+def _good(values: Mapping[int, Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What enters the means, of the steps whose update was applied."""
+    return [
+        {name: float(value) for name, value in metrics.items() if name not in _STATES}
+        for metrics in values.values()
+        if not metrics["skipped"]
+    ]

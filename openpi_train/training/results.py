@@ -1,5 +1,6 @@
 """`results.json`: what a run was, what came out of it, on what it ran. Read next: `run.py`, which asks for it."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,17 @@ import jax
 
 from openpi_train.data.files import write_json
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.training.step_dirs import Best
+from openpi_train.runtime import preempt
+from openpi_train.runtime.exits import CheckpointError
+from openpi_train.sharding.mesh import FSDP, TENSOR
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.checkpoints.step_dirs import Best
 
 
 def write_results(
     path: Path,
     experiment: Experiment,
+    plan: Plan,
     *,
     step: int,
     seconds: float,
@@ -28,6 +34,8 @@ def write_results(
     """Write the file. For process 0 alone; `seconds` are those of this start, the rest is the whole run's.
 
     The parts are those of the older trainers' results: `config`, `training_metrics`, `distributed_info`, `summary`.
+
+    Raises CheckpointError where the disk has no room for it.
     """
     devices = jax.devices()
     values = {
@@ -42,7 +50,9 @@ def write_results(
             "processes": jax.process_count(),
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
-            "fsdp_devices": experiment.fsdp_devices,
+            "strategy": plan.strategy,
+            "fsdp_devices": plan.mesh.shape[FSDP],
+            "tensor_devices": plan.mesh.shape[TENSOR],
             "effective_batch_size": experiment.batch_size,
             "grad_accum": experiment.grad_accum,
         },
@@ -55,6 +65,13 @@ def write_results(
             "checkpoints": checkpoints,
             "best_step": best.step if best else None,
             "seconds": seconds,
+            "stop_request": dataclasses.asdict(times) if (times := preempt.stop_times()) else None,
         },
     }
-    write_json(path, values)
+    try:
+        write_json(path, values)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror}). The checkpoint of step {step} is whole. Free some space on "
+            "that disk, and start again with --resume: that writes it"
+        ) from error

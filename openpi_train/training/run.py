@@ -1,23 +1,30 @@
 """`Run`: the parts of a started run, and what the loop asks of them. Read next: `start.py`, which makes one."""
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from openpi_train.data.feed import Feed
+from openpi_train.data.files import write_json
 from openpi_train.experiment import Experiment, as_json
+from openpi_train.planning.compiled import check_plan
+from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import phases, preempt
 from openpi_train.runtime.phases import phase
 from openpi_train.training.agreement import gather
-from openpi_train.training.checkpoint import Checkpoints
+from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
+from openpi_train.training.profiler import Profiler
+from openpi_train.training.program import Program
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
@@ -44,6 +51,7 @@ class Run:
     checkpoints: Checkpoints
     metrics: Metrics
     progress: ProgressReport
+    profiler: Profiler
     norm_stats: Mapping[str, Any]
     history: list[dict[str, Any]]
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -60,11 +68,22 @@ class Run:
         self.feed.start()  # data workers start meanwhile
         started = time.perf_counter()
         batch = self.experiment.model.batch_spec(self.experiment.batch_size, self.experiment.data.cameras)
-        compiled = self.trainer.compile_step(self.layout.shardings, state, batch)
-        logger.info("compiled the training step in %.1f s", time.perf_counter() - started)
+        traced = self.trainer.traced_step(self.layout.shardings, state, batch)
+        compiled = traced.lower().compile()
+        program = Program.of(traced.jaxpr, compiled.as_text(), time.perf_counter() - started)
+        logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
+        if jax.process_index() == 0:
+            write_json(self.directory / "program.json", dataclasses.asdict(program))
+            check_plan(self.directory / "plan.json", compiled, bytes_per_device(batch, self.trainer.plan.batch))
         gather("the compiled training step", None)  # gloo would give up on those who compile 30 s longer than others
-        self.recorder.restart_clock()
+        self.recorder.begin(program)
         return compiled
+
+    @contextlib.contextmanager
+    def taking(self, step: int) -> Iterator[None]:
+        """Around all that the loop does for one step but evaluating and saving."""
+        with self.profiler.step(step), no_implicit_transfers():
+            yield
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note what a step reported (device arrays), and show how far the run is."""
@@ -80,10 +99,16 @@ class Run:
         self.last_metrics = {**values, **mixed}
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
+        self.feed.tune(step_s=values["time/step_s"] or 0.0, wait_s=values["data/wait_s"] or 0.0)
 
     def catch_up(self, state: TrainState) -> bool:
-        """Evaluate before the first step, and on resuming where a stop left it out. Returns whether it did."""
+        """Make up for what the run before this one was kept from: the copy of a local save, and an evaluation.
+
+        Also evaluates before the first step. Returns whether it evaluated.
+        """
         step = int(state.step)
+        if self.checkpoints.copy_is_missing and self.save_is_due(step):
+            self.save(step, state)
         if not self.evaluation_is_due(step) or step in [line["step"] for line in self.history]:
             return False
         with phase("evaluating", abandonable=True):
@@ -93,6 +118,15 @@ class Run:
         """Whether the state of this step is to be evaluated: the first one, the last one, and at the interval."""
         interval = self.experiment.eval.interval
         return step in (0, self.experiment.num_train_steps) or bool(interval and step % interval == 0)
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether the state of this step is to be saved in the run directory: the last one, and at the interval."""
+        return step == self.experiment.num_train_steps or step % self.experiment.save_interval == 0
+
+    def local_save_is_due(self, step: int) -> bool:
+        """Whether the state of this step is to be saved on the hosts' own disks, if not in the run directory anyway."""
+        local = self.experiment.local_checkpoints
+        return local.dir is not None and step % local.interval == 0
 
     @phase("evaluating")
     def evaluate(self, step: int, state: TrainState) -> bool:
@@ -118,15 +152,26 @@ class Run:
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
         """Start saving a checkpoint."""
-        stall_s = self.checkpoints.save(
-            state,
-            data_position=self.feed.position(),
-            experiment=as_json(self.experiment),
-            norm_stats=self.norm_stats,
-            extra={"wandb_id": self.metrics.wandb_id},
-        )
+        stall_s = self.checkpoints.save(state, norm_stats=self.norm_stats, **self._saved_with())
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
+
+    @phase("saving locally")
+    def save_locally(self, step: int, state: TrainState) -> None:
+        """Start saving on the hosts' own disks alone."""
+        stall_s = self.checkpoints.save_locally(state, **self._saved_with())
+        if stall_s is None:
+            return
+        place = self.experiment.local_checkpoints.dir
+        logger.info("saving checkpoint %d in %s on each host (held up the loop for %.2f s)", step, place, stall_s)
+        self.metrics.log(step, {"time/local_checkpoint_stall_s": stall_s})
+
+    def _saved_with(self) -> dict[str, Any]:
+        return {
+            "data_position": self.feed.position(),
+            "experiment": as_json(self.experiment),
+            "extra": {"wandb_id": self.metrics.wandb_id, "unread_metrics": self.recorder.unread()},
+        }
 
     def stop_requested(self) -> bool:
         """Whether all processes save and stop now."""
@@ -134,6 +179,7 @@ class Run:
 
     def close(self) -> None:
         """Wait for the last checkpoint, and close everything. Every process must call it."""
+        self.profiler.close()
         self.checkpoints.close()
         self.feed.close()
         self.progress.close()
@@ -149,6 +195,7 @@ class Run:
             write_results(
                 path,
                 self.experiment,
+                self.trainer.plan,
                 step=self.step,
                 seconds=time.perf_counter() - self.started,
                 last_metrics=self.last_metrics,

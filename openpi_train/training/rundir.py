@@ -3,11 +3,12 @@
     <checkpoint_base_dir>/<experiment>/<exp_name>/experiment.json    the experiment, as last started
                                                   environment.json   one entry per start: versions, devices, command
 
-Read next: `checkpoint.py` (the step directories), `metrics.py`.
+Read next: `checkpoints/store.py` (the step directories), `metrics.py`.
 """
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import os
@@ -25,6 +26,7 @@ import jax
 
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.runtime.exits import UsageError
+from openpi_train.training import run_lock
 from openpi_train.training.agreement import from_process_0
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,9 @@ _PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 _FIXED = re.compile(r"(model\..*|optimizer\.__class__|freeze)")
 # Fields that cannot change what is learned from here on.
 _HARMLESS = re.compile(
-    r"(model\.remat.*|exp_name|num_train_steps|num_workers|(log|save)_interval|keep_(last|period)|eval\..*|on_nan|resume"
+    r"(model\.(remat|attention)|exp_name|num_train_steps|num_workers|(log|save)_interval|profile|keep_(last|period)|eval\..*|on_nan|resume"
     r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
-    r"|fsdp_devices|sharding\..*|grad_accum)"
+    r"|local_checkpoints.*|fsdp_devices|sharding\..*|grad_accum|micro_batch_size|loss_scaling(\..*)?)"
 )
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
@@ -179,6 +181,7 @@ def record_start(request: RunRequest, measured: Mapping[str, Any]) -> None:
     write_json(path / "experiment.json", dict(request.experiment))
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide what is computed."""
     versions = {"python": platform.python_version()}
@@ -224,10 +227,14 @@ def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[
 
 def _open(request: RunRequest) -> RunDir:
     path = request.path
-    is_run, changes = _inspect(request)
+    _inspect(request)  # nothing is written where this refuses
+    run_lock.hold(path)
+    is_run, changes = _inspect(request)  # again: another start may have had it until now
     replaced = None
     if is_run and request.overwrite:
         replaced = set_aside(path, "replaced")
+        run_lock.hold(path)
+        _inspect(dataclasses.replace(request, overwrite=False))  # another start may have been faster here, too
         logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
     elif request.resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
@@ -241,7 +248,6 @@ def _open(request: RunRequest) -> RunDir:
                 "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
                 *(name, after, before),
             )
-    path.mkdir(parents=True, exist_ok=True)
     resumed = is_run and request.resume
     if not resumed:
         write_json(path / "experiment.json", dict(request.experiment))
@@ -253,8 +259,9 @@ def _inspect(request: RunRequest) -> tuple[bool, dict]:
     _check_flags(request)
     path = request.path
     is_run = (path / "experiment.json").is_file()
-    # Log files may be opened before the run is.
-    if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - {"logs"}):
+    # Log files may be opened before the run is, and a start that ended early leaves its lock.
+    empty = {"logs", run_lock.NAME}
+    if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
     if is_run and not request.resume and not request.overwrite:
         raise UsageError(

@@ -3,8 +3,11 @@
 The order matters: what can be refused without allocating anything is refused first, and by all processes together.
 """
 
+import dataclasses
 import logging
 import os
+import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import jax
 from openpi_train.data.feed import Feed
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedData, open_data
+from openpi_train.data.opened import OpenedData, open_data, open_windows, prompts
 from openpi_train.data.tokenizer import load_tokenizer
+from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
@@ -22,12 +26,14 @@ from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.checkpoint import Checkpoints
+from openpi_train.training.agreement import gather
+from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import StateLayout, create_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 from openpi_train.training.prepare import Prepared, fit, prepare
+from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
@@ -60,19 +66,20 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         collectives = selftest.measure()
         if collectives is not None:
             logger.info("%s", collectives.line())
-        run = start(experiment, request, prepared, collectives)
+        run = start(prepared.experiment, request, prepared, collectives)
     try:
-        with jax.set_mesh(prepared.trainer.plan.mesh), phase("training", limited=True):
+        with jax.set_mesh(prepared.trainer.plan.real_mesh), phase("training", limited=True):
             if run.state.step < experiment.num_train_steps:
                 train(run)
             else:
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
                 run.finish(keep_results=not run.catch_up(run.state))
-        report(run)
     except Preempted:
         session.stop(timeouts.finish_s)  # all processes end together: whoever left first would abort the others
         raise
-    session.stop(timeouts.finish_s)
+    with phase("ending"):
+        report(run)
+        session.stop(timeouts.finish_s)
     return 0
 
 
@@ -84,6 +91,7 @@ def start(
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     check_run(request)
     data = open_data_in_turn(experiment)
+    experiment = dataclasses.replace(experiment, model=data.model)
     directory = open_run(request).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
@@ -92,20 +100,24 @@ def start(
         public_name=experiment.model.public_name,
         keep_last=experiment.keep_last,
         keep_period=experiment.keep_period,
+        local_directory=experiment.local_checkpoints.dir,
     )
     feed = Feed(
         data.train,
         batch_size=experiment.batch_size,
         sharding=trainer.plan.batch,
         num_workers=experiment.num_workers,
+        cores=usable_cores() // gather("hosts of the processes", platform.node()).count(platform.node()),
     )
-    with jax.set_mesh(trainer.plan.mesh):
-        state = first_state(experiment, trainer, layout, checkpoints, feed)
+    with jax.set_mesh(trainer.plan.real_mesh):
+        state, meta = first_state(experiment, trainer, layout, checkpoints, feed)
         evaluator = make_evaluator(experiment, trainer, data)
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
-        record_start(request, {"collectives": collectives.as_json() if collectives else None})
-        write_json(directory / "plan.json", prepared.memory.as_json())
+        measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
+        record_start(request, measured)
+        write_json(directory / "plan.json", prepared.as_json())
+    recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
     return Run(
         experiment=experiment,
         directory=directory,
@@ -113,12 +125,18 @@ def start(
         layout=layout,
         state=state,
         feed=feed,
-        recorder=make_recorder(experiment, feed),
+        recorder=recorder,
         evaluator=evaluator,
         checkpoints=checkpoints,
         metrics=make_metrics(experiment, directory, int(state.step)),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
+        ),
+        profiler=Profiler(
+            directory / "profile",
+            num_steps=experiment.profile if jax.process_index() == 0 else 0,
+            first_step=int(state.step) + 1,
+            wait=recorder.wait,
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
         norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
@@ -127,13 +145,20 @@ def start(
 
 @phase("opening the data")
 def open_data_in_turn(experiment: Experiment) -> OpenedData:
-    """`open_run_data`, process 0 first: it builds the index and the norm stats, the others find them."""
-    if jax.process_index() == 0:
-        data = open_run_data(experiment)
+    """`open_run_data`, process 0 first: it builds the index and the norm stats, the others find them.
+
+    Raises DataError where the others find rows of other shapes: another tokenizer, or other instructions.
+    """
+    if jax.process_index() != 0:
         agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
-        return data
-    agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
-    return open_run_data(experiment)
+    data = open_run_data(experiment)
+    if jax.process_index() == 0:
+        agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
+    shapes = gather("the shapes of a row", data.row_shapes)
+    for index, other in enumerate(shapes):
+        if other != shapes[0]:
+            raise DataError(f"rows are {other} on process {index}, {shapes[0]} on process 0: their data differ")
+    return data
 
 
 def open_run_data(experiment: Experiment) -> OpenedData:
@@ -141,7 +166,9 @@ def open_run_data(experiment: Experiment) -> OpenedData:
     model, config = experiment.model, experiment.data
     with reported_as(DataError):
         tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
-        return open_data(
+        windows = open_windows(config, horizon=model.action_horizon)
+        model = model.fit_prompts(tokenizer, prompts(windows))
+        data = open_data(
             config,
             horizon=model.action_horizon,
             seed=experiment.seed,
@@ -149,14 +176,16 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             batch_spec=model.batch_spec,
             normalization=model.normalization,
             assets_dir=experiment.assets_dir,
+            windows=windows,
         )
+    return dataclasses.replace(data, model=model)
 
 
 @phase("making the state")
 def first_state(
     experiment: Experiment, trainer: Trainer, layout: StateLayout, checkpoints: Checkpoints, feed: Feed
-) -> TrainState:
-    """The newest checkpoint with `--resume`, else start weights or fresh ones."""
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """The newest checkpoint and its `meta` with `--resume`, else start weights or fresh ones and an empty one."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
     if experiment.resume and restored is None:
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
@@ -167,13 +196,14 @@ def first_state(
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
-        return state
+        return state, meta
     with reported_as(CheckpointError):
         weights = experiment.weight_loader.load(experiment.model)
     ema = experiment.ema_decay is not None
-    return create_state(
+    state = create_state(
         layout, experiment.model, trainer.optimizer, experiment.is_frozen, ema, experiment.seed, weights
     )
+    return state, {}
 
 
 @phase("reading the held-out rows")
@@ -190,17 +220,16 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -
     return Evaluator(trainer, batches, experiment.eval.num_sample_steps, preempt.stop_requested)
 
 
-def make_recorder(experiment: Experiment, feed: Feed) -> Recorder:
-    """Knows what a step costs, for `mfu`: the model's forward FLOPs, and twice that backward."""
-    forward = experiment.model.flops_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
+def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
+    """Knows what the devices can do, for `mfu`; and what is `unread`."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return Recorder(
         batch_size=experiment.batch_size,
-        flops_per_step=3 * forward * experiment.batch_size,
         peak_flops=peak * jax.device_count() if peak else None,
         wait_s=lambda: feed.wait_s,
         row_names=feed.rows,
         stop_on_nan=experiment.on_nan == "stop",
+        unread=unread,
     )
 
 

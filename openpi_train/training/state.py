@@ -4,6 +4,7 @@ import optax
 from jaxtyping import Array, Int
 
 from openpi_train.nn.params import Params
+from openpi_train.optim import LossScale
 from openpi_train.types import pytree
 
 
@@ -13,7 +14,7 @@ class TrainState:
 
     `params` holds the trainable leaves (float32 master copies) by path, `frozen` the leaves that training leaves
     alone (bfloat16 where the run computes in it), `ema` the average of `params` or None. Paths join the module's
-    attribute names with "/".
+    attribute names with "/". `scale` is there where the model computes in float16.
     """
 
     step: Int[Array, ""]
@@ -21,3 +22,4 @@ class TrainState:
     frozen: Params
     ema: Params | None
     opt_state: optax.OptState
+    scale: LossScale | None = None

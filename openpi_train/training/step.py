@@ -1,10 +1,10 @@
 """The one optimizer step of every run. Read next: `loop.py`, which calls it, and `objectives/base.py` for the loss.
 
 norms on the whole batch -> per micro-batch loss and gradient, summed -> clip -> optimizer on trainable leaves -> EMA.
+In float16 the loss is scaled up and the gradient down again before all else (`optim/loss_scale.py`).
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.keys import row_keys
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
-from openpi_train.optim import learning_rate
+from openpi_train.optim import LossScale, LossScaling, learning_rate
 from openpi_train.sharding.strategy import Plan
+from openpi_train.training.devices import Devices
 from openpi_train.training.state import TrainState
+from openpi_train.training.update import Update
 
 Metrics = dict[str, Float[Array, ""]]
 # openpi's parameter norm leaves these out (by published name), and everything with fewer than two dims.
@@ -44,42 +46,41 @@ class Trainer:
     seed: int
     grad_accum: int = 1
     ema_decay: float | None = None
+    loss_scaling: LossScaling | None = None
 
     def compile_step(self, state_shardings: Any, state: Any, batch: Any) -> StepFunction:
-        """The step, compiled ahead for the shapes of `state` and `batch` (the whole, global one).
+        """The step, compiled ahead for the shapes of `state` and `batch` (the whole, global one)."""
+        return self.traced_step(state_shardings, state, batch).lower().compile()
 
-        State is donated; it leaves with the shardings that it came with.
-        """
-        step = jax.jit(
+    def traced_step(self, state_shardings: Any, state: Any, batch: Any) -> Any:
+        """The step, traced for these shapes: a `jax.stages.Traced`."""
+        return self.jitted_step(state_shardings).trace(state, batch)
+
+    def jitted_step(self, state_shardings: Any) -> Any:
+        """The step as jax's jitted function. State is donated; it leaves with the shardings that it came with."""
+        return jax.jit(
             self.step,
             in_shardings=(state_shardings, self.plan.batch),
             out_shardings=(state_shardings, self.plan.replicated),
             donate_argnums=0,
         )
-        return step.lower(state, batch).compile()
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One update on one optimizer batch. An update with NaN or Inf in it is not applied: `skipped` is 1 then."""
-        norms = self.objective.norms(batch)
-        grads, metrics = self.accumulate(state, batch, norms)
+        """One update on one optimizer batch. An update with NaN or Inf in it is not applied: `skipped` is 1 then.
+
+        `overflow` is 1 where that is answered by the loss scale.
+        """
+        with jax.named_scope("gradient"):
+            norms = self.objective.norms(batch)
+            grads, metrics = self.accumulate(state, batch, norms)
         grad_norm = optax.tree.norm(grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if ema is not None:
-            decay = self.ema_decay or 0.0
-            ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
-        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-        new = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=keep(params, state.params),
-            ema=keep(ema, state.ema),
-            opt_state=keep(opt_state, state.opt_state),
-        )
+        new = Update(self.optimizer, self.plan, self.ema_decay)(state, grads, finite)
+        new = dataclasses.replace(new, step=state.step + 1, scale=self.next_scale(state, finite))
         return new, {
             **metrics,
+            **self.scale_metrics(state, finite),
+            **self.count_metrics(batch),
             "grad_norm": grad_norm,
             "param_norm": self.param_norm(new),
             "learning_rate": learning_rate(self.schedule, num_updates(state)),
@@ -89,34 +90,38 @@ class Trainer:
     def accumulate(self, state: TrainState, batch: Any, norms: Any) -> tuple[Params, Metrics]:
         """Gradient and metrics of the whole batch, micro-batch by micro-batch. Shares are summed, never averaged."""
 
-        def share(params, micro):
-            keys = row_keys(self.seed, state.step, micro.row)
-            model = merge_module(self.graphdef, {**state.frozen, **params})
-            return self.objective.loss(model, micro, norms, keys)
+        def share(params, micro, rest):
+            step, norms, scale = rest
+            model = merge_module(self.graphdef, params)
+            loss, metrics = self.objective.loss(model, micro, norms, row_keys(self.seed, step, micro.row))
+            return (loss if scale is None else loss * scale.value), metrics
 
-        gradient = jax.value_and_grad(share, has_aux=True)
-        if self.grad_accum == 1:
-            (_, metrics), grads = gradient(state.params, batch)
-            return self.cut_like(grads), metrics
+        rest = (state.step, norms, state.scale)
+        grads, metrics = self.devices.gradient(share, state.params, state.frozen, batch, rest, self.grad_accum)
+        return unscaled(grads, state), metrics
 
-        # Row i of a device goes to micro-batch i % grad_accum, so no row changes its device.
-        micros = jax.tree.map(
-            lambda x: x.reshape(x.shape[0] // self.grad_accum, self.grad_accum, *x.shape[1:]).swapaxes(0, 1), batch
-        )
+    @property
+    def devices(self) -> Devices:
+        """The devices, at work."""
+        return Devices(self.plan, self.model.compute_dtype)
 
-        def add(total, micro):
-            (_, metrics), grads = gradient(state.params, micro)
-            return jax.tree.map(jnp.add, total, (self.cut_like(grads), metrics)), None
+    def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
+        """The loss scale after this step."""
+        if state.scale is None or self.loss_scaling is None:
+            return None
+        return self.loss_scaling.after(state.scale, ~finite)
 
-        first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(gradient, state.params, first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[1], shapes[0][1]))
-        total, _ = jax.lax.scan(add, (self.cut_like(zeros[0]), zeros[1]), micros)
-        return total
+    def scale_metrics(self, state: TrainState, finite: Bool[Array, ""]) -> Metrics:
+        """The scale that this step used, and whether it was too large; nothing where there is none."""
+        if state.scale is None or self.loss_scaling is None:
+            return {}
+        overflow = ~finite & self.loss_scaling.can_yield(state.scale)
+        return {"loss_scale": state.scale.value, "overflow": overflow.astype(jnp.float32)}
 
-    def cut_like(self, grads: Params) -> Params:
-        """The gradient, laid out as the plan says."""
-        return jax.lax.with_sharding_constraint(grads, self.plan.tree("grads", grads))
+    def count_metrics(self, batch: Any) -> Metrics:
+        """How many tokens the batch has, where the model has any."""
+        tokens = self.model.num_tokens_seen(batch, self.objective.draws_per_row)
+        return {} if tokens is None else {"tokens": tokens.astype(jnp.float32)}
 
     def param_norm(self, state: TrainState) -> Float[Array, ""]:
         """The norm over all kernels, trainable or not (openpi's `param_norm`), float32."""
@@ -126,6 +131,12 @@ class Trainer:
             if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.public_name(path))
         }
         return optax.tree.norm(kernels)
+
+
+def unscaled(grads: Params, state: TrainState) -> Params:
+    """The gradient of the loss itself."""
+    scale = state.scale
+    return grads if scale is None else jax.tree.map(lambda grad: grad / scale.value, grads)
 
 
 def num_updates(state: TrainState) -> Int[Array, ""]:

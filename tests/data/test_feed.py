@@ -3,11 +3,13 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ from openpi_train.data.feed import Feed
 from openpi_train.data.workers import LocalBatches
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import DataError
-from openpi_train.types import flatten_rows
+from openpi_train.types import action_batch, flatten_rows
 
 BATCH = 16
 SMALL = FakeData(num_episodes=6, episode_length=9, image_height=12, image_width=16)
@@ -137,6 +139,61 @@ def test_rows_of_a_batch_are_named_and_waiting_is_measured(rows, feed_of):
     feed.next()
     assert feed.wait_s > 0.0
     assert sum(feed.proportions().values()) == 1.0
+
+
+def test_one_batch_is_put_on_the_devices_ahead_and_no_more(rows, feed_of):
+    made = queue.Queue()
+
+    def assemble(columns):
+        made.put(weakref.ref(columns["actions"]))
+        return action_batch(columns)
+
+    feed = feed_of(rows, assemble=assemble)
+    batches = [feed.next()]
+    first, second = made.get(timeout=60), made.get(timeout=60)  # the second while nobody asks: a step may be running
+    assert first() is batches[0].actions
+    assert second() is not None
+    time.sleep(0.2)
+    assert made.empty(), "a third one waits until the second is taken"
+    batches.append(feed.next())
+    assert batches[1].actions is second()
+    third = made.get(timeout=60)
+    batches.clear()
+    jax.block_until_ready(third())
+    assert (first(), second()) == (None, None), "the feed itself keeps none that it has handed out"
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_reading_goes_on_across_epochs_without_a_new_start(rows, feed_of, monkeypatch, num_workers):
+    starts, start_reading = [], Feed._start_reading
+
+    def counted(feed, start):
+        starts.append(start)
+        return start_reading(feed, start)
+
+    monkeypatch.setattr(Feed, "_start_reading", counted)
+    feed = feed_of(rows, num_workers=num_workers)
+    num_batches = 3 * rows.num_samples // BATCH + 2
+    for _ in range(num_batches):
+        feed.next()
+    assert feed.rows(num_batches - 1)[-1].endswith(("(epoch 2)", "(epoch 3)"))
+    assert starts == [0]
+
+
+@pytest.mark.slow
+def test_more_workers_while_training_change_no_batch(rows, feed_of, caplog):
+    caplog.set_level(logging.INFO)
+    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(9)]
+    feed = feed_of(rows, num_workers="auto", cores=3)
+    for step in range(9):
+        found = host(feed.next())
+        found.pop("row")
+        assert equal(found, expected[step])
+        if step == 4:  # a log line that tells of slow reading
+            feed._read_s = lambda: 30.0
+            feed.tune(step_s=25.0, wait_s=20.0)
+    assert "2 worker processes read from here on (before: 0)" in caplog.text
+    assert feed.position()["step"] == 9
 
 
 def bad_data(open_small, on_bad_record):

@@ -56,6 +56,21 @@ def test_truncation_is_warned_of_once_per_text(tokenizer, caplog):
     assert caplog.text.count("cut to 3: 'pick up the red cube'; raise --model.max-token-len") == 1
 
 
+@pytest.mark.parametrize("name", ["trained", "bytes"])
+def test_no_state_makes_a_longer_prompt_than_the_longest(tokenizer, name):
+    tokenizer = tokenizer if name == "trained" else load_tokenizer("bytes")
+    generator = np.random.default_rng(0)
+    states = [np.full(7, value) for value in (-2.0, -1.0, 0.0, 1.0)] + [
+        generator.uniform(-1.2, 1.2, 7) for _ in range(20)
+    ]
+    for text in (*TEXTS, "  pick_up the\nred cube\n", "x"):
+        lengths = [tokenizer.prompt(text, 400, state)[1].sum() for state in states]
+        assert max(lengths) <= tokenizer.longest_prompt(text, 7)
+        if name == "bytes":  # a token per digit
+            assert max(lengths) == tokenizer.longest_prompt(text, 7)
+        assert tokenizer.prompt(text, 400)[1].sum() == tokenizer.longest_prompt(text)
+
+
 def test_states_fall_into_256_bins():
     centres = (np.arange(256) + 0.5) / 128 - 1
     assert np.array_equal(discretize(centres), np.arange(256))

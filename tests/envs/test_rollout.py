@@ -65,6 +65,18 @@ def test_success_and_its_step_are_those_of_the_known_answer():
     assert calls == [[0] * 3, [3] * 3, [6] * 3, [9] * 3]
 
 
+def test_a_request_to_stop_is_heard_before_the_next_chunk():
+    answers, calls = iter([False, False, True]), []
+
+    def policy(observation, keys):
+        calls.append(len(keys))
+        return np.ones((1, 2, 1))
+
+    stop = answers.__next__
+    assert rollout(policy, Counter(), keys_of(1), np.array([9]), execute=2, stop_requested=stop) is None
+    assert calls == [1, 1]
+
+
 def test_it_stops_once_every_episode_has_succeeded():
     calls = []
 

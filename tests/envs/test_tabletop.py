@@ -154,6 +154,7 @@ def test_moving_the_reference_block_instead_is_no_success(ends):
 
 
 @pytest.mark.parametrize("gripper", [0.0, 1.0])
+@pytest.mark.slow
 def test_doing_nothing_or_moving_at_random_does_not_solve_tasks(starts, gripper):
     """A random walk must fail nearly always; pushing by accident is the likeliest and still rare."""
 

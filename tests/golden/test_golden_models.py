@@ -47,7 +47,7 @@ def intermediates(case, params):
     prefix, prefix_mask = model.embed_prefix(case.observation)
     suffix, conditions = model.embed_suffix(case.observation.state, noisy, time)
     mask, positions = model.layout(prefix_mask, num_draws=1)
-    prefix_out, suffix_out = model.outputs(case.observation, noisy, time)
+    outputs = model.outputs(case.observation, noisy, time)
     adaptive = {"adarms_cond": conditions["action"][:, 0]} if conditions else {}
     return adaptive | {
         "prefix_tokens": prefix,
@@ -57,8 +57,8 @@ def intermediates(case, params):
         "positions": positions,
         "x_t": noisy[:, 0],
         "u_t": wanted,
-        "prefix_out": prefix_out,
-        "suffix_out": suffix_out,
+        "prefix_out": outputs["language"],
+        "suffix_out": outputs["action"],
     }
 
 

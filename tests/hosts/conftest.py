@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,11 +73,19 @@ def _stand_in(network: Network, folder: Path) -> str:
 
 @pytest.fixture
 def start_ssh(fleet, ssh_command) -> Callable[..., subprocess.Popen]:
-    """Start `launch ssh` at the desk: start_ssh(*experiment and flags, hosts=4, per_node=1)."""
+    """Start `launch ssh` at the desk: start_ssh(*experiment and flags, hosts=4, per_node=1, options=())."""
 
-    def start(*arguments: str, hosts: int = 4, per_node: int = 1, devices: int = 1, **variables: str):
+    def start(
+        *arguments: str,
+        hosts: int = 4,
+        per_node: int = 1,
+        devices: int = 1,
+        options: Sequence[str] = (),
+        **variables: str,
+    ):
         names = ",".join(host.name for host in fleet.network.hosts[:hosts])
         words = ["ssh", "--hosts", names, "--processes-per-node", per_node, "--ssh-command", ssh_command]
+        words += options
         words += ["--env", *fleet.variables, *(f"{name}={value}" for name, value in variables.items())]
         return fleet.launch(fleet.network.desk, *words, arguments=arguments, devices=devices)
 

@@ -9,7 +9,7 @@ import pytest
 from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
 from openpi_train.interop import openpi
-from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.gemma_sizes import GemmaOverrides
 
 
 @pytest.fixture(scope="module")

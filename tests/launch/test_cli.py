@@ -76,11 +76,32 @@ def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys)
             ],
             "--node-rank 2 is not from 0 to 1",
         ),
+        (
+            ["manual", *"--node-rank 0 --num-nodes 2 --master-addr".split(), "", "--gpus-per-node", "1", *EXPERIMENT],
+            "empty",
+        ),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
     assert cli.main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "local --processes 2 --grace-s -1",
+        "local --processes 2 --grace-s nan",
+        "local --processes 2 --devices-per-process 0",
+        "manual --node-rank 0 --num-nodes 2 --master-addr a --gpus-per-node 0",
+        "ssh --hosts a,b --processes-per-node 0",
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_by_its_option(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words.split(), *EXPERIMENT])
+    assert ended.value.code == 2
+    assert f"argument {words.split()[-2]}: {words.split()[-1]!r} is not a number of" in capsys.readouterr().err
 
 
 def test_a_forgotten_separator_is_refused(capsys):

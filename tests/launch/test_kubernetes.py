@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -13,6 +14,8 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from runs.command import ROOT, environment, places
 
 from openpi_train.launch import cli, kubernetes
@@ -79,6 +82,56 @@ def test_the_schemas_do_refuse_a_wrong_manifest():
         kubernetes_validate.validate(job, VERSIONS[0], strict=True)
 
 
+def jobset_of(spec):
+    """The JobSet without the pods, which are checked as a part of its Job, above."""
+    (jobset,) = manifest(with_form(spec, "jobset"))
+    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"] = {}
+    return jobset
+
+
+def jobset_as_published(document):
+    """The JobSet as far as its published models know it: fields that they do not know are gone."""
+    known = JobsetV1alpha2JobSet.from_dict(document)
+    return known.to_dict() if known else {}
+
+
+@pytest.mark.parametrize("spec", [PLAIN, FULL])
+def test_the_jobset_fits_its_published_models(spec):
+    jobset = jobset_of(spec)
+    assert jobset_as_published(jobset) == jobset
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    # The models have the values that the cluster allows in words only.
+    allowed = (JobsetV1alpha2FailurePolicyRule.model_fields["action"].description or "").partition("Valid values")[2]
+    assert rule["action"] in re.findall(r"\w+", allowed)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("spec", "replicatedJob"),
+        ("spec network", "publishNotReadyAddress"),
+        ("spec failurePolicy", "maxRestart"),
+        ("spec failurePolicy rules 0", "onJobFailureReason"),
+        ("spec replicatedJobs 0", "replica"),
+        ("spec replicatedJobs 0 template", "specs"),
+    ],
+)
+def test_the_published_models_do_refuse_a_wrong_jobset(path, name):
+    jobset = inner = jobset_of(PLAIN)
+    for key in path.split():
+        inner = inner[int(key)] if key.isdecimal() else inner[key]
+    inner[name] = inner.pop(next(known for known in inner if name[:-1] in known))
+    assert jobset_as_published(jobset) != jobset
+
+
+@pytest.mark.parametrize(("name", "value"), [("maxRestarts", "3"), ("rules", "none")])
+def test_the_published_models_do_refuse_a_value_of_another_type(name, value):
+    jobset = jobset_of(PLAIN)
+    jobset["spec"]["failurePolicy"][name] = value
+    with pytest.raises((ValueError, AttributeError)):
+        jobset_as_published(jobset)
+
+
 @pytest.mark.parametrize("form", ["job", "jobset"])
 @pytest.mark.parametrize("index", [0, 11])
 def test_a_process_in_a_pod_finds_its_place(form, index):
@@ -130,6 +183,13 @@ def test_other_failures_are_tried_again_a_limited_number_of_times():
     assert job_of(FULL)["spec"]["backoffLimit"] == 3
 
 
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_a_pod_knows_how_long_it_has_to_save(form):
+    spec = with_form(FULL, form)
+    assert variables(spec, 0)["OPENPI_TRAIN_GRACE_S"] == "300"
+    assert job_of(spec)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300
+
+
 def test_a_pod_on_processors_is_told_so():
     cpu = KubernetesSpec(**{**vars(PLAIN), "gpus_per_node": 0})
     assert variables(cpu, 0)["JAX_PLATFORMS"] == "cpu"
@@ -149,6 +209,11 @@ def test_a_pod_on_processors_is_told_so():
         ({"arguments": (*RUN, "--overwrite")}, "--overwrite: a pod that is restarted"),
         ({"arguments": RUN[:3]}, "add --resume"),
         ({"arguments": ("pi0", "--exp-name=x")}, "add --resume"),
+        ({"memory": "lots"}, "--memory 'lots' is no amount"),
+        ({"env": (("A B", "1"),)}, "'A B' is not the name of a variable"),
+        ({"env": (("OPENPI_TRAIN_NUM_PROCESSES", "3"),)}, "the launcher itself says which process is which"),
+        ({"claims": (("a", "/data"), ("b", "/data"))}, "/data cannot be mounted twice"),
+        ({"claims": (("a", "/dev/shm"),)}, "/dev/shm cannot be mounted twice"),
     ],
 )
 def test_what_kubernetes_or_a_restart_would_choke_on_is_refused(changes, message):

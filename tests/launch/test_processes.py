@@ -15,14 +15,14 @@ def launcher(child: str, folder: Path, processes: int = 3, grace_s: float = 3.0,
     """A launcher that runs the Python text `child` in every process; `rank` is known there."""
     child = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(child)
     driver = (
-        "import sys\nfrom pathlib import Path\nfrom openpi_train.launch import processes\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom openpi_train.launch import processes\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which a suite under `nohup` would have inherited as ignored
         "from openpi_train.launch.spec import LaunchSpec, commands\n"
         f"spec = LaunchSpec(arguments=({child!r},), processes_per_host={processes}, program=(sys.executable, '-c'))\n"
-        f"sys.exit(processes.run(commands(spec), Path({str(folder)!r}), {grace_s}))\n"
+        f"sys.exit(processes.run(commands(spec), Path({str(folder)!r}), {grace_s}).code)\n"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", driver], text=True, **{**streams, **options})
 
 
 def run(child: str, folder: Path, **options) -> tuple[int, str, str]:
@@ -94,7 +94,7 @@ def test_a_killed_process_ends_all_and_its_signal_is_named(tmp_path):
     assert "process 2 failed with exit code 137 (signal SIGKILL)" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
 def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expected):
     process = launcher(
         """
@@ -116,7 +116,22 @@ def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expect
     _, err = process.communicate(timeout=30)
     assert process.returncode == expected
     assert all("saved" in path.read_text() for path in files)
-    assert ("everything is saved" in err) == (expected == 75)
+    assert ("with all saved" in err) == (expected == 75)
+
+
+@pytest.mark.parametrize("gone", ["pipe", "disk"])
+def test_a_terminal_that_is_gone_stops_nobody(tmp_path, gone):
+    text = "for number in range(20000): print(number, flush=True)"
+    with open("/dev/full", "wb") as full:
+        streams = {} if gone == "pipe" else {"stdout": full, "stderr": full}
+        process = launcher(text, tmp_path, processes=2, **streams)
+    if gone == "pipe":
+        process.stdout.readline()
+        process.stdout.close()
+        process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    for rank in (0, 1):
+        assert (tmp_path / f"process_{rank}.txt").read_text().split() == [str(number) for number in range(20000)]
 
 
 def test_what_processes_started_is_cleared_away(tmp_path):
@@ -181,7 +196,7 @@ def test_sigterm_to_the_launcher_stops_a_run_after_a_good_save(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert "everything is saved" in err.splitlines()[-1]
+    assert "with all saved" in err.splitlines()[-1]
 
 
 def test_killing_one_process_of_a_run_ends_it_and_blames_the_killed_one(tmp_path):

@@ -69,7 +69,7 @@ def test_every_option_is_in_the_file_and_bash_reads_it(capsys, tmp_path):
     }
     srun = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --kill-on-bad-exit=1 --label".split()
     assert step(text) == [*srun, sys.executable, "-m", "openpi_train", *EXPERIMENT[1:], "--resume"]
-    assert "\nmax_restarts=3\n" in text
+    assert "\nmax_restarts=3\n" in text and "\nexport OPENPI_TRAIN_GRACE_S=90\n" in text
     (exported,) = (line for line in text.splitlines() if line.startswith("export WORDS"))
     shown = subprocess.run(["bash", "-c", f'{exported}; echo "$WORDS"'], capture_output=True, text=True, check=True)
     assert shown.stdout == "a 'b' $HOME\n"
@@ -90,6 +90,24 @@ def test_cpu_devices_are_asked_for_by_variables_that_every_task_gets(capsys):
     text = dry_run(capsys, "--processes-per-node", "2", "--devices-per-process", "3")
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=3\n" in text
     assert "--ntasks-per-node=2" in headers(text)
+
+
+def test_the_tasks_of_the_file_meet_at_the_address_that_was_chosen(tmp_path):
+    """From the file to the process: other launchers' variables are gone, those of --env have come through bash."""
+    task = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    task |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    ask = "import os; from openpi_train.runtime.world import *; print(find_world(WorldFlags(), os.environ).coordinator)"
+    run = LaunchSpec(arguments=(ask,), processes_per_host=1, program=(sys.executable, "-c"))
+    job = SlurmJob(
+        run=run, job_name="a", chdir="/", output_dir="/tmp", env=("MASTER_ADDR={host}-ib", "MASTER_PORT=4000")
+    )
+    stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
+    stale = {"MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}
+    environ = {**os.environ, **stale, "SLURM_JOB_ID": "1", **task}
+    done = subprocess.run(
+        ["bash"], input=stand_in + script(job), env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[0] == "gpu07-ib:4000", done.stderr
 
 
 def test_a_virtual_environment_is_activated(capsys, tmp_path):
@@ -119,7 +137,12 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     [
         (["--nodes", "0"], "--nodes 0: there must be at least one"),
         (["--processes-per-node", "3"], "3 processes per node cannot share 4 GPUs equally"),
-        (["--env", "1A=b"], "is not NAME=VALUE"),
+        (["--env", "A"], "is not NAME=VALUE"),
+        (["--env", "1A=b"], "'1A' is not the name of a variable"),
+        (["--env", "RANK=3"], "--env RANK: the launcher itself says which process is which"),
+        (["--cpus-per-task", "0"], "--cpus-per-task 0"),
+        (["--memory", "lots"], "--memory 'lots' is not a number"),
+        (["--sbatch-arg", "exclusive"], "--sbatch-arg 'exclusive' is no option of sbatch"),
         (["--job-name", "a b"], "--job-name 'a b' has other characters"),
         (["--sbatch-arg=--comment=a\nb"], "has a line break"),
         (["--time-limit", "one day"], "--time-limit 'one day' is not Slurm's"),

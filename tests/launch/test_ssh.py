@@ -1,5 +1,6 @@
 """`launch ssh` with a stand-in for ssh that runs the far command here; the real ssh is in `tests/hosts`."""
 
+import argparse
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import cli
+from openpi_train.launch import cli, ssh
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "debug", "--exp-name", "x"]
@@ -126,6 +127,8 @@ def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
         (["--hosts", "node1,-oProxyCommand=x"], "is no name"),
         (["--hosts", ","], "no host is named"),
         (["--hosts-file", "/nowhere"], "--hosts-file /nowhere: No such file"),
+        (["--hosts", "node1", "--min-nodes", "1"], "give --max-restarts, too"),
+        (["--hosts", "node1", "--min-nodes", "2", "--max-restarts", "1"], "--min-nodes 2 is not from 1 to 1"),
         (["--hosts", "node1", "--env", "SURELY_NOT_SET"], "SURELY_NOT_SET=<value>"),
     ],
 )
@@ -206,7 +209,7 @@ def test_signals_reach_all_hosts_and_are_waited_for(start, tmp_path, signum, exp
     code, _, err = run.end()
     assert code == expected
     assert all("saved" in run.output(rank) for rank in range(4))
-    assert any("everything is saved" in line for line in err) == (expected == 75)
+    assert any("with all saved" in line for line in err) == (expected == 75)
 
 
 UNTIL_TOLD = """
@@ -275,3 +278,46 @@ def test_a_share_that_hears_nothing_more_ends_itself(tmp_path):
         news = [json.loads(line[1:]) for line in share.stdout]
     assert share.returncode == 0
     assert news[0] == ["started"] and sorted(news[1:]) == [["ended", rank, 128 + signal.SIGTERM] for rank in range(2)]
+
+
+FEWER = """
+    print("pid", os.getpid(), *map(os.environ.get, ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")), flush=True)
+    time.sleep(600 * (os.environ["WORLD_SIZE"] != "2"))
+    """
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_without_a_lost_host_from_another_port(start, tmp_path):
+    run = start(FEWER, "ann@node2,node1", "--max-restarts", "1", "--min-nodes", "1", "--master-addr", "10.0.0.1")
+    run.wait_until_all_say("pid")
+    os.kill(int((tmp_path / "ann@node2.pid").read_text()), signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 0, err
+    assert "without node2: on node1" in err[-1]
+    said = [(tmp_path / "output" / "restart_1" / f"process_{rank}.txt").read_text().split()[2:5] for rank in range(2)]
+    assert said == [["2", "node1", "29502"]] * 2
+    assert run.output(0).split()[2:5] == ["4", "10.0.0.1", "29500"]
+
+
+@pytest.mark.multiprocess
+def test_a_host_that_cannot_be_reached_is_left_out_where_enough_others_are_there(start):
+    run = start(FEWER, "node1,away", "--max-restarts", "1", "--min-nodes", "1")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert "without away: on node1" in err[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("debug", "--batch-size", "12"), [1, 3]),  # four devices on each host
+        (("debug", "--batch_size=8"), [1, 2]),
+        (("debug", "--batch-size", "12", "--batch-size", "16"), [1, 2, 4]),
+        (("debug",), [1, 2, 3, 4]),  # the experiment's own, unknown here
+        (("debug", "--batch-size", "12", "--no-keep-effective-batch-size"), [1, 2, 3, 4]),
+    ],
+)
+def test_the_numbers_of_hosts_that_can_share_the_batch(arguments, expected):
+    given = argparse.Namespace(gpus_per_node=None, processes_per_node=2, devices_per_process=2)
+    fits = ssh._sharing(given, arguments)
+    assert [number for number in range(1, 5) if fits(number)] == expected

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.tokenizer import Tokenizer
+from openpi_train.data.tokenizer import Tokenizer, load_tokenizer
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
-from openpi_train.nn.gemma import GemmaOverrides
+from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module, module_params
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.types import Observation, flatten_rows
+from openpi_train.types import ActionBatch, Observation, flatten_rows
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 SIZES = {"depth": 2, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -112,6 +112,42 @@ def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
     assert not np.allclose(velocity(params, seen, noisy, time), expected, atol=1e-3)
 
 
+def test_padding_that_no_prompt_needs_changes_nothing(tiny):
+    config, _, params, velocity = tiny
+    short = observation(config)
+    tokens = jnp.pad(short.prompt_tokens, ((0, 0), (0, 10)), constant_values=7)
+    padded = dataclasses.replace(short, prompt_tokens=tokens, prompt_mask=jnp.pad(short.prompt_mask, ((0, 0), (0, 10))))
+    inputs = draws(config, 2)
+    # The sums of attention run over fewer zeros: float32 rounding.
+    np.testing.assert_allclose(
+        velocity(params, short, *inputs), velocity(params, padded, *inputs), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_rows_are_as_long_as_the_longest_prompt_of_the_run():
+    tokenizer = load_tokenizer("bytes")
+    texts = [("pick up the cube", 3), ("x", 7)]
+    fitted = Pi0Config().fit_prompts(tokenizer, texts)
+    # begin, 16 letters, newline; rounded up to a multiple of 8
+    assert (fitted.prompt_length, fitted.batch_spec(2, []).observation.prompt_tokens.shape) == (24, (2, 24))
+    assert fitted.max_token_len is None and fitted.flops_per_row(1) < Pi0Config().flops_per_row(1)
+    assert Pi0Config(max_token_len=20).fit_prompts(tokenizer, texts).prompt_length == 20
+    # "Task: x, State:" and 4 for each of 7 numbers, ";\nAction: ", the beginning: 54; the other text 53.
+    assert Pi0Config(pi05=True).fit_prompts(tokenizer, texts).prompt_length == 56
+    for config, prompt, state in ((fitted, "pick up the cube", 3), (Pi0Config(pi05=True), "x", 7)):
+        config = config.fit_prompts(tokenizer, texts)
+        tokenize = config.transforms(tokenizer)[1]
+        row = tokenize({"prompt": prompt, "state": np.ones(state, np.float32)})
+        whole = config.transforms(tokenizer)[1].tokenizer.prompt(
+            prompt, config.prompt_limit, np.ones(state) if config.pi05 else None
+        )
+        assert row["prompt_tokens"].shape == row["prompt_mask"].shape == (config.prompt_length,)
+        assert row["prompt_tokens"].tolist() == whole[0][: config.prompt_length].tolist()
+        assert row["prompt_mask"].sum() == whole[1].sum()
+    with pytest.raises(ValueError, match=r"a much longer prompt.* has 4. tokens.* more than 24"):
+        fitted.transforms(tokenizer)[1]({"prompt": "a much longer prompt than any of the run"})
+
+
 def test_draws_that_share_a_prefix_give_what_each_gives_alone(tiny):
     config, _, params, velocity = tiny
     seen = observation(config)
@@ -148,28 +184,107 @@ def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
     np.testing.assert_allclose(sample(params), actions, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+def loss_of(config, seen, inputs, outputs=None):
+    """The mean squared velocity as a function of the parameters; by way of `outputs` where given."""
+    graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
+
+    def loss(params):
+        model = merge_module(graph, params)
+        if outputs is None:
+            return jnp.mean(model.velocity(seen, *inputs) ** 2)
+        return jnp.mean(model.read_out(outputs(model)["action"], inputs[0].shape) ** 2)
+
+    return loss
+
+
+def assert_same_gradients(found, expected):
+    for path, gradient in expected.items():
+        # The absolute part is for the tower's key bias: softmax does not see it, its gradient is rounding.
+        scale = max(float(jnp.abs(gradient).max()), 1e-2)
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-3, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+@pytest.mark.slow
 def test_recomputing_activations_changes_no_gradient(tiny, remat):
-    config, graph, params, _ = tiny
-    again = nnx.split(dataclasses.replace(config, remat=remat).build(nnx.Rngs(0)))[0]
+    config, _, params, _ = tiny
     seen, inputs = observation(config), draws(config, 1)
-
-    def gradient(graph):
-        def loss(params):
-            return jnp.mean(merge_module(graph, params).velocity(seen, *inputs) ** 2)
-
-        return jax.jit(jax.grad(loss))(params)
-
-    for path, (kept, recomputed) in _pairs(gradient(graph), gradient(again)):
-        scale = max(float(jnp.abs(kept).max()), 1e-3)
-        np.testing.assert_allclose(recomputed, kept, rtol=1e-3, atol=1e-5 * scale, err_msg=path)
+    kept = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs)))(params)
+    again = jax.jit(jax.value_and_grad(loss_of(dataclasses.replace(config, remat=remat), seen, inputs)))(params)
+    np.testing.assert_allclose(again[0], kept[0], rtol=1e-6)
+    assert_same_gradients(again[1], kept[1])
 
 
-def _pairs(first, second):
-    return ((path, (first[path], second[path])) for path in first)
+# Of the language expert's last layer, only the keys and values reach the actions.
+DEAD = ("query/", "output/", "mlp/", "mlp_norm/")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.slow
+def test_leaving_out_the_last_layers_prefix_changes_no_gradient(depth):
+    sizes = SIZES | {"depth": depth}
+    config = dataclasses.replace(
+        TINY,
+        language=GemmaOverrides(width=16, **sizes, **LORA),
+        action_expert=GemmaOverrides(width=12, **sizes),
+        remat="full",
+    )
+    params, seen, inputs = built(config)[1], observation(config), draws(config, 2)
+    short = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs)))(params)
+    whole = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs, lambda model: model.outputs(seen, *inputs))))(
+        params
+    )
+    np.testing.assert_allclose(short[0], whole[0], rtol=1e-6)
+    assert_same_gradients(short[1], whole[1])
+    for path, gradient in short[1].items():
+        name = path.removeprefix("transformer/layers/experts/language/")
+        if name != path:
+            # (jnp.any of what is exactly 0 is False.)
+            assert bool(jnp.any(gradient[-1])) != name.startswith(DEAD), path
+            assert jnp.any(gradient[:-1]) or depth == 1, path
+
+
+@pytest.mark.slow
+def test_every_form_of_gemma_can_leave_out_its_last_layers_prefix():
+    sizes = SIZES | {"num_kv_heads": 4}  # one weight for query, key and value
+    config = dataclasses.replace(
+        TINY, language=GemmaOverrides(width=16, **sizes), action_expert=GemmaOverrides(width=12, **sizes)
+    )
+    params, seen, inputs = built(config)[1], observation(config), draws(config, 1)
+    short = jax.jit(jax.grad(loss_of(config, seen, inputs)))(params)
+    whole = jax.jit(jax.grad(loss_of(config, seen, inputs, lambda model: model.outputs(seen, *inputs))))(params)
+    assert_same_gradients(short, whole)
+    fused = short["transformer/layers/experts/language/query_key_value/weight"]
+    assert not jnp.any(fused[-1, 0]) and jnp.any(fused[-1, 1]) and jnp.any(fused[-1, 2])
+
+
+def test_each_policy_recomputes_less_and_keeps_more_than_the_one_before():
+    config, levels = dataclasses.replace(Pi0Config(), vocab_size=16), ("full", "attention", "dots", "none")
+    batch, inputs = config.batch_spec(1, SLOTS), draw_shapes(config)
+    shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in parameter_shapes(config).items()}
+    flops, kept_bytes = [], []
+    for remat in levels:
+        changed = dataclasses.replace(config, remat=remat)
+
+        def loss(params, seen, inputs, config=changed):
+            return loss_of(config, seen, inputs)(params)
+
+        flops.append(product_flops(jax.make_jaxpr(jax.grad(loss))(shapes, batch.observation, inputs).jaxpr))
+        residuals = jax.eval_shape(
+            lambda params, *rest, loss=loss: jax.vjp(lambda params: loss(params, *rest), params)[1],
+            *(shapes, batch.observation, inputs),
+        )
+        kept_bytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals)))
+    forward = config.flops_per_row(3)
+    assert flops == sorted(flops, reverse=True) and kept_bytes == sorted(kept_bytes)
+    # Nothing is computed twice: each product has two gradients, but those of the inputs (images, state, time).
+    assert 2.98 * forward < flops[-1] < 3 * forward
+    # Whole layers, but for the last product of each; the last layer is not recomputed.
+    assert 3.2 * forward < flops[0] < 4 * forward
 
 
 @pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.slow
 def test_merged_lora_computes_the_same(rslora):
     config = dataclasses.replace(
         TINY,
@@ -213,6 +328,12 @@ def product_flops(jaxpr):
     return total
 
 
+def draw_shapes(config, num_draws=1):
+    """Shapes of what `draws` gives, for one row."""
+    noisy = jax.ShapeDtypeStruct((1, num_draws, config.action_horizon, config.action_dim), jnp.float32)
+    return noisy, jax.ShapeDtypeStruct((1, num_draws), jnp.float32)
+
+
 @pytest.mark.parametrize(("cameras", "num_draws"), [(3, 1), (1, 4)])
 @pytest.mark.parametrize("config", [Pi0Config(), Pi0Config(pi05=True), WITH_LORA], ids=["pi0", "pi05", "lora"])
 def test_counted_flops_are_those_of_the_traced_program(config, cameras, num_draws):
@@ -220,8 +341,7 @@ def test_counted_flops_are_those_of_the_traced_program(config, cameras, num_draw
     module = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
     graph, state = nnx.split(module)
     batch = config.batch_spec(1, SLOTS[:cameras])
-    noisy = jax.ShapeDtypeStruct((1, num_draws, config.action_horizon, config.action_dim), jnp.float32)
-    time = jax.ShapeDtypeStruct((1, num_draws), jnp.float32)
+    noisy, time = draw_shapes(config, num_draws)
 
     def velocity(state, observation, noisy, time):
         return nnx.merge(graph, state).velocity(observation, noisy, time)
@@ -235,11 +355,27 @@ def test_counted_flops_are_those_of_the_traced_program(config, cameras, num_draw
 )
 def test_flops_are_those_counted_from_openpis_own_modules(config, cameras, expected):
     # Those counts hold elementwise work too (about 0.1 %) and are rounded to 0.01.
-    np.testing.assert_allclose(config.flops_per_row(cameras) / 1e12, expected, rtol=2e-3)
+    flops = config.flops_per_row(cameras) + config.dead_prefix_flops(cameras)
+    np.testing.assert_allclose(flops / 1e12, expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("config", "state"), [(Pi0Config(), 1), (Pi0Config(pi05=True), 0)], ids=["pi0", "pi05"])
+def test_tokens_that_are_seen_are_those_of_present_images_prompts_states_and_actions(config, state):
+    seen = observation(config)
+    masks = jnp.array([[True, True], [True, False], [False, False]])
+    seen = dataclasses.replace(seen, image_masks=dict(zip(SLOTS, masks, strict=True)))
+    batch = ActionBatch(
+        observation=seen,
+        actions=jnp.zeros((2, 50, 32)),
+        action_mask=jnp.zeros((2, 50), bool),
+        dim_mask=jnp.zeros((2, 32), bool),
+        row=jnp.arange(2),
+    )
+    assert config.num_tokens_seen(batch, draws=3) == 3 * 256 + (4 + 6) + 2 * (state + 3 * 50)
 
 
 def test_activations_shrink_with_recomputation_and_with_fewer_cameras():
-    amounts = [Pi0Config(remat=remat).activation_bytes_per_row(3) for remat in ("none", "dots", "full")]
+    amounts = [Pi0Config(remat=remat).activation_bytes_per_row(3) for remat in ("none", "dots", "attention", "full")]
     assert amounts == sorted(amounts, reverse=True)
     assert Pi0Config().activation_bytes_per_row(2) < Pi0Config().activation_bytes_per_row(3)
     assert Pi0Config(dtype="float32").activation_bytes_per_row(3) > Pi0Config().activation_bytes_per_row(3)

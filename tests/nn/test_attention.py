@@ -1,10 +1,14 @@
 """Attention, rotary positions and masks against their formulas in numpy."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from openpi_train.nn.attention import attend, block_mask, rotary_angles, rotate
+from openpi_train.nn.attention import attend, block_mask, cudnn_problem, rotary_angles, rotate, uses_cudnn
+from openpi_train.runtime.exits import UsageError
 
 
 def normal(seed, *shape):
@@ -29,6 +33,79 @@ def test_grouped_attention_equals_the_formula_head_by_head():
 def test_a_row_that_sees_nothing_is_finite():
     result = attend(normal(0, 1, 1, 2, 4), normal(1, 1, 3, 1, 4), normal(2, 1, 3, 1, 4), jnp.zeros((1, 1, 3), bool))
     assert np.isfinite(result).all()
+
+
+def with_gradients(attention, dtype, shape=(2, 27, 31, 8, 1, 64)):
+    """Values and gradients (float32) for queries, keys and values; some queries see nothing, as padding does."""
+    b, t, s, n, k, c = shape
+    inputs = [normal(0, b, t, n, c), normal(1, b, s, k, c), normal(2, b, s, k, c)]
+    mask = jax.random.bernoulli(jax.random.key(3), 0.7, (b, t, s)).at[0, :3].set(False)
+    sees = mask.any(axis=-1)[:, :, None, None]
+
+    def loss(*inputs):
+        # What padding reads is never used.
+        return jnp.sum(jnp.where(sees, attention(*inputs, mask).astype(jnp.float32), 0.0) * normal(4, b, t, n, c))
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*(x.astype(dtype) for x in inputs))
+    return [np.asarray(x, np.float32) for x in (value, *gradients)]
+
+
+def assert_close(ours, theirs, tolerance):
+    for x, y in zip(ours, theirs, strict=True):
+        assert np.linalg.norm(x - y) < tolerance * np.linalg.norm(y)
+
+
+# In bfloat16 the weights are rounded to 8 bits in both, and the queries' scale in ours only (exact for 64).
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)])
+def test_the_formula_equals_that_of_jax(dtype, tolerance):
+    def theirs(query, key, value, mask):
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
+
+    assert_close(with_gradients(attend, dtype), with_gradients(theirs, dtype), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
+def test_cudnn_equals_the_formula(head_dim):
+    device = jax.local_devices()[0]
+    if problem := cudnn_problem(head_dim, jnp.bfloat16, device):
+        pytest.skip(f"cuDNN: {problem}")
+    shape = (2, 867, 867, 8, 1, head_dim)
+
+    def by(kind):
+        return with_gradients(lambda *inputs: attend(*inputs, kind), jnp.bfloat16, shape)
+
+    # The weights are rounded to bfloat16 at different places.
+    assert_close(by("cudnn"), by("xla"), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "head_dim", "dtype", "problem"),
+    [
+        ("gpu", "9.0", 256, "bfloat16", None),
+        ("gpu", "9.0", 72, "float16", None),
+        ("gpu", "8.0", 128, "bfloat16", None),
+        ("gpu", "10.0", 128, "bfloat16", None),
+        ("gpu", "8.0", 256, "bfloat16", "up to 128"),
+        ("gpu", "10.0", 256, "bfloat16", "up to 128"),
+        ("gpu", "9.0", 90, "bfloat16", "multiples of 8"),
+        ("gpu", "9.0", 256, "float32", "--model.dtype"),
+        ("gpu", "7.5", 64, "float16", "compute capability 8.0"),
+        ("gpu", "gfx942", 64, "bfloat16", "NVIDIA"),
+        ("cpu", None, 64, "bfloat16", "NVIDIA"),
+    ],
+)
+def test_cudnn_is_used_where_it_can_train(platform, capability, head_dim, dtype, problem):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind="some device")
+    found = cudnn_problem(head_dim, dtype, device)
+    assert found is None if problem is None else problem in found
+
+
+def test_on_a_cpu_auto_is_xla_and_cudnn_is_refused():
+    assert not uses_cudnn("auto", 64, jnp.bfloat16)
+    assert not uses_cudnn("xla", 64, jnp.bfloat16)
+    with pytest.raises(UsageError, match=r"--model\.attention cudnn.*NVIDIA GPU.*auto or xla"):
+        uses_cudnn("cudnn", 64, jnp.bfloat16)
 
 
 def test_rotary_products_depend_on_the_distance_only():

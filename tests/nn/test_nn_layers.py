@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, sincos_encoding, stack_layers
+from openpi_train.nn.layers import LayerNorm, RMSNorm, cut_last, scan_layers, sincos_encoding, stack_layers
 
 
 class Layer(nnx.Module):
@@ -43,7 +43,7 @@ def test_a_scan_equals_the_layers_one_by_one(stacked):
     np.testing.assert_allclose(result, x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
 def test_recomputing_changes_no_gradient(stacked, remat):
     graph, params = nnx.split(stacked)
 
@@ -52,6 +52,28 @@ def test_recomputing_changes_no_gradient(stacked, remat):
 
     expected, other = jax.grad(loss)(params, "none"), jax.grad(loss)(params, remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
+
+
+def test_a_cut_stack_computes_the_same_and_its_gradient_comes_back_in_one_piece(stacked):
+    graph, params = nnx.split(stacked)
+
+    def whole(params):
+        return scan_layers(nnx.merge(graph, params), body, jnp.ones((2, 4)), remat="none")[0].sum()
+
+    def cut(params):
+        before, last = cut_last(nnx.merge(graph, params), jnp.float32)
+        return body(last, scan_layers(before, body, jnp.ones((2, 4)), remat="full")[0], None)[0].sum()
+
+    (expected, gradient), (value, other) = jax.value_and_grad(whole)(params), jax.value_and_grad(cut)(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), gradient, other)
+
+
+def test_a_cut_stack_has_its_matrices_in_the_type_of_the_layers_and_the_rest_as_it_was(stacked):
+    before, last = cut_last(stacked, jnp.bfloat16)
+    assert before.dense.kernel[...].dtype == last.dense.kernel[...].dtype == jnp.bfloat16
+    assert before.dense.bias[...].dtype == last.dense.bias[...].dtype == jnp.float32
+    assert (before.dense.kernel.shape, last.dense.kernel.shape) == ((2, 4, 4), (4, 4))
 
 
 def test_layer_norm_equals_flax_in_float32():

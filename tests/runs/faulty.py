@@ -16,6 +16,7 @@ EXPERIMENT = '''
 import dataclasses
 import os
 import time
+import orbax.checkpoint as ocp
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.robots.bridge import Bridge
@@ -32,6 +33,10 @@ class Faulty(FakeData):
             return source
         if self.fault == "slow to open":
             time.sleep(600)
+        if self.fault == "save fails":
+            def fail(*arguments, **named):
+                raise OSError(5, "Input/output error")
+            ocp.AsyncCheckpointer.save = fail
         read, left = source.frames, [40]
         def frames(steps, camera):
             left[0] -= len(steps)

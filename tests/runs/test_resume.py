@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from command import ROOT, environment, losses, train
 pytestmark = [pytest.mark.slow]
 # Steps long enough that there is time for the kill between the first checkpoint and the end.
 RUN = ("debug", "--batch-size", "128", "--num-train-steps", "20", "--save-interval", "10", "--keep-last", "3")
+# A line is the mean of three steps: that of step 12 is of steps before and after the checkpoint that is resumed from.
+RUN += ("--log-interval", "3", "--data.validation-fraction", "0")
 
 
 def test_twenty_steps_equal_ten_a_kill_and_a_resume(tmp_path):
@@ -29,10 +32,10 @@ def test_twenty_steps_equal_ten_a_kill_and_a_resume(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    assert 10 <= max(losses(killed)) < 20
+    assert 9 <= max(losses(killed)) < 20
     train(killed, *RUN, "--resume")
     assert losses(killed) == losses(straight)
-    assert len(losses(killed)) == 20
+    assert list(losses(killed)) == [3, 6, 9, 12, 15, 18, 20]
 
 
 def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
@@ -48,7 +51,11 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
         "100000",
     ]
     process = subprocess.Popen(
-        [*command, *map(str, flags)], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, *map(str, flags)],
+        env=environment(OPENPI_TRAIN_GRACE_S="0.001"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
     deadline = time.monotonic() + 240
@@ -57,7 +64,15 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=120)[0].decode()
     assert process.returncode == 75, output[-3000:]
-    assert "--resume" in output
+    took = r"(\S+) s after the request \((\S+) s to the end of the step, \S+ s to save\)"
+    shown = re.search(rf"stopped after step \d+ of 100000 with a good checkpoint, {took}; continue", output)
+    assert shown, output[-3000:]
+    results = json.loads((tmp_path / "runs" / "debug" / "x" / "results.json").read_text())
+    recorded = results["summary"]["stop_request"]
+    assert recorded["until_stopped_s"] == pytest.approx(float(shown[2]), abs=0.06)  # one digit is shown
+    # The line is written a little later than the file, which is flushed to the disk in between.
+    assert recorded["until_stopped_s"] < recorded["until_saved_s"] <= float(shown[1]) + 0.06
+    assert "but after 0 s the processes are killed" in output and "raise --stop-before-s" in output
     steps = losses(tmp_path)
     assert (tmp_path / "runs" / "debug" / "x" / str(max(steps)) / "manifest.json").exists()
 

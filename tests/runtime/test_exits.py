@@ -64,6 +64,31 @@ def test_a_bug_shows_its_traceback_and_leaves_without_atexit():
     assert ended.stdout == "before\n"
 
 
+GLOO = """ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset by peer\\nand on, for pages')"""
+
+
+def test_a_lost_peer_is_one_line_on_the_terminal_and_all_of_it_in_the_log_file(tmp_path):
+    ended = end(f"import pathlib; logs.configure(0, pathlib.Path({str(tmp_path)!r})); raise {GLOO}")
+    assert ended.returncode == 70
+    line = "another process or the network to it was lost (UNKNOWN: Gloo all-reduce failed: Connection reset by peer)"
+    assert ended.stderr.splitlines()[-1].endswith(line)
+    assert "Traceback" not in ended.stderr and "for pages" not in ended.stderr
+    log = (tmp_path / "logs" / "process_0.log").read_text()
+    assert line in log and "Traceback" in log and "for pages" in log
+
+
+def test_a_lost_peer_shows_all_where_there_is_no_log_file_yet():
+    ended = end(f"raise {GLOO}")
+    assert ended.returncode == 70 and "Traceback" in ended.stderr and "for pages" in ended.stderr
+
+
+def test_a_user_error_has_its_traceback_in_the_log_file(tmp_path):
+    body = f'import pathlib; logs.configure(0, pathlib.Path({str(tmp_path)!r})); raise exits.DataError("torn")'
+    ended = end(body)
+    assert ended.returncode == 3 and "Traceback" not in ended.stderr
+    assert "Traceback" in (tmp_path / "logs" / "process_0.log").read_text()
+
+
 def test_a_good_run_leaves_in_order():
     ended = end("return None")
     assert (ended.returncode, ended.stdout) == (0, "atexit ran\n")

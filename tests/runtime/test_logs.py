@@ -54,3 +54,45 @@ def test_other_processes_show_only_errors_with_their_number(tmp_path, capsys, re
     assert "process 3: our error" in shown
     assert "our news" not in shown and "library warning" not in shown
     assert "our news" in (tmp_path / "logs" / "process_3.log").read_text()
+
+
+def test_a_full_disk_disturbs_neither_the_run_nor_its_log(small_disk, fill_disk, capfd, restored_logging):
+    logs.configure(0, small_disk)
+    filler = fill_disk()
+    for number in range(100):
+        logging.getLogger("orbax").info("chatter %d %s", number, "x" * 80)
+    logging.getLogger("openpi_train").info("our news")
+    logs.dump_stacks()
+    shown = capfd.readouterr().err
+    assert shown.count("process_0.log cannot be written (No space left on device)") == 1
+    assert "our news" in shown and "Logging error" not in shown
+    assert "where every thread of this process is:" in shown, "the file does not take it"
+    filler.unlink()
+    logging.getLogger("orbax").info("more")
+    kept = kept_by(small_disk)
+    assert [line.split()[-2] for line in kept.splitlines() if "chatter" in line] == [str(one) for one in range(100)]
+    assert "our news" in kept and "cannot be written" in kept and ": more\n" in kept and "is complete again" in kept
+
+
+def test_what_the_log_file_has_not_taken_in_the_end_is_shown(small_disk, fill_disk, capsys, restored_logging):
+    logs.configure(1, small_disk)
+    fill_disk()
+    for _ in range(50):
+        logging.getLogger("openpi_train").info("%s", "x" * 90)
+    logging.getLogger("openpi_train").info("the last news")
+    assert "the last news" not in capsys.readouterr().err, "process 1 shows errors only"
+    logs.configure(1)
+    shown = capsys.readouterr().err
+    assert "what did not fit into" in shown and "the last news" in shown
+
+
+def test_a_traceback_goes_to_the_file_alone(tmp_path, capsys, restored_logging):
+    logs.configure(0)
+    assert not logs.keep_traceback(ValueError("wrong")), "there is no file yet"
+    logs.configure(0, tmp_path)
+    try:
+        raise ValueError("wrong")
+    except ValueError as error:
+        assert logs.keep_traceback(error)
+    assert "Traceback" in kept_by(tmp_path) and "ValueError: wrong" in kept_by(tmp_path)
+    assert capsys.readouterr().err == ""

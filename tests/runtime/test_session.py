@@ -1,4 +1,5 @@
 import json
+import os
 import platform
 import signal
 import socket
@@ -93,7 +94,9 @@ def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_cou
             if step == 3 and world.process_index == world.process_count - 1:
                 os.kill(os.getpid(), 15)
             if preempt.stop_requested():
-                print(step, flush=True)
+                time.sleep(0.5)
+                times = preempt.stop_times()
+                print(json.dumps([step, times.until_stopped_s, times.until_saved_s]), flush=True)
                 session.stop()
                 raise exits.Preempted(f"stopped at step {step}")
             time.sleep(0.05)
@@ -101,8 +104,11 @@ def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_cou
         process_count,
     )
     assert [result.returncode for result in results] == [75] * process_count, results
-    steps = {result.stdout.splitlines()[-1] for result in results}
-    assert len(steps) == 1 and 3 <= int(steps.pop()) < 399
+    all_times = [json.loads(result.stdout.splitlines()[-1]) for result in results]
+    steps = {step for step, _, _ in all_times}
+    assert len(steps) == 1 and 3 <= steps.pop() < 399
+    # All clocks are one here; 0.1 s is room for a step of the clock.
+    assert all(0 <= stopped_s <= saved_s - 0.4 < 60 for _, stopped_s, saved_s in all_times)
 
 
 @pytest.mark.multiprocess
@@ -121,6 +127,31 @@ def test_a_killed_peer_ends_the_others_with_code_70(run_processes):
     assert results[1].returncode == -signal.SIGKILL
     assert results[0].returncode == 70, results[0]
     assert "was lost" in results[0].stderr
+
+
+@pytest.mark.multiprocess
+def test_a_handshake_that_takes_too_long_ends_all_with_the_flag_to_raise(free_port):
+    code = (
+        "import sys, time\n"
+        "from openpi_train.runtime import exits, logs, session\n"
+        "from openpi_train.runtime.waiting import Timeouts\n"
+        "from openpi_train.runtime.world import WorldFlags, find_world\n"
+        "rank = int(sys.argv[1])\n"
+        f"flags = WorldFlags(coordinator='127.0.0.1:{free_port}', num_processes=2, process_id=rank)\n"
+        "logs.configure(rank)\n"
+        "session.software = dict\n"
+        "if rank == 1:\n"
+        "    session._initialize = lambda *_: time.sleep(600)\n"
+        "exits.run_guarded(lambda: session.start(find_world(flags, {}), timeouts=Timeouts(handshake_s=3)))\n"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    processes = [subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    all_errors = [process.communicate(timeout=60)[1] for process in processes]
+    for process, errors in zip(processes, all_errors, strict=True):
+        assert process.returncode == 70, errors
+        assert "jax did not start on all processes within 3 s (--timeouts.handshake-s), although all have met" in errors
+        assert f"a firewall lets port {free_port + 1} of 127.0.0.1 through and not {free_port}" in errors
 
 
 WAIT_FOR_ALL = """
@@ -201,8 +232,9 @@ def test_the_coordinator_may_have_an_ipv6_address(run_processes):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 loopback on this machine")
-    results = run_processes("", 2, MASTER_ADDR="[::1]")
-    assert [result.returncode for result in results] == [0, 0], results
+    for address in ("[::1]", "::1"):
+        results = run_processes("", 2, MASTER_ADDR=address)
+        assert [result.returncode for result in results] == [0, 0], results
 
 
 @pytest.mark.multiprocess

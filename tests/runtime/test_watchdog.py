@@ -53,6 +53,23 @@ def test_silence_beyond_the_limit_is_a_lost_process(peer):
     assert "nothing was heard of it for 46 s (--timeouts.lost-s)" in judged(TRAINING, peer).reason
 
 
+def test_last_words_are_heard_although_the_speaker_has_not_read_everything():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)  # so that the second message waits at the sender
+    ours.sendall(b"{}\n")
+    leaving, hearing = Peer(0, "a", theirs), Peer(1, "b", ours)
+    listener = threading.Thread(target=hearing.listen)
+    listener.start()
+    leaving.send("status", TRAINING)
+    leaving.send("farewell", Ending(3, "torn file"))
+    leaving.hang_up()
+    leaving.listen()  # returns when the other end has closed
+    listener.join()
+    assert leaving.closed and hearing.farewell == Ending(3, "torn file")
+
+
 @pytest.mark.parametrize(("code", "expected"), [(1, 70), (5, 70), (70, 70), (75, 75)])
 def test_a_farewell_ends_the_others_after_they_could_fail_by_themselves(peer, code, expected):
     peer.farewell, peer.farewell_time, peer.closed = Ending(code, "loss nan"), time.monotonic(), True
@@ -76,6 +93,7 @@ def test_the_verdict_of_process_0_is_taken_as_it_is(peer):
 def test_the_process_with_the_fewest_steps_is_the_stuck_one(peer):
     peer.status = dataclasses.replace(STUCK, step=11)
     reason = "process 1 on b is stuck (training, step 11): no further step for 46 s (--timeouts.stuck-s)"
+    reason += ". Start again with --resume"
     assert judged(STUCK, peer) == Ending(70, reason)
     assert judged(STUCK, peer, is_process_0=False) is None, "process 0 decides"
 
@@ -84,7 +102,7 @@ def test_a_silent_process_is_the_stuck_one_though_others_have_fewer_steps(peer):
     peer.status, peer.unheard_beats = dataclasses.replace(TRAINING, step=13), 20
     assert judged(STUCK, peer).reason == (
         "process 1 on b is stuck (training, step 13): no further step for 41 s (--timeouts.stuck-s); "
-        "nothing was heard of it for 40 s"
+        "nothing was heard of it for 40 s. Start again with --resume"
     )
 
 

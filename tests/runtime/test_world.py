@@ -54,6 +54,9 @@ def place(world):
         (WorldFlags(), {"WORLD_SIZE": "1"}, ("alone", 0, 1, 0, 1), None),
         (WorldFlags(), SLURM_STEP, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
         (WorldFlags(), {**SLURM_STEP, **OPENMPI}, ("slurm", 9, 11, 1, 3), f"gpu07:{12000 + 2 * 4711}"),
+        (WorldFlags(), {**SLURM_STEP, "MASTER_ADDR": "10.1.0.7"}, ("slurm", 9, 11, 1, 3), "10.1.0.7:21422"),
+        (WorldFlags(), {**SLURM_STEP, "MASTER_ADDR": "{host}-ib"}, ("slurm", 9, 11, 1, 3), "gpu07-ib:21422"),
+        (WorldFlags(), {**SLURM_STEP, "MASTER_PORT": "30000"}, ("slurm", 9, 11, 1, 3), "gpu07:30000"),
         (WorldFlags(), {**OPENMPI, "MASTER_PORT": "30000"}, ("openmpi", 3, 4, 1, 2), "10.0.0.7:30000"),
         (WorldFlags(), KUBERNETES, ("kubernetes", 2, 4, 0, 1), "run-0.run:29500"),
         (WorldFlags(), {**KUBERNETES, **OPENMPI, "MASTER_PORT": "30000"}, ("openmpi", 3, 4, 1, 2), "10.0.0.7:30000"),
@@ -90,11 +93,14 @@ def test_the_first_source_that_speaks_is_believed(flags, environ, expected, coor
         (WorldFlags(), {**KUBERNETES, "JOB_COMPLETION_INDEX": "4"}, r"process 4 of 4 \(from kubernetes\) cannot be"),
         (WorldFlags(num_processes=2), {}, "--num-processes given without --coordinator, --process-id"),
         (WorldFlags(), {"SLURM_STEP_NODELIST": "a"}, "a Slurm step without SLURM_JOB_ID"),
+        (WorldFlags(), {**SLURM_STEP, "MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost in a Slurm step on 3 hosts"),
+        (WorldFlags(), {**SLURM_STEP, "MASTER_PORT": "x"}, "is not host:port"),
         (
             WorldFlags(),
             {name: value for name, value in OPENMPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
             "mpirun -x MASTER_ADDR",
         ),
+        (WorldFlags(), {"PMI_RANK": "2", "PMI_SIZE": "4"}, "PMI_RANK=2 PMI_SIZE=4: started by MPICH or Intel MPI"),
     ],
 )
 def test_a_source_that_says_too_little_is_refused_with_what_to_do(flags, environ, message):
@@ -116,6 +122,15 @@ def test_a_master_address_alone_is_explained_and_not_obeyed():
     assert world.notes == (
         "MASTER_ADDR, NODE_RANK set without RANK and WORLD_SIZE: not used, training alone in this process",
     )
+
+
+def test_half_of_what_mpirun_says_is_explained_and_not_obeyed():
+    world = find_world(WorldFlags(), {"OMPI_COMM_WORLD_RANK": "1", "PMI_RANK": "1"})
+    assert place(world) == ("alone", 0, 1, 0, 1)
+    assert [note.split(":")[0] for note in world.notes] == [
+        "OMPI_COMM_WORLD_RANK set without OMPI_COMM_WORLD_SIZE",
+        "PMI_RANK set without PMI_SIZE",
+    ]
 
 
 def test_every_slurm_start_has_its_own_token_and_port():

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 40
 RUN = ("debug", "--num-train-steps", str(STEPS), "--save-interval", "1000", "--batch-size", "16")
 RUN = (*RUN, "--data.validation-fraction", "0")
-TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1")
+TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1", "--env", "MASTER_ADDR={host}")
 
 
 def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
@@ -128,3 +128,23 @@ def test_an_allocation_starts_one_task_per_process(slurm):
     ]
     output = slurm.run("salloc", "--nodes=2", "--ntasks-per-node=2", *words)
     assert {line[:2] for line in output.splitlines()} == {"0:", "1:", "2:", "3:"}
+
+
+def test_the_file_that_the_older_guides_command_writes_trains(slurm, tmp_path):
+    short = (*RUN[:2], "4", *RUN[3:], *places(tmp_path))
+    options = [
+        "--job-name",
+        "distributed_training",
+        "--num-nodes",
+        "2",
+        "--gpus-per-node",
+        "1",
+        "--time-limit",
+        "24:00:00",
+    ]
+    options += ["--partition", "all", "--output-dir", str(tmp_path / "slurm_scripts"), "--devices-per-process", "1"]
+    slurm.run(sys.executable, "scripts/run_distributed.py", "--mode", "create_slurm", *options, "--", *short)
+    job = slurm.run("sbatch", "--parsable", tmp_path / "slurm_scripts" / "run_slurm.sh")
+    ended = slurm.await_end(job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), ended
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]

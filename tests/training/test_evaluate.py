@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from trainers import make_trainer
 
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
+from openpi_train.sharding.strategy import Plan
 from openpi_train.training.evaluate import Evaluator
-from openpi_train.training.init import create_state, lay_out
-from openpi_train.training.step import Trainer
+from openpi_train.training.init import create_state
 
 NUM_ROWS = 14
 
@@ -22,20 +22,9 @@ NUM_ROWS = 14
 def evaluate(batch_size, devices=1):
     """The values of a fresh state on the same rows, cut into batches, the last one filled up with masked rows."""
     config = toy.LinearConfig()
-    plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), config=ShardingConfig())
-    schedule = LRSchedule().create()
-    optimizer = AdamW().create(schedule)
-    layout = lay_out(config, optimizer, config.frozen, True, plan)
-    trainer = Trainer(
-        graphdef=layout.graphdef,
-        model=config,
-        objective=FlowMatching(augment=False, num_flow_draws=2),
-        optimizer=optimizer,
-        schedule=schedule,
-        plan=plan,
-        seed=3,
-        ema_decay=0.9,
-    )
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
+    objective = FlowMatching(augment=False, num_flow_draws=2)
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective, seed=3)
     count = -(-NUM_ROWS // batch_size) * batch_size
     rows = jax.tree.map(lambda leaf: leaf[:count], toy.batch(2 * NUM_ROWS))
     rows = dataclasses.replace(rows, action_mask=rows.action_mask & (rows.row < NUM_ROWS)[:, None])
@@ -43,8 +32,8 @@ def evaluate(batch_size, devices=1):
     for start in range(0, count, batch_size):
         part = jax.tree.map(lambda leaf, start=start: leaf[start : start + batch_size], rows)
         batches.append(jax.device_put(dataclasses.replace(part, row=jnp.arange(batch_size)), plan.batch))
-    with jax.set_mesh(plan.mesh):
-        state = create_state(layout, config, optimizer, config.frozen, True, 3)
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 3)
         return Evaluator(trainer, batches, num_sample_steps=3)(state), rows
 
 

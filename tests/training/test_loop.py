@@ -7,6 +7,7 @@ import types
 import pytest
 
 from openpi_train.runtime.exits import Preempted
+from openpi_train.runtime.preempt import StopTimes
 from openpi_train.training import loop
 
 train = inspect.unwrap(loop.train)  # without the run-time type check: it is given no real run
@@ -18,7 +19,7 @@ class NotingRun:
     def __init__(self, first=0, total=6, stop_at=None):
         self.events, self._stop_at = [], stop_at
         self.state = types.SimpleNamespace(step=first)
-        self.experiment = types.SimpleNamespace(num_train_steps=total, log_interval=2, save_interval=4)
+        self.experiment = types.SimpleNamespace(num_train_steps=total, log_interval=2)
         self.step = first
         self.recorder = types.SimpleNamespace(
             read=dict, check=lambda: self.events.append("check"), paused=contextlib.nullcontext
@@ -34,6 +35,9 @@ class NotingRun:
     def note(self, step, metrics):
         self.step = step
 
+    def taking(self, step):
+        return contextlib.nullcontext()
+
     def stop_requested(self):
         return self.step == self._stop_at
 
@@ -43,6 +47,12 @@ class NotingRun:
     def evaluate(self, step, state):
         self.events.append(("evaluate", step))
         return True
+
+    def save_is_due(self, step):
+        return step in (4, 6)
+
+    def local_save_is_due(self, step):
+        return step in (4, 5)
 
     def finish(self):
         self.events.append("finish")
@@ -59,7 +69,7 @@ def test_everything_happens_at_its_interval_and_at_the_end():
     assert train(run).step == 6
     assert run.events == [
         *[("catch up", 0), ("log", 2), ("log", 3), ("evaluate", 3), ("log", 4), "check", ("save", 4)],
-        *[("log", 6), ("evaluate", 6), "check", ("save", 6), "finish"],
+        *["check", ("save_locally", 5), ("log", 6), ("evaluate", 6), "check", ("save", 6), "finish"],
     ]
 
 
@@ -68,6 +78,14 @@ def test_a_stop_saves_without_evaluating_and_says_how_to_go_on():
     with pytest.raises(Preempted, match="stopped after step 3 of 6 with a good checkpoint; continue with --resume"):
         train(run)
     assert run.events[-4:] == [("log", 3), "check", ("save", 3), "finish"]
+
+
+def test_a_stop_says_how_long_it_took(monkeypatch):
+    times = StopTimes(until_stopped_s=2.0, until_saved_s=3.5)
+    monkeypatch.setattr(loop.preempt, "stop_times", lambda: times)
+    took = r"with a good checkpoint, 3.5 s after the request \(2.0 s to .*, 1.5 s to save\); continue with --resume"
+    with pytest.raises(Preempted, match=took):
+        train(NotingRun(stop_at=3))
 
 
 @pytest.mark.parametrize(("left_out", "ending"), [(False, None), (True, "stopped after step 6 of 6")])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 
 
@@ -93,18 +93,23 @@ def test_only_process_0_writes(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_tensorboard_files_hold_the_same_values(tmp_path):
+def scalars(directory):
+    """Step, name and value of everything in a run's event files."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    write(tmp_path, [1, 2], tensorboard=True)
     found = []
-    for path in (tmp_path / "tensorboard").iterdir():
+    for path in (directory / "tensorboard").iterdir():
         data = path.read_bytes()
         while data:  # TFRecord framing: length, crc, payload, crc
             (length,) = struct.unpack("<Q", data[:8])
             event = event_pb2.Event.FromString(data[12 : 12 + length])
             found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
             data = data[16 + length :]
-    assert found == [(1, "loss", np.float32(1 / 3)), (2, "loss", np.float32(2 / 3))]
+    return found
+
+
+def test_tensorboard_files_hold_the_same_values(tmp_path):
+    write(tmp_path, [1, 2], tensorboard=True)
+    assert scalars(tmp_path) == [(1, "loss", np.float32(1 / 3)), (2, "loss", np.float32(2 / 3))]
 
 
 @pytest.mark.parametrize("package", ["tensorboardX", "wandb"])
@@ -151,3 +156,35 @@ def test_wandb_is_online_with_a_key_unless_the_user_says_otherwise(tmp_path, wan
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write(tmp_path, [], wandb_project="openpi")
     assert [call["mode"] for call in wandb_calls if isinstance(call, dict)] == ["online", "disabled"]
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_holds_lines_up_until_there_is_room(small_disk, fill_disk, tensorboard, caplog):
+    metrics = Metrics(small_disk, process_index=0, tensorboard=tensorboard)
+    metrics.log(0, {"loss": 0.5})
+    filler = fill_disk()
+    # More than a page of the disk, than any buffer on the way, and than tensorboardX's queue of ten.
+    for step in range(1, 500):
+        metrics.log(step, {"loss": step / 3})
+    assert (small_disk / "metrics.jsonl").read_bytes().count(b"\n") < 500
+    assert sum("metrics.jsonl cannot be written (No space" in record.message for record in caplog.records) == 1
+    filler.unlink()
+    metrics.log(500, {"loss": 500 / 3})
+    metrics.close()
+    assert [line["step"] for line in lines(small_disk)] == list(range(501))
+    if tensorboard:
+        assert [step for step, _, _ in scalars(small_disk)] == list(range(501))
+
+
+def test_lines_that_never_found_room_are_shown_with_the_code_of_a_full_disk(small_disk, fill_disk):
+    metrics = Metrics(small_disk, process_index=0)
+    fill_disk()
+    for step in range(500):
+        metrics.log(step, {"loss": step / 3})
+    with pytest.raises(
+        CheckpointError, match=r"metrics.jsonl: \d+ lines could not be .*No space left on device"
+    ) as said:
+        metrics.close()
+    written = (small_disk / "metrics.jsonl").read_text()
+    rest = str(said.value).partition("\n")[2]
+    assert [json.loads(line)["step"] for line in (written + rest).splitlines()] == list(range(500))

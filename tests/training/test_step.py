@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 import toy
+from trainers import make_trainer
 
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
-from openpi_train.training.init import create_state, lay_out
-from openpi_train.training.step import Trainer
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.init import create_state
 
 SCHEDULE = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
 
@@ -24,25 +24,11 @@ def run_steps(
 ):
     """Losses, gradient norms and the final state of a few steps."""
     config = config or toy.LinearConfig()
-    plan = Plan(
-        mesh=make_mesh(fsdp, jax.devices()[:devices]), config=ShardingConfig(strategy=strategy, min_shard_mib=0)
-    )
-    schedule = SCHEDULE.create()
-    optimizer = AdamW().create(schedule)
-    layout = lay_out(config, optimizer, config.frozen, ema is not None, plan)
-    trainer = Trainer(
-        graphdef=layout.graphdef,
-        model=config,
-        objective=objective or FlowMatching(augment=False, num_flow_draws=2),
-        optimizer=optimizer,
-        schedule=schedule,
-        plan=plan,
-        seed=7,
-        grad_accum=accum,
-        ema_decay=ema,
-    )
-    with jax.set_mesh(plan.mesh):
-        state = create_state(layout, config, optimizer, config.frozen, ema is not None, 7)
+    plan = Plan(mesh=make_mesh(fsdp, jax.devices()[:devices]), strategy=strategy, min_shard_mib=0)
+    objective = objective or FlowMatching(augment=False, num_flow_draws=2)
+    trainer, layout = make_trainer(config, plan, AdamW(), SCHEDULE, objective=objective, accum=accum, ema=ema)
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, ema is not None, 7)
         step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
         history = []
         for index in range(steps):

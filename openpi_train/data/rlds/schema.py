@@ -65,7 +65,8 @@ def find_version(path: str) -> Path:
     if not versions:
         raise FileNotFoundError(
             f"{directory} holds no RLDS dataset: neither {INFO_FILE} nor a version folder such as 1.0.0 with one. "
-            "Give <data_dir>/<name>/<version> of a dataset that tensorflow-datasets wrote (local or mounted)."
+            "Give <data_dir>/<name>/<version> of a dataset that tensorflow-datasets wrote (local or mounted); "
+            "a dataset of another format with --dataset PATH."
         )
     newest = versions[max(versions)]
     if len(versions) > 1:

@@ -61,8 +61,8 @@ def test_result_does_not_depend_on_the_number_of_threads(toy, tmp_path):
     one = toy_source(toy, tmp_path / "one", build_workers=1).open()
     many = toy_source(toy, tmp_path / "many", build_workers=7).open()
     assert one.fingerprint == many.fingerprint
-    for name, array in one._index.arrays.items():
-        np.testing.assert_array_equal(array, many._index.arrays[name], strict=True)
+    for name, array in one.stored.arrays.items():
+        np.testing.assert_array_equal(array, many.stored.arrays[name], strict=True)
 
 
 def test_changed_shard_alone_is_read_again(toy, tmp_path, scanned, caplog):
@@ -79,7 +79,7 @@ def test_changed_shard_alone_is_read_again(toy, tmp_path, scanned, caplog):
     assert scanned == [paths[1].name]
     assert f"{paths[1].name} changed since its index was built" in caplog.text
     assert after.fingerprint != before.fingerprint
-    root = after._index.root
+    root = after.stored.root
     assert len(list(root.glob("parts/*"))) == len(paths)
     assert len(list(root.glob("tables-*"))) == 1
 
@@ -136,7 +136,7 @@ def test_flipped_byte_is_named_and_skipped_on_request(toy, tmp_path, scanned, ca
     assert scanned == []  # what was read to find the damage is not read again
     assert (source.num_episodes, source.num_dropped) == (11, 1)
     assert "are left out" in caplog.text
-    assert source._index.manifest["dropped"][0]["record"] == 0
+    assert source.stored.manifest["dropped"][0]["record"] == 0
     whole = toy_source(write_toy(tmp_path / "whole"), tmp_path / "cache").open()
     position = len(list(read_records(shard_paths(toy)[0])))
     assert list(source.episode_ids) == [*whole.episode_ids[:position], *whole.episode_ids[position + 1 :]]
@@ -167,14 +167,14 @@ def test_file_that_ends_between_records_is_noticed_by_its_count(toy, tmp_path):
 
 def test_damaged_index_file_is_named(toy, tmp_path):
     source = toy_source(toy, tmp_path / "cache").open()
-    path = source._index.root / source._index.manifest["tables"] / "columns" / "action.npy"
+    path = source.stored.root / source.stored.manifest["tables"] / "columns" / "action.npy"
     flip(path, -1)
     with pytest.raises(ValueError, match=rf"{path} is damaged .*; delete .* and start again"):
         toy_source(toy, tmp_path / "cache").open()
     path.unlink()
     with pytest.raises(ValueError, match=rf"{path} is missing; delete"):
         toy_source(toy, tmp_path / "cache").open()
-    shutil.rmtree(source._index.root)
+    shutil.rmtree(source.stored.root)
     assert toy_source(toy, tmp_path / "cache").open().fingerprint == source.fingerprint
 
 
@@ -211,7 +211,7 @@ def test_progress_is_logged_while_building(toy, tmp_path, monkeypatch, caplog):
 
 def test_second_builder_waits_and_says_for_whom(toy, tmp_path, caplog):
     built = toy_source(toy, tmp_path / "cache").open()
-    root = built._index.root
+    root = built.stored.root
     (root / tables.MANIFEST).unlink()
     result = []
     with open(root / "lock", "a+") as file:

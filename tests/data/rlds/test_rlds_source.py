@@ -16,9 +16,9 @@ from PIL import Image
 from rlds_toy import SIZE, toy_episode, toy_features, toy_source, write_toy
 from tensorflow_datasets.proto import tf_example_pb2
 
+from openpi_train.data import spans
 from openpi_train.data.image import blank_cameras
 from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds import source as rlds_source
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.source import BadRecord
@@ -116,7 +116,7 @@ def test_pickled_source_is_small_and_reads_the_same(bridge):
 
 
 def test_existing_index_opens_without_tensorflow_datasets_or_jax(bridge, bridge_sample):
-    cache = bridge._index.root.parent
+    cache = bridge.stored.root.parent
     code = f"""
 import sys
 import time
@@ -285,7 +285,7 @@ def test_threads_that_open_a_shard_at_the_same_time_all_read_it(bridge_sample, t
         time.sleep(0.05)
         return slow_open(*arguments, **options)
 
-    rlds_source._open_file.cache_clear()
-    monkeypatch.setattr(rlds_source.os, "open", opened_slowly)
+    spans.open_file.cache_clear()
+    monkeypatch.setattr(spans.os, "open", opened_slowly)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda step: source.encoded(step, camera), range(8))) == expected

@@ -1,0 +1,149 @@
+"""A run of the `debug` experiment under `launch local`, seen from outside: lines, processes, files.
+
+Read next: `fault_drill.py` and `startup.py`, which start such runs.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT
+
+_POLL_S = 0.02
+_TAIL_BYTES = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line that the launcher has shown, and when it came (`time.monotonic`)."""
+
+    text: str
+    at: float
+
+
+# A network of nothing but a loopback interface: what comes behind runs in it.
+OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "in_own_network")
+
+
+class Launched:
+    """A launcher and its processes; the run lies below `base`. Gone at the end of the `with`.
+
+    `prefix` is a command that starts the launcher's, such as `OWN_NETWORK`.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        launcher: Sequence[str],
+        experiment: Sequence[str],
+        prefix: Sequence[str] = (),
+        **environ: str,
+    ):
+        self.directory = base / "runs" / "debug" / "x"
+        places = ["--exp-name", "x", "--checkpoint-base-dir", base / "runs", "--assets-base-dir", base / "assets"]
+        output = base.with_name(f"{base.name}-output")  # beside it: `base` may be a disk that fills up
+        words = [*launcher, "--devices-per-process", "1", "--log-dir", str(output), "--", "debug", *experiment]
+        self.lines: list[Line] = []
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "openpi_train", "launch", "local", *words, *map(str, places)],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it at once, and its processes with it."""
+        self.process.kill()
+        self.end(timeout_s=60)
+
+    def end(self, timeout_s: float) -> int:
+        """Its exit code, once it has ended and all that it said is read."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    def await_place(self, pattern: str | re.Pattern[str], timeout_s: float, since: int = 0) -> int | None:
+        """The number of the first line from `since` on with the pattern; None where it ends or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            over = not self._reader.is_alive()
+            for place in range(since, len(self.lines)):
+                since = place + 1
+                if re.search(pattern, self.lines[place].text):
+                    return place
+            if over or time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+
+    def wait(self, condition: Callable[[], Any], timeout_s: float) -> bool:
+        """Whether the condition came to hold in time, before the launcher ended."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return bool(condition())
+            time.sleep(_POLL_S)
+        return True
+
+    def processes(self) -> dict[int, int]:
+        """The pids of the run's processes that live, by rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) != self.process.pid or state == "Z":
+                    continue
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            found |= {int(word[5:]): int(folder.name) for word in variables if word.startswith(b"RANK=")}
+        return found
+
+    def checkpoints(self) -> list[int]:
+        """The steps of the whole checkpoints, oldest first."""
+        manifests = self.directory.glob("*/manifest.json")
+        return sorted(int(path.parent.name) for path in manifests if path.parent.name.isdecimal())
+
+    def last_step(self) -> int:
+        """The last step that `metrics.jsonl` has whole."""
+        try:
+            with (self.directory / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return 0
+        return max((int(json.loads(line)["step"]) for line in lines if line.startswith(b'{"step"')), default=0)
+
+    def said(self, count: int = 30) -> str:
+        """The last lines."""
+        return "\n".join(line.text for line in self.lines[-count:])
+
+    def stop(self) -> int:
+        """Ask it to save and stop, and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.end(timeout_s=120)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(Line(line.rstrip("\n"), time.monotonic()))

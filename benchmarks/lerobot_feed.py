@@ -1,0 +1,203 @@
+"""The feed on LeRobot data, in turns with lerobot's own loader on the same rows; what decoding one picture costs.
+
+Read next: `lerobot_data.py` (the dataset), `lerobot_peer.py` (lerobot's side, in an environment of its own).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import lerobot_data
+from benchmarks.feed import Sample, measure, num_batches, num_warm
+from benchmarks.report import Cell, Spread, Table
+from openpi_train import registry
+from openpi_train.data import image
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.rows import Rows
+from openpi_train.data.transforms import ResizeImages
+from openpi_train.robots.bridge import Bridge
+from openpi_train.training.start import open_run_data
+
+EXPERIMENT = "pi0_bridge_traj"
+_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+NUM_PAIRS, NUM_DECODED = 3, 60
+COLUMNS = (
+    "workers",
+    "pictures",
+    "samples/s",
+    "CPU ms/sample",
+    "samples/s per core",
+    "lerobot samples/s",
+    "lerobot CPU ms/sample",
+    "samples/s per core vs lerobot",
+)
+_DECODE_COLUMNS = ("picture", "decoder", "CPU ms/picture", "pictures/s per core", "lerobot / ours")
+
+
+class Peer:
+    """lerobot's side: answers requests with what it measured."""
+
+    def __init__(self, process: subprocess.Popen, answers):
+        self._process, self._answers = process, answers
+        self.versions = self._answer()
+
+    def ask(self, what: str, **options) -> dict:
+        """Have something measured, and wait for the result."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({what: options}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = self._answers.readline()
+        if not line:
+            code = self._process.wait(60)
+            raise RuntimeError(f"lerobot's side ended with code {code}; its own words stand above")
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def start_peer(python: Path | None) -> Iterator[Peer | None]:
+    """lerobot's side in the environment of that Python; None where none was given."""
+    if python is None:
+        yield None
+        return
+    read, write = os.pipe()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    program = [str(python), str(Path(__file__).with_name("lerobot_peer.py")), str(write)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, text=True, env=environ, pass_fds=[write]) as process:
+        os.close(write)
+        with os.fdopen(read) as answers:
+            try:
+                yield Peer(process, answers)
+            finally:
+                process.kill()
+
+
+def tables(flags: argparse.Namespace, scratch: Path) -> list[Table]:
+    """Measure as the feed's flags say."""
+    height, width = (48, 64) if flags.quick else (480, 640)
+    written = lerobot_data.write(
+        scratch / "arms", num_episodes=3, episode_length=20 if flags.quick else 100, height=height, width=width
+    )
+    scaled, stored = _rows(flags, scratch, written.root, height, width)
+    with start_peer(flags.peer_python) as peer:
+        rounds = 1 if flags.quick else NUM_PAIRS
+        feed = [
+            row for workers in flags.workers for row in _pairs(flags, workers, rounds, scaled, stored, written, peer)
+        ]
+        decoding = _decoding(flags, stored, written, height, width, peer)
+        versions = "not measured: give --peer-python, an environment with lerobot"
+        if peer is not None:
+            versions = ", ".join(f"{name} {version}" for name, version in peer.versions.items())
+    title = f"LeRobot: 3 cameras of {width} x {height}, AV1, {written.frame_bytes / 1e3:.1f} kB a frame"
+    notes = [
+        f"The same rows in the same order, batch {flags.batch_size}, with {stored.windows[0].horizon} actions each. "
+        "lerobot's pictures are float32, and scaled by torchvision's antialiased Resize where ours are. "
+        f"lerobot: {versions}."
+    ]
+    return [Table(title, COLUMNS, feed, notes), decoding]
+
+
+def _rows(flags: argparse.Namespace, scratch: Path, root: Path, height: int, width: int) -> tuple[Rows, Rows]:
+    """A run's rows, and the same ones with pictures of the size that they are stored in."""
+    experiment = registry.load(EXPERIMENT)
+    cameras = dict(zip(_SLOTS, (name.replace(".", "/") for name in lerobot_data.CAMERAS), strict=True))
+    source = LeRobot(path=str(root), cache_dir=str(scratch / "index"))
+    dataset = Dataset(source=source, robot=Bridge(cameras=cameras), asset_id="benchmark")
+    data = DataConfig(datasets=(dataset,), tokenizer="bytes", validation_fraction=0.0)
+    model = dataclasses.replace(experiment.model, image_size=flags.image_size)
+    scaled = open_run_data(
+        dataclasses.replace(experiment, data=data, model=model, assets_base_dir=str(scratch / "assets"))
+    ).train
+    spec = {
+        name: ((height, width, 3), dtype) if name.startswith("image/") else (shape, dtype)
+        for name, (shape, dtype) in scaled.spec.items()
+    }
+    (transforms,) = scaled.transforms
+    kept = [transform for transform in transforms if not isinstance(transform, ResizeImages)]
+    stored = Rows(scaled.windows, scaled.names, [1.0], [kept], spec=spec, seed=scaled.mixture.seed)
+    return scaled, stored
+
+
+def _pairs(flags, workers, rounds, scaled, stored, written, peer) -> list[list[Cell]]:
+    """Ours and lerobot's in turn, on the same rows, pictures scaled and as stored; a table row for each."""
+    warm, batches = num_warm(flags, workers), num_batches(flags)
+    positions = np.arange((1 + warm + batches + 2 * max(workers, 1)) * flags.batch_size)
+    height, width = stored.spec[f"image/{_SLOTS[0]}"][0][:2]
+    inside = [side * flags.image_size // max(height, width) for side in (height, width)]
+    request = {
+        "root": str(written.root),
+        "horizon": stored.windows[0].horizon,
+        "fps": lerobot_data.FPS,
+        "batch_size": flags.batch_size,
+        "workers": workers,
+        "num_warm": 1 + warm,
+        "indices": stored.windows[0].starts[stored.mixture.locate(positions)[2]].tolist(),
+    }
+    kinds = {f"scaled to {flags.image_size} px": (scaled, inside), "as stored": (stored, None)}
+    ours: dict[str, list[Sample]] = {name: [] for name in kinds}
+    theirs: dict[str, list[dict]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, (rows, size) in kinds.items():
+            ours[name].append(measure(rows, flags, workers))
+            if peer is not None:
+                theirs[name].append(peer.ask("loader", **request, size=size))
+    return [_table_row(workers, name, ours[name], theirs[name]) for name in kinds]
+
+
+def _table_row(workers: int, name: str, samples: list[Sample], theirs: list[dict]) -> list[Cell]:
+    rate, cpu_ms = (Spread(tuple(getattr(s, n) for s in samples)) for n in ("samples_per_s", "cpu_ms_per_sample"))
+    row: list[Cell] = [workers, name, rate, cpu_ms, cpu_ms.map(lambda ms: 1e3 / ms)]
+    if not theirs:
+        return [*row, None, None, None]
+    their_rate, their_ms = (Spread(tuple(s[n] for s in theirs)) for n in ("samples_per_s", "cpu_ms_per_sample"))
+    return [*row, their_rate, their_ms, their_ms.over(cpu_ms)]
+
+
+def _decoding(flags, rows: Rows, written, height: int, width: int, peer: Peer | None) -> Table:
+    """One picture at a time, in random order, in one thread."""
+    source, camera = rows.windows[0].source, lerobot_data.CAMERAS[0]
+    rounds, count = (1, 5) if flags.quick else (NUM_PAIRS, NUM_DECODED)
+    steps = np.random.default_rng(0).integers(0, source.num_steps, count)
+    frame = source.frames(steps[:1], camera.replace(".", "/"))[0]
+    pictures = {f"JPEG {width} x {height}": image.encode(frame)}
+    if not flags.quick:
+        pictures["JPEG 256 x 256"] = image.encode(np.ascontiguousarray(frame[:256, :256]))
+    video = str(written.root / "videos" / camera / "chunk-000" / "file-000.mp4")
+    times = (steps / lerobot_data.FPS).tolist()
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for name, data in pictures.items():
+            samples.setdefault((name, "libjpeg-turbo"), []).append(
+                _cpu_ms(lambda _, data=data: image.decode(data), steps)
+            )
+        ours = _cpu_ms(lambda step: source.frames(np.array([step]), camera.replace(".", "/")), steps)
+        samples.setdefault((f"AV1 {width} x {height}", "ours"), []).append(ours)
+        for backend in ("torchcodec", "pyav") if peer is not None else ():
+            answer = peer.ask("decode", video=video, times=times, backend=backend)
+            samples.setdefault((f"AV1 {width} x {height}", f"lerobot, {backend}"), []).append(answer["cpu_ms"])
+    own = Spread(tuple(samples[f"AV1 {width} x {height}", "ours"]))
+    table: list[list[Cell]] = []
+    for (picture, decoder), values in samples.items():
+        spread = Spread(tuple(values))
+        ratio = spread.over(own) if decoder.startswith("lerobot") else None
+        table.append([picture, decoder, spread, spread.map(lambda ms: 1e3 / ms), ratio])
+    return Table("Decoding one picture alone, one thread", _DECODE_COLUMNS, table)
+
+
+def _cpu_ms(decode: Callable, steps: np.ndarray) -> float:
+    decode(steps[0])
+    started = time.process_time()
+    for step in steps:
+        decode(step)
+    return 1e3 * (time.process_time() - started) / len(steps)

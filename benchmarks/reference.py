@@ -1,0 +1,70 @@
+"""A training step that computes what openpi computes, made of this project's parts: `step_time.py` measures against it.
+
+openpi at 15a9616 gives every robot three cameras (absent ones as black, masked pictures), recomputes every layer in the
+backward pass, computes the last layer for all tokens, has attention by einsum and softmax, pads prompts to the model's
+limit, and applies every update without a look at it. The augmentation is ours in both (openpi resamples three times).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from benchmarks.steps import Trial
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.training.state import TrainState
+from openpi_train.training.step import Metrics, Trainer
+
+
+def reference(trial: Trial) -> Trial:
+    """The same run with openpi's step. States of both have one layout, so one state can go through both."""
+    experiment = trial.experiment
+    model: Any = dataclasses.replace(experiment.model, remat="full", attention="xla")  # pyright: ignore[reportCallIssue]
+    objective = ReferenceFlowMatching(**vars(experiment.objective))
+    trainer = trial.prepared.trainer
+    changes = {"model": model, "objective": objective, "graphdef": _graph(model)}
+    fields = {field.name: getattr(trainer, field.name) for field in dataclasses.fields(trainer)}
+    return Trial(
+        dataclasses.replace(experiment, model=model, objective=objective),
+        dataclasses.replace(trial.prepared, trainer=ReferenceTrainer(**{**fields, **changes})),
+    )
+
+
+class ReferenceFlowMatching(FlowMatching):
+    """The loss by way of all outputs of the transformer."""
+
+    def loss_at(self, model: Any, *arguments: Any) -> Any:
+        """As `FlowMatching.loss_at`."""
+        return super().loss_at(_WholeOutputs(model), *arguments)
+
+
+class _WholeOutputs:
+    """A pi0 whose last layer computes the prefix too, although nothing reads it."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def velocity(self, observation: Any, noisy_actions: Any, time: Any) -> Any:
+        outputs = self._model.outputs(observation, noisy_actions, time)
+        return self._model.read_out(outputs["action"], noisy_actions.shape)
+
+
+class ReferenceTrainer(Trainer):
+    """openpi's update (`scripts/train.py`, `train_step`)."""
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One update, applied whatever is in it."""
+        grads, metrics = self.accumulate(state, batch, self.objective.norms(batch))
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema, decay = state.ema, self.ema_decay or 0.0
+        if ema is not None:
+            ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+        new = dataclasses.replace(state, step=state.step + 1, params=params, ema=ema, opt_state=opt_state)
+        return new, {**metrics, "grad_norm": optax.tree.norm(grads), "param_norm": self.param_norm(new)}
+
+
+def _graph(model: Any) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]

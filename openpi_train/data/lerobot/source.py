@@ -1,0 +1,146 @@
+"""LeRobot datasets (2.0, 2.1 and 3.0) by random access: columns from the index, frames from video or copied pictures.
+
+Read next: `layout.py` (what lies where), `index.py` (built at the first opening), `video.py` (one frame of a video).
+Neither lerobot nor torch is needed; pyarrow reads the parquet files while indexing, PyAV the videos.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from openpi_train.data import image, places, tables
+from openpi_train.data.lerobot import video
+from openpi_train.data.lerobot.index import FORMAT, is_fresh, open_index
+from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
+from openpi_train.data.spans import read_span
+from openpi_train.data.stored import StoredSource, reopen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeRobot(SourceConfig):
+    """A LeRobot dataset on a local or mounted disk. Dots in its features' names become slashes, as RLDS writes them."""
+
+    # The folder that holds meta/, data/ and videos/.
+    path: str
+    # Where the index is kept (per frame 40 bytes, or its picture, and the columns); None: $OPENPI_TRAIN_HOME/index.
+    cache_dir: str | None = None
+    # How far a video frame's time may be from the time that its step says.
+    tolerance_s: float = 1e-4
+    # Threads that build the index; 0 is one for each processor.
+    build_workers: int = 0
+    # Verify the index's checksums when it is opened.
+    check_crc: bool = True
+    # An episode whose files are damaged or disagree: stop, or leave it out.
+    on_bad_record: Literal["error", "skip"] = "error"
+
+    def open(self) -> Source:
+        """Open the dataset, building or refreshing its index first.
+
+        Raises FileNotFoundError (no dataset, missing files), ValueError (a version that is not read, a missing extra),
+        BadRecord (damaged episodes and `on_bad_record="error"`), OSError (a cache that cannot be written).
+        """
+        root = Path(self.path).expanduser()
+        index = open_index(
+            root,
+            cache_dir=places.indexes(self.cache_dir),
+            tolerance_s=self.tolerance_s,
+            check_crc=self.check_crc,
+            workers=self.build_workers,
+        )
+        dropped = [(1, "{file}, episode {episode}: {why}".format_map(entry)) for entry in index.manifest["dropped"]]
+        report_dropped(str(root), dropped, self.on_bad_record)
+        return LeRobotSource(root, index)
+
+    def is_ready(self) -> bool:
+        """Whether `open` finds an index that is up to date, or first has to read all files.
+
+        Raises FileNotFoundError (no dataset, missing files) and ValueError (a version that is not read).
+        """
+        return is_fresh(
+            Path(self.path).expanduser(), cache_dir=places.indexes(self.cache_dir), tolerance_s=self.tolerance_s
+        )
+
+
+class LeRobotSource(StoredSource):
+    """An opened dataset. See `Source`; pickles as its paths, so that a data worker maps the same files."""
+
+    def __init__(self, root: Path, index: tables.Tables):
+        super().__init__(root, index)
+        manifest = index.manifest
+        self.num_dropped = len(manifest["dropped"])
+        self._spans, self._files = index.group("spans/"), index.group("files/")
+        self._encodings = [video.Encoding(**fields) for fields in manifest["encodings"]]
+
+    def __reduce__(self):
+        return _reopen, (self._root, self.stored.root, self.fingerprint)
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`; frames that share a video's key frame are decoded in one pass."""
+        steps = np.asarray(steps).reshape(-1)
+        for step in steps.tolist():
+            self.check(step, camera)
+        height, width = self.stored.manifest["cameras"][camera]
+        if not len(steps) or self._encoding(int(steps[0]), camera) is None:
+            return image.decode_frames(self, steps, camera, (height, width))
+        groups: dict[tuple[int, int], list[int]] = {}
+        for position, step in enumerate(steps.tolist()):
+            groups.setdefault((self._file(step, camera), int(self._spans[camera][step, 0])), []).append(position)
+        frames: dict[int, np.ndarray] = {}
+        for positions in groups.values():
+            decoded = self._decode(steps[positions], camera, (height, width, 3))
+            frames |= zip(positions, decoded, strict=True)
+        # One frame, the usual case, is not copied again.
+        return frames[0][None] if len(steps) == 1 else np.stack([frames[position] for position in range(len(steps))])
+
+    def encoded(self, step: int, camera: str) -> bytes:
+        """The camera's picture at one step as stored. Raises ValueError where the camera's frames are a video."""
+        self.check(step, camera)
+        if self._encoding(step, camera) is not None:
+            raise ValueError(f"{camera} of {self._root} is a video, whose frames are not pictures of their own")
+        file = self._file(step, camera)
+        path = self.stored.root / self.stored.manifest["tables"] / "pictures" / f"{file}.bin"
+        try:
+            return read_span(path, *self.stored.manifest["pictures"][str(file)], *self._spans[camera][step].tolist())
+        except OSError as error:
+            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+
+    def describe(self, step: int) -> str:
+        """See `Source.describe`."""
+        episode = self.episode_of(step)
+        file = self.stored.manifest["sources"][int(self.stored.arrays["data_files"][episode])][0]
+        return f"{self._root / file}, record {int(self.stored.arrays['records'][episode])}, {self.place_of(step)}"
+
+    def _decode(self, steps: np.ndarray, camera: str, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """The frames of these steps, which follow the same key frame of the same file."""
+        first_step = int(steps[0])
+        name, size, mtime_ns = self.stored.manifest["sources"][self._file(first_step, camera)]
+        spans = self._spans[camera][steps]
+        rows = self.stored.arrays["packets"][spans[0, 0] : spans[:, 1].max() + 1].tolist()
+        times = self.stored.arrays["packets"][spans[:, 1], 2].tolist()
+        encoding = self._encoding(first_step, camera)
+        assert encoding is not None
+        try:
+            path = self._root / name
+            packets = [(read_span(path, size, mtime_ns, offset, length), time) for offset, length, time in rows]
+            decoded = video.decode(encoding, packets, set(times))
+            found = {frame.shape for frame in decoded.values()}
+            if found != {shape}:
+                raise ValueError(f"its frames are {found}, expected {shape}")
+        except (OSError, ValueError) as error:
+            raise BadRecord(f"{self.describe(first_step)}, {camera}, {name}: {error}") from error
+        return [decoded[time] for time in times]
+
+    def _file(self, step: int, camera: str) -> int:
+        """The number, among the manifest's files, of the one that holds a step's frame."""
+        return int(self._files[camera][self.episode_of(step)])
+
+    def _encoding(self, step: int, camera: str) -> video.Encoding | None:
+        """The encoding of a step's video; None where the frame is a picture."""
+        number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
+        return None if number is None else self._encodings[number]
+
+
+def _reopen(root: Path, place: Path, fingerprint: str) -> LeRobotSource:
+    return LeRobotSource(root, reopen(place, fingerprint, format_version=FORMAT))

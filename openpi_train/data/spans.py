@@ -1,0 +1,43 @@
+"""Bytes out of a dataset's files by place, through open files that all threads of a process share.
+
+Read next: `rlds/source.py` and `lerobot/source.py`, which know the places.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+# Far below the usual limit of 1024 open files, since BridgeData alone has as many shards.
+_OPEN_FILES = 256
+
+
+def read_span(path: Path, size: int, mtime_ns: int, offset: int, length: int) -> bytes:
+    """`length` bytes from `offset` of the file that had this size and time when it was indexed: one `pread`.
+
+    Raises OSError where the file is missing, changed since, or ends too early.
+    """
+    file = open_file(path, size, mtime_ns)  # held until it is read: the cache may drop it meanwhile
+    data = os.pread(file.descriptor, length, offset)
+    if len(data) != length:
+        raise OSError(f"the file ends {length - len(data)} bytes too early")
+    return data
+
+
+class OpenFile:
+    """A file descriptor that closes when its last user lets it go, so that eviction cannot pull it from a reader."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __del__(self, close=os.close):
+        close(self.descriptor)
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def open_file(path: Path, size: int, mtime_ns: int) -> OpenFile:
+    """This process's handle of a file. Raises OSError where it is not the one that was indexed."""
+    file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    found = os.fstat(file.descriptor)
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        raise OSError("the file changed since its index was built; restart the run to have it indexed again")
+    return file

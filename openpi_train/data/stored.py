@@ -1,0 +1,42 @@
+"""A source whose episodes and columns are memory-mapped tables: all but its pictures, which lie elsewhere.
+
+Read next: `tables.py`, then `rlds/source.py`, `lerobot/source.py` and `repack.py`, which know where pictures lie.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from openpi_train.data.source import Source
+from openpi_train.data.tables import Tables, open_tables, read_manifest
+
+
+class StoredSource(Source):
+    """What the tables of an index or of a repacked dataset say, `stored`; `root` is the dataset's folder."""
+
+    def __init__(self, root: Path, stored: Tables):
+        self._root, self.stored = root, stored
+        self.fingerprint = stored.manifest["fingerprint"]
+        self.episode_ends = stored.arrays["episode_ends"]
+        self.episode_ids = cast(Sequence[str], stored.arrays["episode_ids"])
+        self.columns = stored.group("columns/")
+        self.prompts = stored.prompts
+        self.prompt_index = stored.arrays["prompt_index"]
+        self.cameras = tuple(stored.manifest["cameras"])
+
+    def check(self, step: int, camera: str) -> None:
+        """Raise KeyError or IndexError where there is no such camera or step."""
+        if camera not in self.cameras:
+            raise KeyError(f"no camera {camera!r} in {self._root}; it has {list(self.cameras)}")
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} is not in 0..{self.num_steps - 1}")
+
+
+def reopen(place: Path, fingerprint: str, *, format_version: int) -> Tables:
+    """Open an index again in another process. Raises ValueError where it was rebuilt with other data meanwhile."""
+    manifest = read_manifest(place, format_version=format_version)
+    if manifest is None or manifest["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"the index {place} was removed or rebuilt with other data while a run was using it; restart it"
+        )
+    return open_tables(place, manifest, check_crc=False)

@@ -1,0 +1,199 @@
+"""A DeepSpeed JSON config as flags of ours, key by key: mapped, or named with the reason. Read next: `unmapped.py`.
+
+What the file does not say stays the experiment's, and so does what is "auto". In a section that is there, DeepSpeed's
+defaults fill what is left out.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.interop.deepspeed.config_file import ConfigFile, Flag, words
+from openpi_train.interop.deepspeed.optimizer import translate_optimizer, translate_schedule
+from openpi_train.runtime.exits import UsageError
+
+_STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
+_TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_NO_CLIPPING = 1e9
+_OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """What became of a file: flags, a line per key, and by flag what is still to be given."""
+
+    flags: tuple[Flag, ...]
+    lines: tuple[str, ...]
+    missing: Mapping[str, str]
+
+    def report(self) -> str:
+        """Every key with what it becomes, what is missing, and all flags as one line."""
+        missing = [f"still to give: {flag} N: {why}" for flag, why in self.missing.items()]
+        return "\n".join([*self.lines, *missing, f"the same as: {self.command_line}"])
+
+    @property
+    def command_line(self) -> str:
+        """The flags as they would be typed."""
+        return " ".join(word for flag in self.flags for word in flag)
+
+    def before(self, given: Sequence[str]) -> list[str]:
+        """The words to put before the `given` ones, which win. Raises UsageError where something is still missing.
+
+        Where another optimizer is given, what the file says of its own is left out.
+        """
+        names = {word.partition("=")[0].replace("_", "-") for word in given}
+        for flag, why in self.missing.items():
+            if flag not in names:
+                raise UsageError(f"{flag} N is missing: {why}")
+        other = "--optimizer" in names
+        own = [flag[0].startswith("--optimizer") and flag[0] not in _OF_ANY_OPTIMIZER for flag in self.flags]
+        flags = [flag for flag, is_own in zip(self.flags, own, strict=True) if not (other and is_own)]
+        return [word for flag in flags for word in flag] + list(given)
+
+
+def translate_file(path: str | Path, num_devices: int | None = None) -> Translation:
+    """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no DeepSpeed config, which is a JSON file: {error}") from error
+    if not isinstance(config, dict) or not config:
+        raise UsageError(f"{path} is no DeepSpeed config: it must hold a JSON object with keys")
+    try:
+        return translate(config, num_devices)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Translation:
+    """The flags that a DeepSpeed config stands for.
+
+    Args: `num_devices` is how many devices it is for, None where that is not known.
+    Raises UsageError for unknown keys (with the closest ones), values that cannot be, and numbers that contradict.
+    """
+    file = ConfigFile(config)
+    _batch(file, num_devices)
+    _zero(file)
+    _offload(file)
+    _precision(file)
+    translate_optimizer(file)
+    translate_schedule(file)
+    _others(file)
+    lines = file.lines()
+    return Translation(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+
+
+def _batch(file: ConfigFile, num_devices: int | None) -> int | None:
+    """Batch and accumulation, against each other and the devices. Returns how many devices there are, if known."""
+    total, rows, accum = (file.count(key) for key in (_TOTAL, _ROWS, _ACCUM))
+    if total and rows:
+        num_devices, accum = _product(total, rows, accum, num_devices)
+    elif total and num_devices and total % (num_devices * (accum or 1)):
+        raise UsageError(f"{_TOTAL} {total} does not divide over {num_devices} devices x {accum or 1} micro-batches")
+    elif rows and num_devices:
+        file.flag("batch-size", rows * (accum or 1) * num_devices, _ROWS, _ACCUM)
+    elif rows:
+        file.flag("batch-size", rows * (accum or 1), _ROWS, _ACCUM)  # for each device, of whose number it says nothing
+        file.flag("keep-effective-batch-size", False, _ROWS, _ACCUM)
+    file.flag("batch-size", total, _TOTAL)
+    file.flag("micro-batch-size", rows, _ROWS)
+    file.flag("grad-accum", accum, _ACCUM)
+    return num_devices
+
+
+def _product(total: int, rows: int, accum: int | None, num_devices: int | None) -> tuple[int | None, int | None]:
+    """Devices and accumulation such that total = rows x accumulation x devices, where that is settled."""
+    per_device = rows * (accum or 1)
+    factors = f"{_ROWS} {rows} x {_ACCUM} {accum}" if accum else f"{_ROWS} {rows}"
+    devices, rest = divmod(total, per_device)
+    if rest:
+        raise UsageError(f"{_TOTAL} {total} is no multiple of {factors} = {per_device}; change one of them")
+    if num_devices is None:
+        return (devices if accum else None), accum
+    if accum and devices != num_devices:
+        raise UsageError(
+            f"{_TOTAL} {total} = {factors} x {devices} devices, not {num_devices}; for {num_devices} set {_TOTAL} "
+            f"{per_device * num_devices}, or leave {_ACCUM} out"
+        )
+    if devices % num_devices:
+        raise UsageError(f"{_TOTAL} {total} is no multiple of {factors} x {num_devices} devices; change one of them")
+    return num_devices, accum or devices // num_devices
+
+
+def _zero(file: ConfigFile) -> None:
+    key, shard_key = "zero_optimization.stage", "zero_optimization.mics_shard_size"
+    if "zero_optimization" in file.values:
+        raise UsageError('zero_optimization must be an object, such as {"stage": 2}')
+    stage = file.number(key, 0 if file.has("zero_optimization") else None)
+    shard = file.number(shard_key, -1)
+    if stage is None:
+        return
+    if stage not in _STRATEGIES:
+        raise UsageError(f"{key} is {stage}; allowed: 0, 1, 2, 3")
+    file.flag("sharding.strategy", _STRATEGIES[stage], key)
+    if stage and shard and shard > 0:
+        file.flag("fsdp-devices", shard, shard_key)
+    else:
+        file.note(shard_key, "all devices share one copy")
+    least = "zero_optimization.stage3_param_persistence_threshold"
+    elements = file.number(least)
+    file.flag("sharding.min-shard-mib", None if elements is None else elements * 4 / 2**20, least)
+
+
+def _offload(file: ConfigFile) -> None:
+    key, older_key = "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"
+    device = file.text(key, "none")
+    if device not in ("cpu", "nvme", "none", None):
+        raise UsageError(f"{key} is {device!r}; allowed: cpu, nvme, none")
+    if device == "cpu" or file.boolean(older_key, False):
+        file.flag("sharding.offload", "optimizer", key, older_key)
+    elif device == "none":
+        file.note(key, "the state stays on the devices")
+        file.note(older_key, "the state stays on the devices")
+
+
+def _precision(file: ConfigFile) -> None:
+    bf16 = "bfloat16" if file.has("bfloat16") else "bf16"  # the section's older name
+    half, brain = (file.boolean(f"{name}.enabled", False) for name in ("fp16", bf16))
+    states = f"{bf16}.bf16_optimizer_states"
+    if half and brain:
+        raise UsageError(f"fp16.enabled and {bf16}.enabled exclude each other; set one to false")
+    if brain and file.boolean(states, False):
+        file.flag("optimizer.moment-dtype", "bfloat16", states)
+    if half:
+        _loss_scale(file)
+    if None not in (half, brain) and (file.has("fp16") or file.has(bf16)):
+        dtype = "float16" if half else "bfloat16" if brain else "float32"
+        file.flag("model.dtype", dtype, "fp16.enabled", f"{bf16}.enabled")
+    for section in ("fp16", bf16):
+        file.note_all(section, "without effect beside the rest of its section")
+
+
+def _loss_scale(file: ConfigFile) -> None:
+    fixed = file.number("fp16.loss_scale", 0)
+    if fixed:
+        for name, value in {"initial": float(fixed), "minimum": float(fixed), "growth-interval": 0}.items():
+            file.flag(f"loss-scaling.{name}", value, "fp16.loss_scale")
+        return
+    file.note("fp16.loss_scale", "the scale moves")
+    power = file.number("fp16.initial_scale_power", 16)
+    file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
+    rest = {"growth-interval": ("loss_scale_window", 1000), "hysteresis": ("hysteresis", 2)}
+    rest["minimum"] = ("min_loss_scale", 1)
+    for flag, (name, default) in rest.items():
+        file.flag(f"loss-scaling.{flag}", file.count(f"fp16.{name}", default), f"fp16.{name}")
+
+
+def _others(file: ConfigFile) -> None:
+    bound = file.number("gradient_clipping")
+    file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
+    if file.number("steps_per_print") == math.inf:  # so accelerate writes "never"
+        file.note("steps_per_print", "never: as the experiment has it")
+    else:
+        file.flag("log-interval", file.count("steps_per_print"), "steps_per_print")
+    file.flag("tensorboard", file.boolean("tensorboard.enabled"), "tensorboard.enabled")
+    file.flag("wandb-enabled", file.boolean("wandb.enabled"), "wandb.enabled")
+    file.flag("project-name", file.text("wandb.project"), "wandb.project")

@@ -1,0 +1,151 @@
+"""Start a run again after an end that another start can mend. Read next: `processes.py`, which is one start of it.
+
+A process that was killed, a lost peer, a stop that somebody else asked for: the run goes on from its last good
+checkpoint. Wrong flags, data, checkpoints and numbers would only end the next start, too.
+"""
+
+import argparse
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from openpi_train.launch.processes import Outcome, stop_signals, tell
+
+_PEER_LOST, _PREEMPTED, _INTERRUPTED = 70, 75, 130
+_LONGEST_PAUSE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the run. `number` is 0 for the first; `in_vain` restarts in a row have brought it no further."""
+
+    arguments: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    number: int = 0
+    in_vain: int = 0
+    saved_step: int = 0
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before it: 1 s after progress, then twice as long each time, since the cause may last."""
+        return min(2.0**self.in_vain, _LONGEST_PAUSE_S)
+
+    def log_dir(self, base: Path) -> Path:
+        """The folder for its processes' output: `base`, or one in there for each restart."""
+        return base / f"restart_{self.number}" if self.number else base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How often to start again, and with how few hosts: None for always all. `fits` says whether so many can share."""
+
+    max_restarts: int
+    min_hosts: int | None = None
+    fits: Callable[[int], bool] = lambda num_hosts: True
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """The option of every form that can start a run again."""
+    parser.add_argument(
+        "--max-restarts",
+        type=count,
+        default=0,
+        metavar="N",
+        help="start again so many times after a killed or lost process, or a stop not asked of this launcher (0)",
+    )
+
+
+def count(text: str) -> int:
+    """The number of an option that cannot be negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return int(text)
+
+
+def supervise(begin: Callable[[Start], Outcome], start: Start, rules: Rules) -> int:
+    """Start the run with `begin`, again and again by the rules; returns the exit code of the last start.
+
+    A signal that ends this launcher's wait between two starts leaves it with that code, too.
+    """
+    while True:
+        outcome = begin(start)
+        following = after(start, outcome, rules)
+        if following is None:
+            if rules.max_restarts and can_be_mended(outcome):
+                tell(f"not started again: no restart is left (--max-restarts {rules.max_restarts})")
+            return outcome.code
+        tell(announcement(start, outcome, following, rules))
+        if _stopped_within(following.pause_s):
+            return outcome.code
+        start = following
+
+
+def after(start: Start, outcome: Outcome, rules: Rules) -> Start | None:
+    """The start that is to follow on one that ended so; None for none."""
+    fewer = _one_less(start.hosts, outcome, rules)
+    if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
+        return None
+    further = outcome.saved_step > start.saved_step
+    return Start(
+        # What ended before it had opened its directory may have left somebody's older run there.
+        arguments=resumed(start.arguments) if outcome.opened else start.arguments,
+        hosts=fewer or _remaining(start.hosts, outcome, rules),
+        number=start.number + 1,
+        in_vain=0 if further else start.in_vain + 1,
+        saved_step=max(outcome.saved_step, start.saved_step),
+    )
+
+
+def can_be_mended(outcome: Outcome) -> bool:
+    """Whether another start may end better: after a lost peer, a stop from elsewhere, or a signal that killed."""
+    killed = outcome.code > 128 and outcome.code != _INTERRUPTED
+    return not outcome.asked and (killed or outcome.code in (_PEER_LOST, _PREEMPTED))
+
+
+def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The arguments that continue the run which these have begun."""
+    kept = tuple(word for word in arguments if word not in ("--overwrite", "--no-resume"))
+    return kept if "--resume" in kept else (*kept, "--resume")
+
+
+def announcement(start: Start, outcome: Outcome, following: Start, rules: Rules) -> str:
+    """The line that says why the run starts again, when, with which hosts, and how often it still may."""
+    left = rules.max_restarts - following.number
+    without = [host for host in start.hosts if host not in following.hosts]
+    hosts = f"; without {', '.join(without)}: on {', '.join(following.hosts)}" if without else ""
+    restarts = f"{left} more restart{'' if left == 1 else 's'} left"
+    return f"starting again in {following.pause_s:.0f} s ({restarts}): {outcome.reason}{hosts}"
+
+
+def _one_less(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[str, ...]:
+    """All hosts but one, where the run has said that it cannot share its batch among so many; else none."""
+    if outcome.asked or not outcome.indivisible or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
+        return ()
+    return hosts[:-1]
+
+
+def _remaining(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[str, ...]:
+    """The hosts to go on with: all, or without the lost ones the most that can share the batch.
+
+    Where too few would remain, all are tried again: the lost ones may come back. Where no number can share, the run
+    itself says why.
+    """
+    left = tuple(host for host in hosts if host not in outcome.lost_hosts)
+    if rules.min_hosts is None or not rules.min_hosts <= len(left):
+        return hosts
+    sharing = [number for number in range(len(left), rules.min_hosts - 1, -1) if rules.fits(number)]
+    return left[: sharing[0]] if sharing else left
+
+
+def _stopped_within(pause_s: float) -> bool:
+    """Wait; returns whether this launcher was told to stop meanwhile."""
+    told: list[int] = []
+    previous = {signum: signal.signal(signum, lambda signum, _: told.append(signum)) for signum in stop_signals()}
+    deadline = time.monotonic() + pause_s
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for signum, handler in previous.items():
+        signal.signal(signum, handler)
+    return bool(told)

@@ -1,0 +1,115 @@
+"""A parameter of which each device holds a part, made whole where and when it is used.
+
+For use inside `jax.shard_map`, so that what is sent is said here and not found by the compiler: the part is sent in
+the type that the computation wants, and its gradient is summed and cut again in float32 (ZeRO stage 3, Rajbhandari et
+al. 2020). And what devices of a tensor group, which compute different heads of the same rows, tell each other: `spread`
+and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and `training/devices.py`.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from openpi_train.sharding.mesh import TENSOR
+
+# Parameters by path whose modules take shards: stacks of layers, gathered one by one, and tables, read row by row.
+STACKED = re.compile(r"(.*/)?layers/.*")
+TABLE = re.compile(r"(.*/)?token_embedding")
+
+
+@jax.tree_util.register_pytree_node_class
+class Shard:
+    """This device's `part` of an array that is cut along `dim` (counted from the last, -1) over the mesh axis `axis`.
+
+    `dtype` is the type in which the whole is wanted. `copy` is the whole, where the device has it at hand: then nothing
+    is gathered, and the gradient is summed and cut where it arises all the same (ZeRO stage 2).
+    """
+
+    def __init__(self, part: Any, dim: int, axis: str, dtype: Any, copy: Any = None):
+        self.part, self.dim, self.axis, self.dtype, self.copy = part, dim, axis, jnp.dtype(dtype), copy
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each device has some of the rows, all of each."""
+        return self.dim == -self.part.ndim
+
+    def whole(self) -> Array:
+        """All parts together, in `dtype`. The gradient in it becomes that in `part`; `copy` has none."""
+        dim = self.part.ndim + self.dim
+
+        @jax.named_scope("gather")
+        def gather(_, part: Array) -> Array:
+            return jax.lax.all_gather(part.astype(self.dtype), self.axis, axis=dim, tiled=True)
+
+        @jax.named_scope("reduce")
+        def scatter(_, gradient: Array) -> Array:
+            wide = gradient.astype(self.part.dtype)
+            return jax.lax.psum_scatter(wide, self.axis, scatter_dimension=dim, tiled=True)
+
+        if self.copy is None:
+            return jax.custom_derivatives.linear_call(gather, scatter, (), self.part)
+        known = jax.custom_vjp(lambda copy, part: copy)
+        known.defvjp(lambda copy, part: (copy, None), lambda _, gradient: (None, scatter(None, gradient)))
+        return known(self.copy, self.part)
+
+    def with_copy(self, copy: Array | None) -> "Shard":
+        """The same part, with the whole at hand."""
+        return Shard(self.part, self.dim, self.axis, self.dtype, copy)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, str, Any]]:
+        """For jax: part and copy are the leaves."""
+        return (self.part, self.copy), (self.dim, self.axis, self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[int, str, Any], leaves: tuple[Any, Any]) -> "Shard":
+        """For jax: the inverse."""
+        return cls(leaves[0], *static, leaves[1])
+
+
+def is_shard(leaf: Any) -> bool:
+    """Whether it is a `Shard`."""
+    return isinstance(leaf, Shard)
+
+
+def whole(tree: Any) -> Any:
+    """`tree` with every shard in it made whole."""
+    return jax.tree.map(lambda leaf: leaf.whole() if is_shard(leaf) else leaf, tree, is_leaf=is_shard)
+
+
+@jax.named_scope("gather_rows")
+def take_rows(table: Array | Shard, rows: Int[Array, "*n"]) -> Float[Array, "*n d"]:
+    """`table[rows]`. Where the table is cut by rows only they are sent, never the table, and neither its gradient."""
+    if not isinstance(table, Shard):
+        return table[rows]
+    if not table.has_rows:
+        return table.whole()[rows]
+    wanted = jax.lax.all_gather(rows, table.axis)  # devices *n
+    own = wanted - jax.lax.axis_index(table.axis) * table.part.shape[0]
+    is_here = (own >= 0) & (own < table.part.shape[0])
+    found = jnp.where(is_here[..., None], table.part[jnp.where(is_here, own, 0)], 0)
+    # One device has the row and all others have zeros: the sum is exact.
+    return jax.lax.psum_scatter(found, table.axis)
+
+
+def varies(x: Array) -> bool:
+    """Whether the devices of a tensor group have different `x`: a part each, or what they computed from it."""
+    return TENSOR in jax.typeof(x).manual_axis_type.varying
+
+
+def spread(x: Float[Array, "*n"], weight: Array) -> Float[Array, "*n"]:
+    """`x`, which a tensor group has in common, to be multiplied by each device's own part of `weight`.
+
+    Its gradient is summed over the group, once for all products that are made of what this returns (the operator f of
+    Shoeybi et al. 2019, section 3). Where `weight` is whole, or `x` not common, it is `x` itself.
+    """
+    if varies(x) or not varies(weight):
+        return x
+    return jax.lax.pcast(x, TENSOR, to="varying")
+
+
+def summed(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The sum over a tensor group, which then has it in common; its gradient needs no sending (the operator g)."""
+    return jax.lax.psum(x, TENSOR) if varies(x) else x

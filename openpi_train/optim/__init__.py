@@ -1,0 +1,22 @@
+"""Schedules, optimizers and loss scaling as values. Read next: `schedules.py`, `base.py`, `loss_scale.py`."""
+
+from openpi_train.optim.base import OptimizerConfig
+from openpi_train.optim.loss_scale import LossScale, LossScaling
+from openpi_train.optim.muon import Muon
+from openpi_train.optim.optimizers import OPTIMIZERS, SGD, Adafactor, AdamW, Lion, named_optimizer
+from openpi_train.optim.schedules import LRSchedule, learning_rate
+
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "Adafactor",
+    "AdamW",
+    "LRSchedule",
+    "Lion",
+    "LossScale",
+    "LossScaling",
+    "Muon",
+    "OptimizerConfig",
+    "learning_rate",
+    "named_optimizer",
+]

@@ -1,0 +1,89 @@
+"""Two ways to run an optax rule otherwise: layer by layer, and with its moments stored in a smaller type.
+
+Both take a rule and give a rule, over parameters as a flat dictionary by path. Read next: `base.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+_WHOLE = "whole"
+
+
+def is_stacked(path: str) -> bool:
+    """Whether the parameter holds one array per layer, on its first dim (`nn/layers.py: stack_layers`)."""
+    return "layers" in path.split("/")
+
+
+def by_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`rule`, given each layer of a stack as if it were a parameter of its own.
+
+    The state is the rule's own by group: `whole` for what is not stacked, `layers_18` for stacks of 18, in which every
+    array has the layers on its first dim and counters stay single.
+    """
+
+    def init(params: Any) -> dict[str, Any]:
+        state = {}
+        for name, group in _groups(params).items():
+            one = rule.init if name == _WHOLE else jax.vmap(rule.init, out_axes=_layer_axes(rule, group))
+            state[name] = one(group)
+        return state
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        new_updates: dict[str, Any] = {}
+        new_state: dict[str, Any] = {}
+        own_params = _groups(params)
+        for name, group in _groups(updates).items():
+            one: Any = rule.update
+            if name != _WHOLE:
+                axes = _layer_axes(rule, group)
+                one = jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes))
+            of_group, new_state[name] = one(group, state[name], own_params[name])
+            new_updates |= of_group
+        return {path: new_updates[path] for path in updates}, new_state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _groups(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parameters by the number of their layers."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, leaf in params.items():
+        groups.setdefault(f"layers_{leaf.shape[0]}" if is_stacked(path) else _WHOLE, {})[path] = leaf
+    return groups
+
+
+def _layer_axes(rule: optax.GradientTransformation, group: Mapping[str, Any]) -> Any:
+    """The rule's state with 0 for what each layer has its own of, None for counters, which are alike in all."""
+    layer = {path: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for path, leaf in group.items()}
+    state = jax.eval_shape(rule.init, layer)
+    return jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.integer) else 0, state)
+
+
+def moments_stored_as(dtype: Any, rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`rule`, computing in float32 but keeping its moments (whatever has a parameter's path and shape) in `dtype`.
+
+    Rounded to nearest, so a step that reproduces the saved state reproduces the run, and no random key is needed.
+    Stochastic rounding would be unbiased where a moment changes by less than half a unit in its last place per step;
+    `OptimizerConfig.check` refuses the decay rates at which that happens instead.
+    """
+
+    def init(params: Any) -> Any:
+        return _cast_moments(rule.init(params), params, dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = rule.update(updates, _cast_moments(state, updates, jnp.float32), params)
+        return updates, _cast_moments(state, updates, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _cast_moments(state: Any, like: Mapping[str, Any], dtype: Any) -> Any:
+    def cast(path, leaf):
+        name: Any = getattr(path[-1], "key", None) if path else None
+        return leaf.astype(dtype) if name in like and leaf.shape == like[name].shape else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, state)

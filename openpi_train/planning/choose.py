@@ -1,0 +1,68 @@
+"""What a run may choose from: the strategies that its flags leave open, and what each costs one device.
+
+S2's rule of thumb goes by the parameter count (`docs/sharding.md`); `forecast.py`, to be read next, compares the times
+of those that fit.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from openpi_train.experiment import Experiment
+from openpi_train.planning.forecast import Layout, Machine
+from openpi_train.planning.links import Flow, flows
+from openpi_train.planning.memory import Memory, predict
+from openpi_train.planning.traffic import formula_by_axes, tensor_bytes
+from openpi_train.sharding.mesh import TENSOR, planned_mesh
+from openpi_train.sharding.strategy import Plan, Strategy
+
+
+def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> list[tuple[Strategy, int]]:
+    """The strategies to choose from, each with the number of devices that share one copy of the state.
+
+    More than one only where neither `--sharding.strategy` nor `--fsdp-devices` was given.
+    """
+    given, strategy = experiment.fsdp_devices, experiment.sharding.strategy
+    # A tensor group shares out the layers as one device would hold them: the strategies cut over such groups.
+    num_devices //= experiment.sharding.tensor_devices
+    devices_per_host //= experiment.sharding.tensor_devices
+    if strategy != "auto":
+        default = {"replicated": 1, "hsdp": max(devices_per_host, 1)}.get(strategy, num_devices)
+        return [(strategy, given or default)]
+    if given is not None:
+        return [("zero3", given) if given > 1 else ("replicated", 1)]
+    if num_devices == 1:
+        return [("replicated", 1)]
+    within_host: list[tuple[Strategy, int]] = [("hsdp", devices_per_host)] if 1 < devices_per_host < num_devices else []
+    return [("replicated", 1), ("zero1", num_devices), ("zero2", num_devices), *within_host, ("zero3", num_devices)]
+
+
+def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_devices: int) -> Plan:
+    """The plan for devices that need not be there."""
+    sharding = experiment.sharding
+    mesh = planned_mesh(fsdp_devices, num_devices, sharding.tensor_devices)
+    return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
+
+
+def layout_cost(experiment: Experiment, state: Any, strategy: Strategy, fsdp_devices: int, machine: Machine) -> Layout:
+    """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`)."""
+    plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
+    dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
+    tensor_devices = experiment.sharding.tensor_devices
+
+    @functools.cache
+    def memory(num_micros: int) -> Memory:
+        return predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
+
+    def sent(num_micros: int, summed_bytes_per_row: float) -> list[Flow]:
+        rows = experiment.batch_size * tensor_devices / machine.num_devices
+        by_axes = {
+            **formula_by_axes(plan, state.shapes.params, dtype.itemsize, num_micros),
+            (TENSOR,): tensor_bytes(plan, summed_bytes_per_row, rows),
+        }
+        return flows(by_axes, plan.mesh, machine.devices_per_host)
+
+    return Layout(
+        strategy=strategy, fsdp_devices=fsdp_devices, tensor_devices=tensor_devices, memory=memory, flows=sent
+    )

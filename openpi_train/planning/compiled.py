@@ -1,0 +1,52 @@
+"""What the compiled step needs of the memory, beside the forecast in `plan.json`. Read next: `training/run.py`."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.files import read_json, write_json
+from openpi_train.planning.memory import GIB
+
+logger = logging.getLogger(__name__)
+
+# The state is known exactly; so much is for scalars and the padding of small arrays.
+_TOLERANCE = 0.02
+
+
+def check_plan(path: Path, compiled: Any, batch_bytes: int) -> None:
+    """Add to the plan at `path` what `compiled`, the step with `batch_bytes` on each device, needs; and say it.
+
+    Its state counts what lies in host memory, which XLA for CPUs does not tell apart. Warns where that differs from the
+    forecast, or where the step may not fit the device. For process 0 alone.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        logger.info("this backend does not say how much memory the compiled step needs")
+        return
+    plan = read_json(path)
+    forecast, available = plan["bytes_per_device"], plan["available_bytes_per_device"]
+    arguments, own = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    total = arguments + own + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    state, expected = arguments + memory.host_argument_size_in_bytes - batch_bytes, forecast["state"] + forecast["host"]
+    found = {"state": state, "batch": batch_bytes, "temporaries": own, "total": total}
+    write_json(path, {**plan, "compiled_bytes_per_device": found})
+    logger.info(
+        "the compiled step needs on each device: state %.3g GiB (forecast %.3g), its own %.3g (%.3g), together %.3g "
+        "of %.3g",
+        *(size / GIB for size in (state, expected, own, forecast["total"] - forecast["state"])),
+        *(size / GIB for size in (total, available)),
+    )
+    if abs(state - expected) > _TOLERANCE * expected:
+        logger.warning(
+            "the state takes %d bytes on each device and not %d, as forecast: the forecast of what fits is wrong, too; "
+            "please report this with plan.json",
+            state,
+            expected,
+        )
+    if total > available:
+        logger.warning(
+            "the compiled step needs %.1f GiB on each device, which has %.1f: the run may end for lack of memory; use "
+            "a larger --grad-accum, a --model.remat that keeps less, or zero3",
+            total / GIB,
+            available / GIB,
+        )

@@ -1,0 +1,35 @@
+"""FLOPs of a traced program, so that nobody has to trust a formula. Read next: `training/program.py`, which asks."""
+
+import math
+from typing import Any
+
+# What jax calls the part of a backward pass that `jax.checkpoint` adds to it (jax 0.10.2: `ad_checkpoint.py`).
+_RECOMPUTED = "rematted_computation"
+
+
+def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
+    """Two per multiply-add of every `dot_general`, those in loops as often as they run, on all devices together.
+
+    With recomputation, or without: the model's own work, forward and backward.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if not recomputed and _RECOMPUTED in str(equation.source_info.name_stack):
+            continue
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += _runs(equation) * product_flops(inner, recomputed=recomputed)
+    return total
+
+
+def _runs(equation: Any) -> int:
+    """How often what is inside runs: once per turn of a loop, and on every device that computes by itself."""
+    if equation.primitive.name == "shard_map":
+        axes = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]  # in jax 0.10.2; elsewhere
+        return math.prod(equation.params["mesh"].shape[axis] for axis in axes)
+    return equation.params.get("length", 1)

@@ -1,0 +1,221 @@
+"""What a step would need and how long it would take, per strategy and rematerialisation policy; and which to take.
+
+Pure arithmetic over what `memory.py`, `flops.py` and `links.py` found out. Read next: `tools/plan.py`, which asks.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openpi_train.planning.kinds import DeviceKind
+from openpi_train.planning.links import Flow
+from openpi_train.planning.memory import GIB, Memory
+from openpi_train.sharding.strategy import Strategy
+
+# Steps whose times differ by less are equally short: room is then worth more, in units of this share of the memory,
+# also because what is kept must be written and read.
+_EQUAL = 0.01
+# Of what jax may take of a device the run may plan to use so much: the rest is the allocator's and the collectives'.
+USABLE = 0.9
+# What rings reach of a link's nominal rate.
+LINK_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices to plan for. `available_bytes` is what jax may take of each.
+
+    `network_gb_s`: GB/s out of one host; `efficiency`: share of the peak while they compute.
+    """
+
+    kind: DeviceKind
+    num_devices: int
+    num_hosts: int
+    available_bytes: int
+    network_gb_s: float = 50.0
+    efficiency: float = 0.5
+
+    @property
+    def devices_per_host(self) -> int:
+        """Every host has as many."""
+        return self.num_devices // self.num_hosts
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the run may plan to use of it; the rest is workspace."""
+        return int(USABLE * self.available_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A strategy's cost: `memory`, without activations, with so many micro-batches; and `flows`, what is sent then.
+
+    These also go by the bytes that a tensor group sums for one row.
+    """
+
+    strategy: Strategy
+    fsdp_devices: int
+    tensor_devices: int = 1
+    memory: Callable[[int], Memory]
+    flows: Callable[[int, float], Sequence[Flow]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A rematerialisation policy's cost per row: FLOPs executed, bytes kept on a device, bytes summed in tensor groups.
+
+    None: the model has no policies.
+    """
+
+    remat: str | None
+    flops_per_row: float
+    activation_bytes_per_row: float
+    summed_bytes_per_row: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One strategy with one policy, at the least accumulation with which it fits (one row at a time if with none)."""
+
+    layout: Layout
+    policy: Policy
+    machine: Machine
+    batch_size: int
+    grad_accum: int
+    rows: int  # on one device at a time
+    most_rows: int
+    memory: Memory
+    flows: Sequence[Flow]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much to use."""
+        return self.memory.total <= self.machine.usable_bytes
+
+    @property
+    def flops_per_step(self) -> float:
+        """Executed by all devices together."""
+        return self.policy.flops_per_row * self.batch_size
+
+    @property
+    def compute_s(self) -> float:
+        """Computing alone."""
+        machine = self.machine
+        return self.flops_per_step / (machine.num_devices * machine.kind.peak_flops * machine.efficiency)
+
+    @property
+    def sending_s(self) -> float:
+        """Sending alone."""
+        machine = self.machine
+        rates = machine.kind.link_gb_s * LINK_SHARE, machine.network_gb_s * LINK_SHARE
+        return sum(flow.seconds(*rates) for flow in self.flows)
+
+    @property
+    def step_s(self) -> float:
+        """Where sending and computing do not overlap at all: candidates are compared by it."""
+        return self.compute_s + self.sending_s + self.memory.host_link_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """Where they overlap fully. What lies in host memory is waited for even so."""
+        return max(self.compute_s, self.sending_s) + self.memory.host_link_s
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, bytes and seconds."""
+        workspace = self.machine.available_bytes - self.machine.usable_bytes
+        return {
+            "strategy": self.layout.strategy,
+            "fsdp_devices": self.layout.fsdp_devices,
+            "tensor_devices": self.layout.tensor_devices,
+            "remat": self.policy.remat,
+            "grad_accum": self.grad_accum,
+            "rows_per_device_at_a_time": self.rows,
+            "most_rows_per_device_at_a_time": self.most_rows,
+            "fits": self.fits,
+            "bytes_per_device": {**self.memory.as_json(), "workspace_kept_free": workspace},
+            "flops_per_sample": self.policy.flops_per_row,
+            "flops_per_step": self.flops_per_step,
+            "sent_within_host_bytes_per_device": sum(flow.within for flow in self.flows),
+            "sent_between_hosts_bytes_per_host": sum(flow.between for flow in self.flows),
+            **(self._times() if self.machine.kind.is_known else {}),
+        }
+
+    def _times(self) -> dict[str, float]:
+        return {
+            "compute_s": self.compute_s,
+            "sending_s": self.sending_s,
+            "host_link_s": self.memory.host_link_s,
+            "step_s": self.step_s,
+            "step_s_if_overlapped": self.overlapped_s,
+            "samples_per_s": self.batch_size / self.step_s,
+            "samples_per_s_if_overlapped": self.batch_size / self.overlapped_s,
+        }
+
+    def words(self) -> str:
+        """What it is and what it needs, for a log line."""
+        remat = f", remat {self.policy.remat}" if self.policy.remat else ""
+        sent = sum(max(flow.within, flow.between) for flow in self.flows)
+        needs = f"{self.memory.total / GIB:.1f} GiB, {sent / 1e9:.3g} GB sent"
+        needs += f", {self.memory.host / GIB:.1f} GiB in host memory" if self.memory.host else ""
+        times = f", {self.step_s:.3g} s per step" if self.machine.kind.is_known else ""
+        return f"{self.layout.strategy}{remat}, grad_accum {self.grad_accum} ({needs}{times})"
+
+
+def forecast(
+    machine: Machine, layout: Layout, policy: Policy, batch_size: int, accumulations: Sequence[int]
+) -> Forecast:
+    """The forecast with the least of `accumulations` (ascending, each divides the rows of a device) that fits."""
+    rows = batch_size * layout.tensor_devices // machine.num_devices
+
+    def most_rows(num_micros: int) -> int:
+        memory = layout.memory(num_micros)
+        free = machine.usable_bytes - memory.state - memory.grads
+        free = free - memory.working if free >= memory.fetched else 0
+        return max(math.floor(free / policy.activation_bytes_per_row), 0)
+
+    grad_accum = next((n for n in accumulations if rows // n <= most_rows(n)), accumulations[-1])
+    at_a_time = rows // grad_accum
+    activations = int(policy.activation_bytes_per_row * at_a_time)
+    return Forecast(
+        layout=layout,
+        policy=policy,
+        machine=machine,
+        batch_size=batch_size,
+        grad_accum=grad_accum,
+        rows=at_a_time,
+        most_rows=most_rows(grad_accum),
+        memory=dataclasses.replace(layout.memory(grad_accum), activations=activations),
+        flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
+    )
+
+
+def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
+    """The strategy with the shortest step of those that fit, with the policy that leaves most room; and why.
+
+    A policy may cost `_EQUAL` of the time. None where nothing fits. Among equals the first is taken.
+    """
+    fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
+    if not fitting:
+        least = least_memory(forecasts)
+        return None, (
+            f"nothing fits: {least.words()} needs least, with {least.rows} row(s) on a device at a time, and "
+            f"{least.machine.usable_bytes / GIB:.1f} GiB can be used; take more or larger devices, or train low-rank "
+            "adapters only (pi0_bridge_traj_lora)"
+        )
+    first = fitting[0]
+    equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
+    best = min(equal, key=lambda one: math.ceil(one.memory.total / (_EQUAL * one.machine.usable_bytes)))
+    why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
+    if best is not first:
+        why += f", to {_EQUAL:.0%}, with more room than {first.words()}"
+    shorter = [one for one in forecasts if not one.fits and one.compute_s < best.compute_s]
+    policies = dict.fromkeys(str(one.policy.remat) for one in shorter if one.layout is best.layout)
+    if policies:
+        why += f"; {' and '.join(policies)} would recompute less and does not fit"
+    return best, why
+
+
+def least_memory(forecasts: Sequence[Forecast]) -> Forecast:
+    """The one that needs least of a device."""
+    return min(forecasts, key=lambda one: one.memory.total)

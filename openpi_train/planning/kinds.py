@@ -1,0 +1,107 @@
+"""Kinds of devices: memory, peak FLOP/s and links, for those that are here and for plans made where there are none.
+
+Read next: `links.py` (what flows over the links), `devices.py` (what the devices that are here report).
+"""
+
+import dataclasses
+import difflib
+import re
+
+from openpi_train.runtime.exits import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """A kind of device. `reported` is a pattern for jax's `device_kind`.
+
+    `peak_tflops` is the dense bfloat16 peak with float32 sums, `link_gb_s` what one device sends at most, GB/s.
+    """
+
+    name: str
+    reported: str
+    memory_gib: float
+    peak_tflops: float
+    link: str
+    link_gb_s: float
+    source: str
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bfloat16 FLOP/s."""
+        return self.peak_tflops * 1e12
+
+    @property
+    def is_known(self) -> bool:
+        """Whether times can be forecast for it."""
+        return self is not UNKNOWN
+
+
+def _kind(
+    name: str, reported: str, memory_gib: float, peak_tflops: float, link: tuple[str, float], source: str
+) -> DeviceKind:
+    return DeviceKind(
+        name=name,
+        reported=reported,
+        memory_gib=memory_gib,
+        peak_tflops=peak_tflops,
+        link=link[0],
+        link_gb_s=link[1],
+        source=source,
+    )
+
+
+# One direction, half of what data sheets add up (NVLink 5: 1800 GB/s both ways, 4: 900, 3: 600); PCI Express base
+# specifications 4.0 and 5.0 with 16 lanes.
+_NVLINK_5, _NVLINK_4, _NVLINK_3 = ("NVLink 5", 900.0), ("NVLink 4", 450.0), ("NVLink 3", 300.0)
+_PCIE_5, _PCIE_4 = ("PCIe 5.0 x16", 63.0), ("PCIe 4.0 x16", 31.5)
+
+# Memory is the total that nvidia-smi shows, a little less than the maker's round number. Peaks and links are NVIDIA's,
+# by the document named; where it gives peaks with sparsity, half of that. The first row that matches counts. Bridges
+# between pairs of cards (H100 NVL, A6000, 3090) are not counted: a ring over more than two goes through PCIe.
+KINDS = (
+    _kind("b200", r"B200", 179.0, 2250, _NVLINK_5, "HGX B200 data sheet"),
+    _kind("gh200", r"GH200", 95.6, 989, _NVLINK_4, "GH200 Grace Hopper Superchip data sheet"),
+    _kind("h200", r"H200", 140.4, 989, _NVLINK_4, "H200 Tensor Core GPU data sheet"),
+    _kind("h100-nvl", r"H100.*NVL", 93.6, 835, _PCIE_5, "H100 NVL GPU product brief"),
+    _kind("h100-pcie", r"H100.*PCIe", 79.6, 756, _PCIE_5, "H100 Tensor Core GPU data sheet"),
+    _kind("h100", r"H100", 79.6, 989, _NVLINK_4, "H100 Tensor Core GPU data sheet"),
+    _kind("a100-pcie", r"A100.*80GB.*PCIe", 80.0, 312, _PCIE_4, "A100 80GB PCIe product brief"),
+    _kind("a100-40gb", r"A100.*40GB", 40.0, 312, _NVLINK_3, "A100 Tensor Core GPU data sheet"),
+    _kind("a100", r"A100", 80.0, 312, _NVLINK_3, "A100 Tensor Core GPU data sheet (1758950)"),
+    _kind("l40s", r"L40S", 45.0, 362, _PCIE_4, "L40S data sheet"),
+    _kind("a40", r"A40\b", 45.0, 150, _PCIE_4, "A40 data sheet"),
+    _kind("rtx6000-ada", r"RTX 6000 Ada", 48.0, 364, _PCIE_4, "RTX 6000 Ada Generation data sheet"),
+    _kind("a6000", r"A6000", 48.0, 155, _PCIE_4, "RTX A6000 data sheet"),
+    _kind("rtx5090", r"5090", 31.8, 210, _PCIE_5, "RTX Blackwell GPU Architecture, appendix"),
+    _kind("rtx4090", r"4090", 24.0, 165, _PCIE_4, "Ada GPU Architecture v2, appendix A"),
+    _kind("rtx3090", r"3090", 24.0, 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
+)
+
+# All others (a CPU, for one): taken to send and compute in an H100's proportion, so that candidates can be compared.
+UNKNOWN = _kind("unknown", "", 0.0, 989, _NVLINK_4, "none")
+
+
+def kind_of(device_kind: str) -> DeviceKind:
+    """The kind that jax calls so, or `UNKNOWN`."""
+    return next((kind for kind in KINDS if re.search(kind.reported, device_kind, re.IGNORECASE)), UNKNOWN)
+
+
+def find_kind(text: str) -> DeviceKind:
+    """The kind that `text` names, whatever its case, spaces and dashes; what the driver reports will do as well.
+
+    Raises UsageError, with the closest name and all that there are, for any other.
+    """
+    by_plain = {_plain(kind.name): kind for kind in KINDS}
+    kind = by_plain.get(_plain(text), kind_of(text))
+    if kind.is_known:
+        return kind
+    close = difflib.get_close_matches(_plain(text), by_plain, 1)
+    guess = f"did you mean {by_plain[close[0]].name}? " if close else ""
+    names = ", ".join(kind.name for kind in KINDS)
+    raise UsageError(
+        f"--device-kind {text!r} is unknown; {guess}Known: {names}. For another one take the nearest, with --device-gib"
+    )
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())

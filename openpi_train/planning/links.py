@@ -1,0 +1,54 @@
+"""Over which links a step's bytes flow: within a host, or between hosts. Read next: `forecast.py`.
+
+Collectives are rings over the devices in the mesh's order (`sharding/mesh.py`: hosts one after the other, `tensor` the
+innermost axis, `fsdp` the next). Every member of a ring sends the same bytes to the next one, which is on its own host
+or on another.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from openpi_train.sharding.mesh import AXES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flow:
+    """One kind of collective. `within`: bytes that a device sends inside its host; `between`: that a host sends out."""
+
+    within: float
+    between: float
+
+    def seconds(self, link_gb_s: float, network_gb_s: float) -> float:
+        """How long it takes: a ring goes on as fast as its slowest link."""
+        return max(self.within / link_gb_s, self.between / network_gb_s) / 1e9
+
+
+def flows(sent_by_axes: Mapping[tuple[str, ...], float], mesh: Any, devices_per_host: int) -> list[Flow]:
+    """What each link carries of what one device sends along each of the mesh's axes (`traffic.py: formula_by_axes`)."""
+    found = []
+    for axes, sent in sent_by_axes.items():
+        edges = [edge for ring in _rings(axes, mesh) for edge in _edges(ring, devices_per_host)]
+        leaving = [source for source, target in edges if source != target]
+        busiest = max(map(leaving.count, set(leaving)), default=0)
+        found.append(Flow(within=sent if len(leaving) < len(edges) else 0.0, between=sent * busiest))
+    return found
+
+
+def _rings(axes: tuple[str, ...], mesh: Any) -> list[list[int]]:
+    """Numbers of the devices that meet in each ring along `axes`."""
+    grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in AXES])
+    members = math.prod(mesh.shape[axis] for axis in axes)
+    last = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
+    return last.reshape(-1, members).tolist()
+
+
+def _edges(ring: Sequence[int], devices_per_host: int) -> list[tuple[int, int]]:
+    """The hosts of each member and of the next one."""
+    if len(ring) < 2:
+        return []
+    hosts = [device // devices_per_host for device in ring]
+    return list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))

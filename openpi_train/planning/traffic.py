@@ -1,0 +1,199 @@
+"""What the devices send each other in one step: read from the compiled program, and as the strategy's formula says.
+
+Bytes sent by one device with ring algorithms (Thakur et al. 2005): an all-gather or reduce-scatter of a whole array of
+W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next: `training/devices.py`, which sends.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
+from openpi_train.sharding.strategy import Plan
+
+_ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+# What jax calls two of them in a traced program.
+_KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
+_CALLED = re.compile(r"(?:to_apply|calls|body|branch_computations|called_computations)=(?:%?([\w.\-]+)|\{(.*?)\})")
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective operation of a compiled program: what comes out of it on one device, and how often it runs."""
+
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    group_size: int
+    times: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the first array."""
+        return self.arrays[0][1]
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in all runs together."""
+        result = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in self.arrays)
+        others = self.group_size - 1
+        per_result_byte = {
+            "all-gather": others / self.group_size,
+            "all-reduce": 2 * others / self.group_size,
+            "reduce-scatter": float(others),
+        }
+        return self.times * result * per_result_byte.get(self.kind, float(others > 0))
+
+
+def collectives(hlo: str, num_devices: int) -> list[Collective]:
+    """All collectives of an optimized HLO module's text, with the trip counts of the loops that they lie in.
+
+    Raises ValueError for a loop around a collective whose trip count the compiler does not know.
+    """
+    computations, entry = _computations(hlo)
+    return list(_walk(computations, entry, 1, num_devices))
+
+
+def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1) -> float:
+    """What a step with these trainable parameters (or their shapes) must send under the plan's strategy.
+
+    Gradients are float32, gathered parameters `itemsize` bytes wide (ZeRO: Rajbhandari et al. 2020, section 7).
+    Devices of a tensor group have different parameters to send; what they tell each other is in `tensor_bytes`.
+    """
+    return sum(formula_by_axes(plan, params, itemsize, num_micros).values())
+
+
+def formula_by_axes(
+    plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1
+) -> dict[tuple[str, ...], float]:
+    """`formula_bytes` by the mesh axes along which the devices lie that send them to each other."""
+    shards, replicas = plan.mesh.shape[FSDP], plan.mesh.shape[REPLICA]
+    specs = {path: plan.spec("state", leaf, path) for path, leaf in params.items()}
+    sizes = {
+        path: math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in specs[path] else 1)
+        for path, leaf in params.items()
+    }
+    cut, whole = (sum(size for path, size in sizes.items() if (FSDP in specs[path]) is one) for one in (True, False))
+    gathers = 2 * num_micros if plan.cuts("copy") else 1
+    scatters = num_micros if plan.cuts("grads") else 1
+    return {
+        (FSDP,): _share(shards) * (gathers * itemsize + scatters * 4) * cut,
+        (REPLICA,): _share(replicas) * 2 * 4 * cut / shards,
+        (REPLICA, FSDP): _share(shards * replicas) * 2 * 4 * whole,
+    }
+
+
+def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
+    """What a device sends to its tensor group in a step: all-reduces of activations, for its `rows` of the batch."""
+    return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows
+
+
+def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
+    """The collectives as the traced program asks for them: XLA for CPUs sends bfloat16 as float32."""
+    asked = {(_KIND_OF.get(name), shape) for name, dtype, shape in _asked(jaxpr) if dtype == "bfloat16"}
+
+    def narrow(one: Collective) -> Collective:
+        arrays = tuple(
+            ("bf16" if dtype == "f32" and (one.kind, shape) in asked else dtype, shape) for dtype, shape in one.arrays
+        )
+        return dataclasses.replace(one, arrays=arrays)
+
+    return [narrow(one) for one in found]
+
+
+def _asked(jaxpr: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of every operation's first result, in a jaxpr and all that lie in it."""
+    for equation in jaxpr.eqns:
+        if equation.outvars:
+            aval = equation.outvars[0].aval
+            yield equation.primitive.name, str(getattr(aval, "dtype", "")), tuple(getattr(aval, "shape", ()))
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _asked(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _share(devices: int) -> float:
+    return (devices - 1) / devices
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """Instructions by computation, and the entry's name."""
+    found: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in hlo.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = found.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            current.append(line.strip())
+    return found, entry
+
+
+def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int, num_devices: int) -> Iterator[Collective]:
+    for line in computations[name]:
+        instruction = _INSTRUCTION.match(line)
+        if instruction is None:
+            continue
+        shapes, operation = instruction.groups()
+        kind = operation.removesuffix("-start")
+        if kind in _KINDS:
+            yield Collective(kind, _results(operation, shapes), _group_size(line, num_devices), times)
+        for called in _CALLED.findall(line) if kind not in _KINDS else ():
+            trips = _TRIPS.search(line) if operation == "while" else None
+            for inner in "".join(called).split(", "):
+                below = list(_walk(computations, inner.lstrip("%"), times * int(trips[1] if trips else 1), num_devices))
+                if below and operation == "while" and not trips:
+                    raise ValueError(f"the compiler does not know how often the loop around {below[0]} runs")
+                yield from below
+
+
+def _results(operation: str, shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What comes out. What starts an asynchronous operation also names what goes in, before; but an all-reduce."""
+    arrays = _arrays(shapes)
+    if not operation.endswith("-start") or operation == "all-reduce-start":
+        return arrays
+    arrays = tuple(array for array in arrays if array != ("u32", ()))  # a collective-permute's own counters
+    return arrays[len(arrays) // 2 :]
+
+
+def _arrays(shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    pairs = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+    return tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in pairs if dtype in _ITEM_BYTES)
+
+
+def _group_size(line: str, num_devices: int) -> int:
+    """How many devices take part together, in any of the three notations of `replica_groups`."""
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(size) if size else sizes[axis] for axis, size in parts)
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
+        return int(iota[2])
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(listed[1].split(","))
+    return num_devices

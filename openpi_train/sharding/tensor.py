@@ -1,0 +1,41 @@
+"""Which dim of which parameter is cut over the `tensor` axis: heads, and the width inside the feed-forward layers.
+
+Megatron's way (Shoeybi et al. 2019, section 3): weights into heads or into the wide layer are cut by what comes out,
+weights back by what goes in, so that one sum per block is all that is sent. What is not in the table is whole on all
+devices of a tensor group: norms, embeddings, biases of what is summed, key and value heads that are too few to share
+out, and the factors of low-rank additions that have neither heads nor that width.
+
+Read next: `strategy.py`, which cuts by this, and `nn/shard.py: spread, summed`, which send.
+"""
+
+import re
+
+# By path in a stack of layers: the number of dims, the layers' first, and the dim to cut counted from the last.
+CUT_DIMS = (
+    (r"experts/\w+/query/(weight|lora_a|lora_b)", 4, -3),  # layers HEADS in out
+    (r"experts/\w+/(key_value|query_key_value)/(weight|lora_a|lora_b)", 5, -3),  # layers 2-or-3 HEADS in out
+    (r"experts/\w+/output/(weight|lora_a)", 4, -3),  # layers HEADS in out
+    (r"experts/\w+/mlp/gate_up/(weight|lora_b)", 4, -1),  # layers 2 in WIDE
+    (r"experts/\w+/mlp/down/(weight|lora_a)", 3, -2),  # layers WIDE out
+    (r"attention/(query|key|value)/kernel", 4, -2),  # layers in HEADS out
+    (r"attention/(query|key|value)/bias", 3, -2),  # layers HEADS out
+    (r"attention/out/kernel", 4, -3),  # layers HEADS in out
+    (r"mlp/up/kernel", 3, -1),  # layers in WIDE
+    (r"mlp/up/bias", 2, -1),  # layers WIDE
+    (r"mlp/down/kernel", 3, -2),  # layers WIDE out
+)
+_PATTERNS = tuple((re.compile(rf"(.*/)?layers/{pattern}"), num_dims, dim) for pattern, num_dims, dim in CUT_DIMS)
+
+
+def tensor_dim(path: str, shape: tuple[int, ...], tensor_devices: int) -> int | None:
+    """The dim to cut over so many devices, or None.
+
+    An optimizer's statistics of a parameter have its path, and are cut only where they have its dims.
+    """
+    if tensor_devices == 1:
+        return None
+    for pattern, num_dims, dim in _PATTERNS:
+        if pattern.fullmatch(path):
+            is_cut = len(shape) == num_dims and shape[dim] % tensor_devices == 0
+            return num_dims + dim if is_cut else None
+    return None

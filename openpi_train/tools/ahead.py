@@ -1,0 +1,80 @@
+"""The compiler's own account of a step's memory, on CPU devices that stand for the planned ones; nothing is run.
+
+XLA for CPUs widens much of bfloat16 to float32, so that the program's own bytes come out larger than a GPU's would;
+the state's are the same. Read next: `plan.py`.
+"""
+
+import dataclasses
+import math
+import time
+
+import jax
+
+from openpi_train.experiment import Experiment
+from openpi_train.planning.forecast import Forecast
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.sharding.mesh import FSDP
+from openpi_train.training import prepare
+
+# More stand-ins are not made: beyond, a program for fewer devices, with as many rows on each, stands for the planned.
+MOST_DEVICES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Bytes on one device: the state (with the batch), and what the program takes beside it."""
+
+    num_devices: int
+    fsdp_devices: int
+    state_bytes: int
+    program_bytes: int
+    compile_s: float
+
+
+def imitate(num_devices: int, tensor_devices: int) -> None:
+    """Make jax start with so many CPU devices (at most `MOST_DEVICES`), in such groups. Call it before jax starts."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", _stand_ins(num_devices, tensor_devices))
+
+
+def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
+    """Compile the step of `chosen`, with as many rows on each device, for the devices that `imitate` made."""
+    tensor_devices = chosen.layout.tensor_devices
+    num_devices = _stand_ins(chosen.machine.num_devices, tensor_devices)
+    experiment = dataclasses.replace(
+        as_chosen(experiment, chosen),
+        fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // tensor_devices),
+        batch_size=chosen.batch_size // chosen.machine.num_devices * num_devices,
+    )
+    prepared = prepare.prepare(experiment, find_world(WorldFlags(), {}))
+    trainer, layout = prepared.trainer, prepared.layout
+    batch = experiment.model.batch_spec(experiment.batch_size, experiment.data.cameras)
+    began = time.monotonic()
+    with jax.set_mesh(trainer.plan.real_mesh):
+        lowered = trainer.jitted_step(layout.shardings).lower(layout.abstract(), batch)
+        # LLVM's part comes after the memory is laid out, and takes longest.
+        memory = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
+    return Compiled(
+        num_devices=num_devices,
+        fsdp_devices=trainer.plan.mesh.shape[FSDP],
+        # XLA for CPUs counts host memory as the device's.
+        state_bytes=memory.argument_size_in_bytes - prepared.memory.host,
+        program_bytes=memory.temp_size_in_bytes,
+        compile_s=time.monotonic() - began,
+    )
+
+
+def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
+    """The experiment with the strategy, policy and accumulation of `chosen`."""
+    return dataclasses.replace(
+        prepare.as_chosen(experiment, chosen),
+        sharding=dataclasses.replace(experiment.sharding, strategy=chosen.layout.strategy),
+        fsdp_devices=chosen.layout.fsdp_devices,
+        grad_accum=chosen.grad_accum,
+    )
+
+
+def _stand_ins(num_devices: int, tensor_devices: int) -> int:
+    """The largest number of CPU devices allowed that divides the planned ones and is one of whole tensor groups."""
+    group = max(tensor_devices, 1)  # what cannot be is refused later
+    return max((n for n in range(group, MOST_DEVICES + 1, group) if num_devices % n == 0), default=num_devices)

@@ -1,0 +1,177 @@
+"""The `plan` verb: what an experiment would need and how fast it would be on devices that are not here.
+
+State is exact (abstract evaluation), FLOPs are counted in the traced step, traffic is the strategies' formula over the
+links, activations are the model's estimate, and for the recommended candidate the compiler's own analysis. Nothing is
+allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from openpi_train.elastic import adapt
+from openpi_train.experiment import Experiment
+from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
+from openpi_train.planning.kinds import find_kind
+from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
+from openpi_train.runtime.exits import DONE, USAGE, UsageError
+from openpi_train.sharding.mesh import planned_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.tools import ahead, plan_text
+from openpi_train.training.prepare import forecasts, whole_layout
+
+# What jax may take of a GPU (`runtime/xla.py` sets it).
+CLIENT_SHARE = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """A plan: all candidates in table order, the one to take (None where none fits) and why."""
+
+    experiment: Experiment
+    machine: Machine
+    num_params: int
+    num_frozen: int
+    model_flops_per_row: float
+    forecasts: Sequence[Forecast]
+    recommended: Forecast | None
+    why: str
+    assumptions: Sequence[str]
+
+
+def main(
+    experiment: Experiment,
+    *,
+    num_devices: int,
+    device_kind: str,
+    num_hosts: int,
+    device_gib: float | None,
+    network_gb_s: float,
+    efficiency: float,
+    with_compiler: bool,
+    as_text: bool,
+) -> int:
+    """Print the plan. Returns 0, or 2 where nothing fits. To be called before jax starts.
+
+    Raises UsageError where the flags do not go together.
+    """
+    machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency)
+    ahead.imitate(num_devices, experiment.sharding.tensor_devices)
+    report = make_report(experiment, machine)
+    if as_text:
+        print(plan_text.tables(report), flush=True)
+    compiled = None
+    if with_compiler and report.recommended is not None:
+        compiled = ahead.compile_step(report.experiment, report.recommended)
+    if as_text and compiled is not None and report.recommended is not None:
+        print("\n" + plan_text.compiled(compiled, report.recommended))
+    if not as_text:
+        print(json.dumps(_as_json(report, compiled), indent=1))
+    return DONE if report.recommended is not None else USAGE
+
+
+def find_machine(
+    device_kind: str,
+    num_devices: int,
+    num_hosts: int,
+    device_gib: float | None,
+    network_gb_s: float,
+    efficiency: float,
+) -> Machine:
+    """What the flags describe. Raises UsageError for what cannot be."""
+    kind = find_kind(device_kind)
+    if num_devices % num_hosts:
+        raise UsageError(f"--hosts {num_hosts} does not divide --devices {num_devices}: all hosts have as many devices")
+    memory_gib = kind.memory_gib if device_gib is None else device_gib
+    for flag, value in (("--device-gib", memory_gib), ("--network-gb-s", network_gb_s)):
+        if not 0 < value < math.inf:
+            raise UsageError(f"{flag} {value:g} must be above 0")
+    if not 0 < efficiency <= 1:
+        raise UsageError(f"--efficiency {efficiency:g} must lie in (0, 1]: it is a share of the peak")
+    return Machine(
+        kind=kind,
+        num_devices=num_devices,
+        num_hosts=num_hosts,
+        available_bytes=int(CLIENT_SHARE * memory_gib * GIB),
+        network_gb_s=network_gb_s,
+        efficiency=efficiency,
+    )
+
+
+def make_report(experiment: Experiment, machine: Machine) -> Report:
+    """Everything that needs no compiler. Raises UsageError where the flags do not go together."""
+    experiment, _ = adapt(experiment, machine.num_devices, None)
+    experiment.check(machine.num_devices)
+    layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
+    chosen, why = recommend(found)
+    cameras, draws = len(experiment.data.cameras), experiment.objective.draws_per_row
+    return Report(
+        experiment=experiment,
+        machine=machine,
+        num_params=sum(leaf.size for leaf in layout.shapes.params.values()),
+        num_frozen=sum(leaf.size for leaf in layout.shapes.frozen.values()),
+        model_flops_per_row=3 * experiment.model.flops_per_row(cameras, draws),
+        forecasts=found,
+        recommended=chosen,
+        why=why,
+        assumptions=_assumptions(experiment, machine),
+    )
+
+
+def _accumulations(experiment: Experiment, num_devices: int) -> list[int]:
+    """Micro-batches per step to choose from: the given number or more of them, unless the flags settle it."""
+    if experiment.micro_batch_size is not None:
+        return [experiment.grad_accum]
+    rows = experiment.batch_size * experiment.sharding.tensor_devices // num_devices
+    return [n for n in range(experiment.grad_accum, rows + 1) if rows % n == 0]
+
+
+def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
+    kind, sharding = machine.kind, experiment.sharding
+    lines = [
+        f"{kind.name}: {machine.available_bytes / CLIENT_SHARE / GIB:.1f} GiB, of which jax may take "
+        f"{CLIENT_SHARE:.0%}; a tenth of that is kept free as workspace (allocator, collectives, gathered layers)",
+        f"peak {kind.peak_tflops:g} TFLOP/s dense bfloat16 ({kind.source}), {machine.efficiency:.0%} of it while "
+        "computing, recomputation included (--efficiency)",
+        f"{kind.link}: {kind.link_gb_s:g} GB/s out of a device, {LINK_SHARE:.0%} of it reached",
+    ]
+    if machine.num_hosts > 1:
+        lines.append(f"network: {machine.network_gb_s:g} GB/s out of a host (--network-gb-s), {LINK_SHARE:.0%} reached")
+    if sharding.tensor_devices > 1:
+        lines.append("what tensor groups sum: the model's estimate, an upper one")
+    if sharding.offload != "none":
+        lines.append(f"host memory: {HOST_LINK_GB_S} GB/s each way (PCIe 4.0 x16), beside nothing but the update")
+    return [
+        *lines,
+        "the data keep up; rings in the mesh's order; step s: nothing overlaps; overlapped: everything does",
+    ]
+
+
+def _as_json(report: Report, compiled: ahead.Compiled | None) -> dict[str, Any]:
+    machine, chosen = report.machine, report.recommended
+    return {
+        "experiment": report.experiment.name,
+        "batch_size": report.experiment.batch_size,
+        "cameras": list(report.experiment.data.cameras),
+        "parameters": report.num_params,
+        "frozen_parameters": report.num_frozen,
+        "model_flops_per_sample": report.model_flops_per_row,
+        "machine": {
+            **dataclasses.asdict(machine),
+            "peak_flops": machine.kind.peak_flops,
+            "available_bytes": machine.available_bytes,
+            "usable_bytes": machine.usable_bytes,
+            "link_share": LINK_SHARE,
+        },
+        "assumptions": list(report.assumptions),
+        "candidates": [one.as_json() for one in report.forecasts],
+        "recommendation": {
+            "why": report.why,
+            "flags": plan_text.flags(chosen) if chosen else None,
+            **({"candidate": chosen.as_json()} if chosen else {}),
+        },
+        "compiled": dataclasses.asdict(compiled) if compiled else None,
+    }

@@ -1,0 +1,127 @@
+"""A plan as text: three tables, the recommendation, and what the compiler says of it. Read next: `plan.py`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from openpi_train.planning.forecast import Forecast
+from openpi_train.planning.memory import GIB
+from openpi_train.tools.ahead import Compiled
+
+if TYPE_CHECKING:
+    from openpi_train.tools.plan import Report
+
+
+def tables(report: "Report") -> str:
+    """All of it but the compiler's part."""
+    machine, experiment, sharding = report.machine, report.experiment, report.experiment.sharding
+    hosts = f"{machine.num_hosts} host{'s' if machine.num_hosts > 1 else ''}"
+    groups = f", tensor groups of {sharding.tensor_devices} devices" if sharding.tensor_devices > 1 else ""
+    offload = f", {sharding.offload} in host memory" if sharding.offload != "none" else ""
+    one = report.forecasts[0]
+    head = [
+        f"{experiment.name} on {machine.num_devices} x {machine.kind.name}, {hosts}: batch {experiment.batch_size}, "
+        f"{len(experiment.data.cameras)} camera(s){groups}{offload}",
+        f"parameters: {report.num_params:,} train, {report.num_frozen:,} are kept fixed",
+        f"model FLOPs (forward and backward): {report.model_flops_per_row / 1e12:.4g} T per sample, "
+        f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",
+    ]
+    state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
+    policies = "Per row (activations: the model's estimate; FLOPs: counted in the traced step, recomputation included):"
+    choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
+    parts = [
+        "\n".join(head),
+        f"{state}\n{_layouts(report)}",
+        f"{policies}\n{_policies(report)}",
+        f"{choices}\n{_candidates(report)}",
+        "Assumed:\n" + "\n".join(f"  {line}" for line in report.assumptions),
+        f"Recommended: {report.why}" if report.recommended else report.why[0].upper() + report.why[1:],
+    ]
+    if report.recommended:
+        parts.append(f"  {' '.join(flags(report.recommended))}")
+    return "\n\n".join(parts)
+
+
+def compiled(found: Compiled, chosen: Forecast) -> str:
+    """The compiler's own figures beside the forecast's."""
+    memory = chosen.memory
+    program = memory.total - memory.state
+    bound, usable = found.state_bytes + found.program_bytes, chosen.machine.usable_bytes
+    verdict = "fits even so" if bound <= usable else "would not fit, and only a GPU's own compiler can tell"
+    cut = "" if found.fsdp_devices == chosen.layout.fsdp_devices else f", the state cut over {found.fsdp_devices} only"
+    return (
+        f"By the compiler (for {found.num_devices} CPU devices{cut}, {found.compile_s:.0f} s): state and batch "
+        f"{found.state_bytes / GIB:.2f} GiB (forecast: state {memory.state / GIB:.2f}), the program's own "
+        f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations {program / GIB:.2f}).\n"
+        "XLA for CPUs widens much of bfloat16 to float32 and has no fused attention: a GPU's own program should need "
+        f"less (not yet measured). Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
+    )
+
+
+def flags(chosen: Forecast) -> list[str]:
+    """What to add to the command line."""
+    words = ["--sharding.strategy", chosen.layout.strategy]
+    if 1 < chosen.layout.fsdp_devices < chosen.machine.num_devices // chosen.layout.tensor_devices:
+        words += ["--fsdp-devices", str(chosen.layout.fsdp_devices)]
+    if chosen.policy.remat is not None:
+        words += ["--model.remat", chosen.policy.remat]
+    return [*words, "--grad-accum", str(chosen.grad_accum)]
+
+
+def _layouts(report: "Report") -> str:
+    columns = ["strategy", "over", "parameters", "moments", "EMA", "gradients", "copy", "together"]
+    columns += ["GB in host/device", "GB between/host"]
+    offloads = report.experiment.sharding.offload != "none"
+    columns += ["GiB in host memory", "to and fro s"] if offloads else []
+    found = {id(one.layout): one.layout for one in report.forecasts}
+    rows = []
+    for layout in found.values():
+        memory, flows = layout.memory(1), layout.flows(1, 0.0)
+        parts = (memory.params + memory.frozen, memory.optimizer, memory.ema, memory.grads, memory.compute_copy)
+        gib = [f"{size / GIB:.2f}" for size in (*parts, memory.total)]
+        sent = (sum(flow.within for flow in flows), sum(flow.between for flow in flows))
+        host = [f"{memory.host / GIB:.2f}", f"{memory.host_link_s:.3g}"] if offloads else []
+        rows.append([layout.strategy, str(layout.fsdp_devices), *gib, *(f"{size / 1e9:.1f}" for size in sent), *host])
+    return _table(columns, rows)
+
+
+def _policies(report: "Report") -> str:
+    found = {one.policy.remat: one.policy for one in report.forecasts}
+    rows = [
+        [
+            remat or "-",
+            f"{policy.activation_bytes_per_row / GIB:.3f}",
+            f"{policy.flops_per_row / 1e12:.4g}",
+            f"{policy.flops_per_row / report.model_flops_per_row:.2f}",
+        ]
+        for remat, policy in found.items()
+    ]
+    return _table(["remat", "activations GiB", "TFLOP", "of the model's"], rows)
+
+
+def _candidates(report: "Report") -> str:
+    columns = ["strategy", "remat", "fits", "grad_accum", "rows", "most rows", "GiB", "PFLOP/step"]
+    columns += ["GB in host/device", "GB between/host", "step s", "samples/s", "overlapped"]
+    rows = []
+    for one in report.forecasts:
+        sent = (sum(flow.within for flow in one.flows), sum(flow.between for flow in one.flows))
+        mark = "yes *" if one is report.recommended else "yes" if one.fits else "no"
+        numbers = [str(one.grad_accum), str(one.rows), str(one.most_rows), f"{one.memory.total / GIB:.1f}"]
+        speed = [f"{one.step_s:.3g}", f"{one.batch_size / one.step_s:.3g}", f"{one.batch_size / one.overlapped_s:.3g}"]
+        traffic = [f"{one.flops_per_step / 1e15:.3g}", *(f"{size / 1e9:.1f}" for size in sent)]
+        rows.append([one.layout.strategy, one.policy.remat or "-", mark, *numbers, *traffic, *speed])
+    return _table(columns, rows)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Words to the left, numbers to the right."""
+    lines = [columns, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    is_word = [not any(row[index][:1].isdigit() for row in rows) for index in range(len(columns))]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_word, strict=True)
+        ).rstrip()
+        for line in lines
+    )

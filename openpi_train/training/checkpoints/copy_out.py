@@ -1,0 +1,178 @@
+"""From host memory or a local save to the run directory: Orbax writes pieces as it writes arrays, without the devices.
+
+A `HostArray` stands for a leaf where Orbax expects a `jax.Array`. Orbax asks it for its pieces in the background, and
+waits there for a local save to be whole, to read its file: then no memory is held. The loop goes on meanwhile, so
+nothing here may compute on devices, nor meet other processes through them: the order would differ between processes.
+Read next: `pieces.py` (what is written from where), `store.py` (which saves `HostArray`s).
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from openpi_train.nn.params import nested_params
+from openpi_train.training.checkpoints.layout import Leaves
+from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
+
+# Orbax gives up on a save after this long. Its default of 600 s is little for the file systems that are copied to.
+_TIMEOUT_S = 3600
+_NICENESS = 10
+
+
+class Source:
+    """Where the pieces of one save are read from: the file of a local save once that is whole, else memory."""
+
+    def __init__(self, pieces: Pieces, written: concurrent.futures.Future[Pieces] | None = None):
+        """`written` ends with the pieces as they lie in the file, or with the error of writing them; None: no file."""
+        self._pieces: Pieces | None = pieces
+        self._written = written
+        if written is not None:
+            written.add_done_callback(self._leave_memory)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the pieces stay in memory until `release`: they go to no file, or that has failed."""
+        written = self._written
+        if written is None:
+            return self._pieces is not None
+        return written.done() and written.exception() is not None
+
+    def pieces(self) -> Pieces:
+        """All pieces. Waits until they are written; the file may be deleted afterwards."""
+        if self._written is not None and self._written.exception() is None:
+            return self._written.result()
+        assert self._pieces is not None, "the pieces were released"
+        return self._pieces
+
+    def release(self) -> None:
+        """Forget the pieces: they have been copied, or will not be."""
+        self._pieces = self._written = None
+
+    def _leave_memory(self, written: concurrent.futures.Future[Pieces]) -> None:
+        if written.exception() is None:
+            self._pieces = None
+
+
+class HostArray:
+    """A leaf of a state as Orbax sees it: what it asks of a `jax.Array`, with data from a `Source`."""
+
+    def __init__(self, name: str, number: int, leaf: Any, source: Source):
+        """`number` differs from leaf to leaf, as `pieces.writes` takes it."""
+        self.shape, self.dtype = leaf.shape, np.dtype(leaf.dtype)
+        # Wherever the leaf lies: of arrays in pinned host memory Orbax asks more, since slicing them can hang.
+        self.sharding = leaf.sharding.with_memory_kind(None)
+        self.size = math.prod(leaf.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self._name, self._number, self._source = name, number, source
+
+    @property
+    def addressable_shards(self) -> list["_Shard"]:
+        """What this process's devices hold; replica 0, which Orbax writes, on one of the devices that hold the same."""
+        pieces, shape, shards = self._source.pieces(), self.sharding.shard_shape(self.shape), []
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            is_written = writes(device, self._number, self.sharding, self.shape)
+            piece = pieces[piece_name(self._name, index, self.shape)] if is_written else None
+            shards.append(_Shard(index=index, replica_id=0 if is_written else 1, data=_Data(shape, piece)))
+        return shards
+
+
+def host_arrays(items: Mapping[str, Leaves], source: Source) -> dict[str, Leaves]:
+    """What stands for the leaves of `items` (arrays or shapes) in a save whose pieces come from `source`."""
+    numbers = {name: number for number, (name, _) in enumerate(by_name(items))}
+
+    def stand_in(name: str, leaf: Any) -> HostArray:
+        return HostArray(name, numbers[name], leaf, source)
+
+    return {
+        item: {path: stand_in(f"{item}/{path}", leaf) for path, leaf in leaves.items()}
+        for item, leaves in items.items()
+    }
+
+
+class ArrayWriter:
+    """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process."""
+
+    def __init__(self, *items: str):
+        # Told the processes, Orbax meets them at jax's coordination service, else in a computation on all devices.
+        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+        dispatcher: Any = _Dispatcher()
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
+        registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler))
+        writers: dict[str, Any] = {
+            item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=processes)
+            for item in items
+        }
+        together = ocp.CompositeOptions(multiprocessing_options=processes)
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(composite_options=together, **writers),
+            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S),
+            multiprocessing_options=processes,
+        )
+
+    def write(self, directory: Path, arrays: Mapping[str, Leaves], source: Source) -> None:
+        """Write what `host_arrays` made of `source`, which is released. Returns when all processes have."""
+        trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
+        try:
+            self._orbax.save(directory, args=ocp.args.Composite(**trees))
+            self._orbax.wait_until_finished()
+        finally:
+            source.release()
+
+    def close(self) -> None:
+        """End Orbax's threads."""
+        self._orbax.close()
+
+
+def background_thread() -> concurrent.futures.ThreadPoolExecutor:
+    """One thread to write in. Step and data workers go before it and the threads that it starts."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shard:
+    index: tuple[slice, ...]
+    replica_id: int
+    data: "_Data"
+
+
+class _Data:
+    """An array that Orbax takes for one on a device: it turns it into a numpy array when it writes."""
+
+    def __init__(self, shape: tuple[int, ...], array: np.ndarray | None):
+        """`array` is None where Orbax shall not write it."""
+        self.shape, self._array = shape, array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del dtype, copy
+        assert self._array is not None, "a piece that is written elsewhere"
+        return self._array
+
+
+class _Dispatcher:
+    """How Orbax's `ArrayHandler` gets at arrays that it does not fetch itself: here it need not do anything."""
+
+    def name(self) -> str:
+        return "host arrays"
+
+    def device_to_host(self, arrays: Any) -> Any:
+        return arrays
+
+    def dispatch(self, function: Callable[..., Any], *, input_arrays: Any, func_kwargs: Mapping[str, Any]) -> Any:
+        """Write the arrays, in Orbax's background thread."""
+        return function(input_arrays, **func_kwargs)

@@ -1,0 +1,270 @@
+"""Checkpoints on a fast disk in each host, more often than in the run directory (`--local-checkpoints.dir`).
+
+    <dir>/<experiment>/<exp_name>/process_<k>/<step>/    what the devices of process k hold (`local_files.py`)
+
+Each process saves for itself and reads back without the others. A save counts where all processes have it whole: the
+next call finds that out, and then removes the older ones. Saves carry the id of the run, which `.run_id` in the run
+directory keeps, and that of the start that wrote them: nothing of another run or another try is mixed in.
+Read next: `copy_out.py` (from here to the run directory), `store.py` (which of both a run continues from).
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import platform
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from openpi_train.data.files import write_text
+from openpi_train.runtime.exits import UsageError
+from openpi_train.training.agreement import from_process_0, gather
+from openpi_train.training.checkpoints import local_files
+from openpi_train.training.checkpoints.copy_out import Source
+from openpi_train.training.checkpoints.layout import Leaves
+from openpi_train.training.checkpoints.local_files import DamagedError
+from openpi_train.training.checkpoints.pieces import Pieces, describe_pieces, fetch
+
+logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSave:
+    """A local save that all processes have read: where this one's lies, what belongs to it, and its pieces."""
+
+    step: int
+    directory: Path
+    meta: dict[str, Any]
+    pieces: Pieces
+
+
+class LocalTier:
+    """The local saves of a run. All processes must make the same calls in the same order, from the main thread.
+
+    Args:
+        directory: the same path on every host, on a disk of its own. Processes of one host share it.
+        run_directory: the run's own, which all hosts share.
+
+    Raises:
+        UsageError: on every process; a directory cannot be used, or several hosts see the same one.
+    """
+
+    def __init__(self, directory: str | Path, run_directory: Path):
+        self._index = jax.process_index()
+        self._run = Path(directory) / run_directory.parent.name / run_directory.name
+        self._folder = self._run / f"process_{self._index}"
+        ids = [_run_id(run_directory), secrets.token_hex(8)] if self._index == 0 else None
+        self._run_id, self._start_id = from_process_0("the run's id", ids)
+        self._hosts = self._open(Path(directory))
+        self._whole: int | None = None
+        self._is_settled = False
+        self._writing: tuple[int, concurrent.futures.Future[Pieces]] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local-checkpoint")
+
+    def save(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> Source | None:
+        """Start saving, and return where its pieces can be copied from.
+
+        The leaves are copied to the host before this returns, so they may be donated. Waits for the former save to be
+        whole. Where a disk has no room for this one it is left out on all, with a warning, and None comes back.
+        """
+        self.finish()
+        if not self._is_settled:
+            self.settle(None)
+        described = describe_pieces(items)
+        if step == self._whole:
+            there = concurrent.futures.Future()
+            there.set_result(local_files.map_pieces(self._folder / str(step), described))
+            return Source({}, there)
+        problem = ""
+        try:
+            local_files.reserve(self._folder / str(step), described)
+        except OSError as error:
+            problem = f"{self._folder} cannot be written ({error})"
+        if not self._all_are_well(f"room for local checkpoint {step}", problem):
+            _remove(self._folder / str(step))
+            return None
+        belongs = {"run": self._run_id, "start": self._start_id, **_topology(), "meta": dict(meta)}
+        pieces = fetch(items)
+        written = self._thread.submit(self._write, step, pieces, described, belongs)
+        self._writing = step, written
+        return Source(pieces, written)
+
+    def finish(self) -> None:
+        """Wait for the last save. Where it is whole on all processes the older ones go, else it does, with a warning.
+
+        Raises what no disk can be blamed for.
+        """
+        if self._writing is None:
+            return
+        (step, written), self._writing = self._writing, None
+        error = written.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        problem = f"{self._folder} cannot be written ({error})" if error else ""
+        if self._all_are_well(f"local checkpoint {step}", problem):
+            self._whole = step
+            self._keep(step)
+        else:
+            _remove(self._folder / str(step))
+
+    def restore(self, wanted: Mapping[str, Leaves]) -> LocalSave | None:
+        """The newest save that is whole on all processes and cut as `wanted` is, None where there is none.
+
+        Those that cannot be used are named in the log, with the reason.
+        """
+        everyone = gather("list local checkpoints", self._look(describe_pieces(wanted)))
+        steps = {int(step) for found in everyone for step in found}
+        if not steps:
+            logger.info("there is no local checkpoint in %s on any host", self._run)
+        for step in sorted(steps, reverse=True):
+            reason = self._why_not(step, [found.get(str(step), {}) for found in everyone])
+            if not reason:
+                save, problem = self._read(step)
+                reason = self._first(gather(f"read local checkpoint {step}", problem))
+                if save is not None and not reason:
+                    return save
+            logger.warning("local checkpoint %d is passed over: %s", step, reason)
+        return None
+
+    def settle(self, step: int | None) -> None:
+        """Remove all but the save of `step`, from which this process goes on; None: from none of them.
+
+        What goes is older or newer than the state that the run goes on from, torn, or another run's of this name.
+        """
+        self._whole, self._is_settled = step, True
+        self._keep(step)
+        here = [index for index, (host, _) in enumerate(self._hosts) if host == self._hosts[self._index][0]]
+        if self._index == here[0]:
+            for folder in self._run.glob("process_*"):
+                if folder.name not in [f"process_{index}" for index in here]:
+                    _remove(folder)
+
+    def close(self) -> None:
+        """`finish`, and end the background thread. The newest save stays."""
+        self.finish()
+        self._thread.shutdown()
+
+    def wait(self) -> None:
+        """Return when nothing is being written on this process; whether it was written well, `finish` says."""
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing[1]])
+
+    def _write(self, step: int, pieces: Pieces, described: Mapping[str, str], belongs: Mapping[str, Any]) -> Pieces:
+        directory = self._folder / str(step)
+        local_files.write(directory, pieces, described, belongs)
+        return local_files.map_pieces(directory, described)
+
+    def _look(self, described: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """What lies on this process's disk, by step: `start`, or `reason` where the save cannot be used."""
+        found = {}
+        for path in self._folder.iterdir():
+            if not path.name.isdecimal():
+                continue
+            try:
+                record = local_files.read_record(path)
+                reason = self._misfit(record, described)
+            except DamagedError as error:
+                record, reason = {}, str(error)
+            found[path.name] = {"reason": reason} if reason else {"start": record["start"]}
+        return found
+
+    def _misfit(self, record: Mapping[str, Any], described: Mapping[str, str]) -> str:
+        if record["run"] != self._run_id:
+            return "it belongs to another run of this name"
+        now = _topology()
+        if record["processes"] != now["processes"] or record["devices"] != now["devices"]:
+            return (
+                f"it was saved by another number of processes ({record['processes']}, now {now['processes']}) or "
+                f"devices ({record['devices']}, now {now['devices']})"
+            )
+        return "" if record["pieces"] == described else "it was saved with another model, or cut otherwise"
+
+    def _why_not(self, step: int, found: list[dict[str, str]]) -> str:
+        """Why the processes cannot go on from this step, from what each has of it; empty where they may try."""
+        absent = f"it has no save of step {step} in {self._run}: another host than before, or it was removed"
+        problem = self._first([one.get("reason", "") if one else absent for one in found])
+        if not problem and len({one["start"] for one in found}) > 1:
+            problem = "the processes have it from different starts of the run"
+        return problem
+
+    def _read(self, step: int) -> tuple[LocalSave | None, str]:
+        directory = self._folder / str(step)
+        try:
+            record = local_files.read_record(directory)
+            pieces = local_files.read_pieces(directory, record)
+            return LocalSave(step=step, directory=directory, meta=record["meta"], pieces=pieces), ""
+        except DamagedError as error:
+            return None, str(error)
+
+    def _all_are_well(self, name: str, problem: str) -> bool:
+        first = self._first(gather(name, problem))
+        if first:
+            logger.warning("%s: %s. It is left out, on all; the run goes on", name, first)
+        return not first
+
+    def _first(self, problems: list[str]) -> str:
+        """The first problem that there is, with the process that has it."""
+        for index, problem in enumerate(problems):
+            if problem:
+                return f"process {index} on {self._hosts[index][1]}: {problem}"
+        return ""
+
+    def _keep(self, step: int | None) -> None:
+        for path in self._folder.iterdir():
+            if path.name != str(step):
+                _remove(path)
+
+    def _open(self, directory: Path) -> list[list[str]]:
+        """Make this process's folder and see that no other host has it; returns each process's host, and its name."""
+        word, name, problem = f"{secrets.token_hex(8)}.mark", platform.node(), ""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / word).touch()
+        except OSError as error:
+            problem = f"--local-checkpoints.dir {directory} cannot be used by process {self._index} on {name} ({error})"
+        everyone = gather("open the local directories", [_host(), name, word])
+        for index, (host, other, mark) in enumerate(everyone):
+            if not problem and host != _host() and (self._run / f"process_{index}" / mark).exists():
+                problem = (
+                    f"--local-checkpoints.dir {directory} is one directory for {other} and {name}; it must lie on a "
+                    "disk of each host's own. Leave it out where hosts have none: the run directory is enough"
+                )
+        problems = [text for text in gather("local directories are apart", problem) if text]
+        with contextlib.suppress(OSError):  # what is in the way has been said
+            (self._folder / word).unlink()
+        if problems:
+            raise UsageError(problems[0])
+        return [[host, name] for host, name, _ in everyone]
+
+
+def _topology() -> dict[str, int]:
+    return {"processes": jax.process_count(), "devices": jax.device_count()}
+
+
+def _host() -> str:
+    """What tells this host from others, also from containers of the same name on them."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+
+
+def _run_id(run_directory: Path) -> str:
+    path = run_directory / ".run_id"
+    if not path.exists():
+        write_text(path, secrets.token_hex(8))
+    return path.read_text(encoding="utf-8")
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed (%s)", path, error)

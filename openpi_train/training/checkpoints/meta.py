@@ -1,0 +1,48 @@
+"""What lies beside a checkpoint's arrays: `meta.json`, and the norm stats in `assets/`. Read next: `store.py`."""
+
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from openpi_train.data.files import write_json
+from openpi_train.training.checkpoints.layout import Leaves, describe
+from openpi_train.training.rundir import package_versions
+
+
+def make_meta(
+    step: int,
+    items: Mapping[str, Leaves],
+    data_position: Mapping[str, Any],
+    experiment: Mapping[str, Any],
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What `meta.json` holds; `extra` are more JSON values to keep, such as the wandb run id."""
+    return {
+        "step": step,
+        "versions": package_versions(),
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "leaves": describe(items),
+        "data_position": dict(data_position),
+        "experiment": dict(experiment),
+        **(extra or {}),
+    }
+
+
+def check_asset_ids(norm_stats: Mapping[str, Any]) -> None:
+    """Raise ValueError where an asset id cannot name a folder in `assets/`."""
+    for asset_id in norm_stats:
+        path = pathlib.PurePosixPath(asset_id)
+        if not asset_id or path.is_absolute() or ".." in path.parts:
+            raise ValueError(
+                f"asset id {asset_id!r} must be a relative path without '..': it names a folder in assets/"
+            )
+
+
+def write_beside(directory: pathlib.Path, meta: Mapping[str, Any], norm_stats: Mapping[str, Any]) -> None:
+    """Write `meta.json`, and each `assets/<asset_id>/norm_stats.json`, into a checkpoint's directory."""
+    for asset_id, stats in norm_stats.items():
+        path = directory / "assets" / asset_id / "norm_stats.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, stats)
+    write_json(directory / "meta.json", meta)

@@ -1,0 +1,119 @@
+"""What this process's devices hold of a state, as named pieces in host memory.
+
+A piece is the part of one leaf that a device holds; devices of a process that hold the same part share the piece. Its
+name says leaf and span, `params/params/llm/w[0:8,0:4]`, so pieces fit another state exactly where their names do.
+A local save holds all pieces of a process; of the run directory's checkpoint each process writes a share (`writes`).
+Read next: `local_files.py` (pieces on a disk), `copy_out.py` (pieces as Orbax writes them).
+"""
+
+import collections
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.training.checkpoints.layout import Leaves
+
+Pieces = Mapping[str, np.ndarray]
+
+
+def fetch(items: Mapping[str, Leaves]) -> dict[str, np.ndarray]:
+    """The pieces of all leaves (arrays, by item and path) on the host; the arrays may be donated afterwards."""
+    found: dict[str, jax.Array] = {}
+    for number, (leaf, array) in enumerate(by_name(items)):
+        shards = array.addressable_shards
+        first = number % len(shards)  # devices have links of their own: each in turn gives what all of them hold
+        for shard in (*shards[first:], *shards[:first]):
+            found.setdefault(piece_name(leaf, shard.index, array.shape), shard.data)
+    return _to_host(found)
+
+
+def fetch_share(items: Mapping[str, Leaves]) -> dict[str, np.ndarray]:
+    """As `fetch`, but only the pieces that this process writes to the run directory."""
+    found: dict[str, jax.Array] = {}
+    for number, (leaf, array) in enumerate(by_name(items)):
+        for shard in array.addressable_shards:
+            if writes(shard.device, number, array.sharding, array.shape):
+                found[piece_name(leaf, shard.index, array.shape)] = shard.data
+    return _to_host(found)
+
+
+def writes(device: Any, number: int, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether a leaf's piece on this device is written from here, and not from another that holds the same.
+
+    `number` differs from leaf to leaf. Leaf by leaf it is another process's turn, and there another device's.
+    """
+    holders = _holders(sharding, shape)[device]
+    return holders[number % len(holders)] == device
+
+
+def describe_pieces(items: Mapping[str, Leaves]) -> dict[str, str]:
+    """dtype and shape, as `float32[2, 3]`, of each piece that this process's devices hold of arrays or shapes."""
+    described = {}
+    for leaf, array in by_name(items):
+        text = f"{np.dtype(array.dtype).name}{list(array.sharding.shard_shape(array.shape))}"
+        for index in array.sharding.addressable_devices_indices_map(array.shape).values():
+            described[piece_name(leaf, index, array.shape)] = text
+    return described
+
+
+def place(pieces: Pieces, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
+    """The arrays that the pieces make, laid out on the devices as `wanted` (arrays or shapes); by item and path."""
+
+    def put(leaf: str, like: Any) -> jax.Array:
+        def piece(index: Any) -> np.ndarray:
+            return pieces[piece_name(leaf, index, like.shape)]
+
+        return jax.make_array_from_callback(like.shape, like.sharding, piece)
+
+    return {
+        item: {path: put(f"{item}/{path}", like) for path, like in leaves.items()} for item, leaves in wanted.items()
+    }
+
+
+def dtype_and_shape(description: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """What `describe_pieces` said of a piece: of "float32[2, 3]", float32 and (2, 3)."""
+    name, _, shape = description.removesuffix("]").partition("[")
+    return np.dtype(name), tuple(int(size) for size in shape.split(",") if size)
+
+
+def piece_name(leaf: str, index: Sequence[slice], shape: Sequence[int]) -> str:
+    """The name of the piece of `leaf` that lies at `index`, as jax says where a shard lies."""
+    spans = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return f"{leaf}[{','.join(f'{start}:{stop}' for start, stop, _ in spans)}]"
+
+
+def by_name(items: Mapping[str, Leaves]) -> Iterator[tuple[str, Any]]:
+    """The leaves of all items by `item/path`, on all processes in the same order."""
+    for item, leaves in items.items():
+        for path, leaf in leaves.items():
+            yield f"{item}/{path}", leaf
+
+
+def _to_host(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    for array in arrays.values():
+        array.copy_to_host_async()
+    return {name: np.array(array) if _is_in_host_memory(array) else np.asarray(array) for name, array in arrays.items()}
+
+
+def _is_in_host_memory(array: jax.Array) -> bool:
+    """Whether numpy would look at the array where it lies, and so keep the next step from taking its memory over."""
+    return jax.default_backend() == "cpu" or array.sharding.memory_kind in ("pinned_host", "unpinned_host")
+
+
+@functools.lru_cache(maxsize=4096)
+def _holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[Any, list[Any]]:
+    """For each device those that hold the same piece: the first of each process, then the second of each, and so on."""
+    indices = sharding.devices_indices_map(shape)
+    names = {device: piece_name("", index or (), shape) for device, index in indices.items()}
+    holders: dict[str, list[Any]] = collections.defaultdict(list)
+    counts, turns = collections.Counter(), {}
+    for device, name in names.items():
+        turns[device] = counts[name, device.process_index], device.process_index
+        counts[name, device.process_index] += 1
+        holders[name].append(device)
+    for found in holders.values():
+        found.sort(key=turns.__getitem__)
+    return {device: holders[name] for device, name in names.items()}

@@ -1,0 +1,110 @@
+"""Which checkpoints lie in a run directory, which are kept, and which is the best. Read next: `store.py`."""
+
+import dataclasses
+import logging
+import os
+import pathlib
+import re
+import shutil
+import threading
+import time
+
+from openpi_train.data.files import read_json, write_json
+from openpi_train.interop.manifest import has_manifest
+
+logger = logging.getLogger(__name__)
+
+_LEFT_OVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Best:
+    """The step whose validation metric is the lowest so far."""
+
+    step: int
+    value: float
+
+
+class StepDirs:
+    """The step directories of a run. Only process 0 may call what changes them.
+
+    Kept are the newest `keep_last`, those at multiples of `keep_period` (None for none), and the best. The best stays
+    where it is: `best.json` names it and `best` links to it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int, keep_period: int | None):
+        if keep_last < 1 or (keep_period is not None and keep_period < 1):
+            raise ValueError(f"keep_last {keep_last} and keep_period {keep_period} must be at least 1 (or None)")
+        self.directory = pathlib.Path(directory).absolute()
+        self._keep_last, self._keep_period = keep_last, keep_period
+        self._metrics: dict[int, float] = {}
+        self._lock = threading.Lock()  # metrics are noted while the background thread completes a save
+
+    def path(self, step: int) -> pathlib.Path:
+        """Where the checkpoint of `step` lies."""
+        return self.directory / str(step)
+
+    def committed(self) -> list[int]:
+        """The steps that have a directory, whole or not, oldest first."""
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+    def complete(self) -> list[int]:
+        """The steps whose save came to its end, oldest first."""
+        return [step for step in self.committed() if has_manifest(self.path(step))]
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint on disk, if any."""
+        try:
+            best = Best(**read_json(self.directory / "best.json"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            logger.warning("%s cannot be read (%s): no best checkpoint", self.directory / "best.json", error)
+            return None
+        return best if has_manifest(self.path(best.step)) else None
+
+    def note_metric(self, step: int, value: float) -> None:
+        """Remember a step's validation metric, and link the step as the best if it is complete and the lowest."""
+        with self._lock:
+            self._metrics[step] = float(value)
+            self._update_best(step)
+
+    def note_complete(self, step: int) -> None:
+        """Link the step as the best if it is, and delete what is not to be kept."""
+        with self._lock:
+            self._update_best(step)
+            complete, best = self.complete(), self.best
+            keep = {*complete[-self._keep_last :], *([best.step] if best else [])}
+            for old in complete:
+                if old not in keep and (self._keep_period is None or old % self._keep_period):
+                    # Renamed first: what is half deleted must not look like a checkpoint.
+                    _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
+
+    def remove_left_overs(self) -> None:
+        """Remove what saves and clean-ups left that failed or were killed."""
+        for path in self.directory.iterdir():
+            if _LEFT_OVER.fullmatch(path.name):
+                logger.warning("removing %s, left behind by a save or clean-up that failed or was killed", path)
+                _remove(path)
+
+    def _update_best(self, step: int) -> None:
+        value, best = self._metrics.get(step), self.best
+        if value is None or not has_manifest(self.path(step)) or (best is not None and value >= best.value):
+            return
+        write_json(self.directory / "best.json", {"step": step, "value": value})
+        link = self.directory / "best.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(str(step), target_is_directory=True)
+        link.replace(self.directory / "best")
+
+
+def _remove(directory: pathlib.Path, attempts: int = 5) -> None:
+    for attempt in range(attempts):
+        try:
+            shutil.rmtree(directory)
+            return
+        except OSError:  # threads of a failed Orbax save may still be writing into it
+            if attempt == attempts - 1:
+                raise
+            time.sleep(0.2)

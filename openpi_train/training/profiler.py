@@ -1,0 +1,59 @@
+"""`--profile N`: a trace of N steps in `<run>/profile`, for TensorBoard, XProf or Perfetto. Read next: `loop.py`."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from openpi_train.runtime.phases import phase
+
+logger = logging.getLogger(__name__)
+
+# Steps of this start before those that are traced: by then the data workers run ahead.
+_STEPS_BEFORE = 3
+
+
+class Profiler:
+    """Traces `num_steps` steps of this process, beginning a few after `first_step`; with 0 steps it does nothing.
+
+    `wait()` returns when the devices have done all steps that were given to them.
+    """
+
+    def __init__(self, directory: Path, num_steps: int, first_step: int, wait: Callable[[], None]):
+        self._directory, self._wait = directory, wait
+        self._first = first_step + _STEPS_BEFORE
+        self._last = self._first + num_steps - 1
+        self._waits, self._runs = num_steps > 0, False
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around one step."""
+        if self._waits and step == self._first:
+            self._wait()
+            self._start()
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if step == self._last:
+            self._stop()
+
+    def _start(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would be noted, and slow the host down
+        jax.profiler.start_trace(self._directory, profiler_options=options)
+        self._waits, self._runs = False, True
+
+    def close(self) -> None:
+        """Write what was traced so far, where the run ends before the last of those steps."""
+        self._stop()
+        if self._waits:
+            logger.warning("--profile: the run ended before step %d, where the trace was to begin", self._first)
+
+    def _stop(self) -> None:
+        if self._runs:
+            self._runs = False
+            with phase("writing the profile"):
+                self._wait()
+                jax.profiler.stop_trace()
+            logger.info("wrote a profile to %s (for xprof, or TensorBoard's profile plugin)", self._directory)

@@ -1,0 +1,148 @@
+"""Shards made whole in place: the same values and gradients as with the whole array, and no more sent than said."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.nn.shard import Shard, spread, summed, take_rows, whole
+from openpi_train.sharding.mesh import make_mesh
+
+NUMBERS = np.random.default_rng(0)
+
+
+def on_four(function, in_specs, out_specs):
+    """`function` on the parts that four devices hold."""
+    mesh = make_mesh(4, jax.devices()[:4])
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_whole_array_and_its_gradient_are_those_of_the_uncut_one(dim, dtype):
+    array = NUMBERS.normal(size=(8, 12)).astype(np.float32)
+    weights = NUMBERS.normal(size=(4, 8, 12)).astype(np.float32)
+    spec = P(*(None,) * dim, "fsdp")
+
+    def value(part, weight):
+        gathered = Shard(part, dim - 2, "fsdp", dtype).whole()
+        assert gathered.dtype == dtype
+        return jnp.sum(gathered.astype(jnp.float32) * weight[0])
+
+    def both(part, weight):
+        share, gradient = jax.value_and_grad(value)(part, weight)
+        return jax.lax.psum(share, "fsdp"), gradient
+
+    total, gradient = on_four(both, (spec, P("fsdp")), (P(), spec))(array, weights)
+    seen = np.asarray(jnp.asarray(array, dtype), np.float32)
+    rounded = np.asarray(jnp.asarray(weights, dtype), np.float32)  # what flows back has the type of what was sent
+    np.testing.assert_allclose(total, (seen * weights).sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, rounded.sum(0), rtol=1e-6, atol=1e-6)
+    assert gradient.dtype == jnp.float32
+
+
+def test_rows_of_a_table_and_its_gradient_are_those_of_the_uncut_one_and_the_table_is_never_sent():
+    table = NUMBERS.normal(size=(40, 6)).astype(np.float32)
+    rows = NUMBERS.integers(0, 40, (8, 5)).astype(np.int32)
+    weights = NUMBERS.normal(size=(8, 5, 6)).astype(np.float32)
+
+    def value(part, rows, weight):
+        taken = take_rows(Shard(part, -2, "fsdp", jnp.float32), rows)
+        return jnp.sum(taken * weight), taken
+
+    run = on_four(jax.grad(value, has_aux=True), (P("fsdp"),) * 3, (P("fsdp"), P("fsdp")))
+    gradient, taken = run(table, rows, weights)
+    np.testing.assert_array_equal(taken, table[rows])
+    expected = np.zeros_like(table)
+    np.add.at(expected, rows, weights)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-6)
+    sent = re.findall(
+        r"(\S+) (?:all-gather|all-reduce|reduce-scatter)\(", run.lower(table, rows, weights).compile().as_text()
+    )
+    assert sent and not [shape for shape in sent if shape.startswith("f32[40,6]")]
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(x))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backward_pass(remat):
+    graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
+    params = nnx.to_pure_dict(params)["dense"]
+    rows = NUMBERS.normal(size=(16, 8)).astype(np.float32)
+
+    def loss(params, rows):
+        stacked = nnx.merge(graph, {"dense": params})
+        return jnp.sum(scan_layers(stacked, lambda layer, x, _: (layer(x), None), rows, remat=remat)[0])
+
+    def cut(params, rows):
+        def on_device(kernel):
+            return loss({**params, "kernel": Shard(kernel, -1, "fsdp", jnp.float32)}, rows)
+
+        return jax.grad(on_device)(params["kernel"])
+
+    specs = {"kernel": P(None, None, "fsdp"), "bias": P()}
+    run = on_four(cut, (specs, P("fsdp")), specs["kernel"])
+    expected = jax.grad(loss)(params, rows)["kernel"]
+    np.testing.assert_allclose(run(params, rows), expected, rtol=1e-5, atol=1e-5)
+    text = run.lower(params, rows).compile().as_text()
+    assert "f32[3,8,8]" not in text
+
+
+def test_a_tensor_group_adds_up_once_forward_and_once_backward_however_many_products_there_are():
+    rows, scale = NUMBERS.normal(size=(8, 6)).astype(np.float32), np.linspace(1, 2, 6, dtype=np.float32)
+    gate, up = 0.2 * NUMBERS.normal(size=(2, 6, 12)).astype(np.float32)
+    down = NUMBERS.normal(size=(12, 6)).astype(np.float32)
+
+    def loss(weights, rows):
+        scale, gate, up, down = weights
+        x = spread(rows * scale, gate)
+        return jnp.sum(jnp.square(rows + summed(jnp.tanh(x @ gate) * (x @ up) @ down)))
+
+    specs = P(), P(None, "tensor"), P(None, "tensor"), P("tensor")
+    run = jax.shard_map(
+        jax.value_and_grad(loss), mesh=make_mesh(1, jax.devices()[:2], 2), in_specs=(specs, P()), out_specs=(P(), specs)
+    )
+    run, weights = jax.jit(run), (scale, gate, up, down)
+    expected = jax.value_and_grad(loss)(weights, rows)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4), run(weights, rows), expected)
+    text = run.lower(weights, rows).compile().as_text()
+    assert re.findall(r"(\S+?)\{\S* all-reduce\(", text) == ["f32[8,6]"] * 2
+
+
+def test_with_a_copy_at_hand_nothing_is_gathered_and_every_layers_gradient_is_cut_as_it_arises():
+    graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
+    params = nnx.to_pure_dict(params)["dense"]
+    rows = NUMBERS.normal(size=(16, 8)).astype(np.float32)
+
+    def loss(params, rows):
+        stacked = nnx.merge(graph, {"dense": params})
+        return jnp.sum(scan_layers(stacked, lambda layer, x, _: (layer(x), None), rows, remat="full")[0])
+
+    def cut(params, rows):
+        shard = Shard(params["kernel"], -1, "fsdp", jnp.float32)
+        copy = shard.whole()
+        return jax.grad(lambda shard: loss({**params, "kernel": shard.with_copy(copy)}, rows))(shard).part
+
+    specs = {"kernel": P(None, None, "fsdp"), "bias": P()}
+    run = on_four(cut, (specs, P("fsdp")), specs["kernel"])
+    expected = jax.grad(loss)(params, rows)["kernel"]
+    np.testing.assert_allclose(run(params, rows), expected, rtol=1e-5, atol=1e-5)
+    text = run.lower(params, rows).compile().as_text()
+    assert len(re.findall(r" all-gather\(", text)) == 1
+    assert [shape.partition("{")[0] for shape in re.findall(r"(\S+) reduce-scatter\(", text)] == ["f32[8,2]"]
+
+
+def test_what_is_no_shard_stays_as_it_is():
+    tree = {"a": np.ones(2), "b": [1, None]}
+    assert whole(tree)["a"] is tree["a"]

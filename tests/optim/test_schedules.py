@@ -1,0 +1,97 @@
+"""Schedules against their formulas, written out with math; those of DeepSpeed against its own definition."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from openpi_train.optim import LRSchedule
+
+PEAK, END, WARM, TOTAL = 1e-2, 1e-3, 10, 110
+
+
+def rates(schedule, num_steps=TOTAL + 20):
+    return np.asarray(jax.vmap(schedule.create())(np.arange(num_steps)))
+
+
+def expected(after, num_steps=TOTAL + 20):
+    """openpi's linear warm-up, then `after` of the step."""
+    start = PEAK / (WARM + 1)
+    return [start + (PEAK - start) * step / WARM if step < WARM else after(step) for step in range(num_steps)]
+
+
+def fraction(step, start=WARM):
+    return min((step - start) / (TOTAL - start), 1.0)
+
+
+FALLS = {
+    "linear": lambda u: PEAK + (END - PEAK) * u,
+    "cosine": lambda u: END + (PEAK - END) * (1 + math.cos(math.pi * u)) / 2,
+    "1-sqrt": lambda u: END + (PEAK - END) * (1 - math.sqrt(u)),
+}
+BASE = LRSchedule(warmup_steps=WARM, peak_lr=PEAK, decay_steps=TOTAL, decay_lr=END)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [
+        ("constant", lambda step: PEAK),
+        ("linear", lambda step: FALLS["linear"](fraction(step))),
+        ("cosine", lambda step: FALLS["cosine"](fraction(step))),
+        ("rsqrt", lambda step: PEAK / math.sqrt(1 + (step - WARM) / TOTAL)),
+    ],
+)
+def test_every_kind_follows_its_formula(kind, after):
+    np.testing.assert_allclose(rates(dataclasses.replace(BASE, kind=kind)), expected(after), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tail", ["linear", "cosine", "1-sqrt"])
+def test_wsd_is_stable_then_falls_in_its_last_part(tail):
+    schedule = dataclasses.replace(BASE, kind="wsd", tail=tail, tail_ratio=0.2)
+    begin = TOTAL - 22
+
+    def after(step):
+        return PEAK if step < begin else FALLS[tail](fraction(step, begin))
+
+    np.testing.assert_allclose(rates(schedule), expected(after), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warm_up_is_deepspeeds(kind):
+    """`WarmupLR._get_gamma` of DeepSpeed: log(step + 1) / log(n), or step / n; then the peak."""
+    gamma = {"log": lambda step: math.log(step + 1) / math.log(WARM), "linear": lambda step: step / WARM}[kind]
+    schedule = dataclasses.replace(BASE, kind="constant", warmup_shape=kind, warmup_lr=1e-4)
+    want = [1e-4 + (PEAK - 1e-4) * (gamma(step) if step < WARM else 1) for step in range(30)]
+    np.testing.assert_allclose(rates(schedule, 30), want, rtol=1e-5)
+
+
+def test_ratio_and_missing_end_follow_the_length_of_the_run():
+    schedule = LRSchedule(kind="linear", warmup_ratio=0.1, decay_steps=None, peak_lr=PEAK, decay_lr=0.0)
+    with pytest.raises(ValueError, match="over"):
+        schedule.create()
+    resolved = schedule.over(200)
+    assert (resolved.warmup_steps, resolved.decay_steps) == (20, 200)
+    values = rates(resolved, 201)
+    np.testing.assert_allclose([values[20], values[110], values[200]], [PEAK, PEAK / 2, 0], rtol=1e-6, atol=1e-9)
+    assert LRSchedule().over(123) == LRSchedule()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warmup_ratio": 1.0}, "--lr-schedule.warmup-ratio 1.0 must lie in"),
+        ({"kind": "wsd", "tail_ratio": 0.95}, r"--lr-schedule.tail-ratio 0.95 .* at most 0.909"),
+        ({"kind": "wsd", "tail_ratio": 0.0}, "must be above 0"),
+        ({"kind": "linear", "warmup_steps": 200}, "--lr-schedule.decay-steps"),
+        ({"warmup_lr": 1.0}, "--lr-schedule.warmup-lr 1.0 must lie between 0 and peak_lr"),
+        ({"kind": "wsd", "decay_lr": 1.0}, "lower --lr-schedule.decay-lr"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_flag(changes, message):
+    (problem,) = dataclasses.replace(BASE, **changes).check(TOTAL)
+    import re
+
+    assert re.search(message, problem), problem
+    assert not BASE.check(TOTAL)

@@ -1,0 +1,119 @@
+"""Strategy and rematerialisation policy of a run that was not told which; traffic of pi0's real sizes."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from openpi_train_configs.debug import debug
+
+from openpi_train.planning.choose import layouts
+from openpi_train.planning.devices import memory_bytes, total_bytes
+from openpi_train.planning.forecast import USABLE, Machine
+from openpi_train.planning.kinds import UNKNOWN
+from openpi_train.planning.memory import GIB, predict
+from openpi_train.planning.traffic import formula_bytes
+from openpi_train.sharding.mesh import make_mesh, planned_mesh
+from openpi_train.sharding.strategy import Plan, ShardingConfig
+from openpi_train.training.prepare import choose, whole_layout
+
+PI0 = 3_238_048_528
+AUTO = dataclasses.replace(debug.model, remat="auto")
+
+
+def plan(strategy: str, shards: int) -> Plan:
+    """A plan for eight devices, so many of which share one copy."""
+    return Plan(mesh=make_mesh(shards, jax.devices()[:8]), strategy=strategy)
+
+
+def weights(num: int) -> dict:
+    return {"weight": jax.ShapeDtypeStruct((num // 16, 16), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards", "micros", "gigabytes"),
+    [
+        # PERFORMANCE.md, pi0 on 8 devices: 8 P, 6 P, 6 P, 8 P times 7/8.
+        ("replicated", 1, 1, 22.67),
+        ("zero1", 8, 1, 17.0),
+        ("zero2", 8, 1, 17.0),
+        ("zero3", 8, 1, 22.67),
+        ("zero1", 8, 4, 17.0),
+        ("zero2", 8, 4, 51.0),
+        ("zero3", 8, 4, 90.67),
+        ("hsdp", 4, 1, 19.43 + 3.24),
+    ],
+)
+def test_traffic_of_pi0_is_that_of_the_formula(strategy, shards, micros, gigabytes):
+    sent = formula_bytes(plan(strategy, shards), weights(PI0), 2, micros)
+    assert sent / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+
+
+def given(strategy="auto", fsdp=None, tensor=1):
+    sharding = ShardingConfig(strategy=strategy, tensor_devices=tensor)
+    return dataclasses.replace(debug, sharding=sharding, fsdp_devices=fsdp)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "devices", "per_host", "expected"),
+    [
+        (given(), 1, 1, [("replicated", 1)]),
+        (given(fsdp=1), 8, 8, [("replicated", 1)]),
+        (given(fsdp=4), 8, 8, [("zero3", 4)]),
+        (given("zero2"), 8, 4, [("zero2", 8)]),
+        (given("zero2", 4), 8, 4, [("zero2", 4)]),
+        (given("hsdp"), 8, 4, [("hsdp", 4)]),
+        (given("replicated"), 8, 4, [("replicated", 1)]),
+        (given(), 8, 8, [("replicated", 1), ("zero1", 8), ("zero2", 8), ("zero3", 8)]),
+        (given(), 8, 4, [("replicated", 1), ("zero1", 8), ("zero2", 8), ("hsdp", 4), ("zero3", 8)]),
+        (given(), 4, 1, [("replicated", 1), ("zero1", 4), ("zero2", 4), ("zero3", 4)]),
+        (given(tensor=2), 8, 4, [("replicated", 1), ("zero1", 4), ("zero2", 4), ("hsdp", 2), ("zero3", 4)]),
+        (given("hsdp", tensor=4), 8, 4, [("hsdp", 1)]),
+    ],
+)
+def test_what_is_given_is_taken_and_the_rest_to_choose_from(experiment, devices, per_host, expected):
+    assert layouts(experiment, devices, per_host) == expected
+
+
+def chosen(caplog, gib: float, num_devices: int = 1, **model) -> tuple[str, str | None, str]:
+    """Strategy and policy of the debug experiment on devices of so many GiB, and what the log said."""
+    one = dataclasses.replace(debug, model=dataclasses.replace(debug.model, **model))
+    machine = Machine(kind=UNKNOWN, num_devices=num_devices, num_hosts=1, available_bytes=int(gib * GIB))
+    layout = whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    with caplog.at_level(logging.INFO):
+        found = choose(one, layout, machine)
+    return found.layout.strategy, found.policy.remat, caplog.text
+
+
+def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_says_why(caplog):
+    layout = whole_layout(debug, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    state = predict(layout, Plan(mesh=planned_mesh(1, 1), strategy="replicated"), 0, 0, dtype=jnp.float32).total
+    rows = {name: 8 * model.activation_bytes_per_row(1) for name, model in AUTO.remat_choices().items()}
+    assert rows["none"] > rows["dots"] > rows["attention"] > rows["full"]
+    just_enough = (state + rows["attention"] + 1) / USABLE / GIB
+    for gib, name in ((100.0, "none"), (just_enough, "attention")):
+        caplog.clear()
+        _, remat, text = chosen(caplog, gib, remat="auto")
+        assert remat == name and f"replicated, remat {name}, grad_accum 1" in text
+        assert "else there was: replicated, remat" in text
+    assert "none and dots would recompute less and does not fit" in caplog.text
+
+
+def test_where_nothing_fits_it_is_what_needs_least(caplog):
+    strategy, remat, text = chosen(caplog, 0.001, remat="auto")
+    assert (strategy, remat) == ("replicated", "full") and "nothing fits" in text
+
+
+def test_a_policy_that_is_given_is_used_where_another_would_fit_better(caplog):
+    assert chosen(caplog, 0.001, remat="dots")[1] == "dots"
+
+
+def test_where_nothing_is_large_enough_to_cut_nothing_is(caplog):
+    assert chosen(caplog, 100.0, num_devices=8)[0] == "replicated"
+
+
+def test_the_memory_that_a_choice_goes_by_is_the_same_at_every_start():
+    device = jax.devices()[0]
+    assert total_bytes(device) == total_bytes(device) >= memory_bytes(device)
+    assert total_bytes(device, processes_on_host=4) == total_bytes(device) // 4

@@ -1,0 +1,58 @@
+"""FLOPs counted in a traced program, against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.planning.flops import product_flops
+
+
+def test_products_count_as_often_as_their_loop_runs():
+    def layers(x, weights):
+        return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)[0]
+
+    x, weights = jnp.zeros((3, 8)), jnp.zeros((5, 8, 8))
+    forward = 2 * 3 * 8 * 8 * 5
+    assert product_flops(jax.make_jaxpr(layers)(x, weights).jaxpr) == forward
+    both = jax.make_jaxpr(jax.grad(lambda *leaves: layers(*leaves).sum(), argnums=(0, 1)))(x, weights)
+    assert product_flops(both.jaxpr) == 3 * forward
+
+
+def test_recomputed_products_count_again():
+    def twice(x, weight):
+        return jnp.tanh(jnp.tanh(x @ weight) @ weight).sum()
+
+    x, weight = jnp.zeros((4, 8)), jnp.zeros((8, 8))
+    once = product_flops(jax.make_jaxpr(jax.grad(twice, argnums=(0, 1)))(x, weight).jaxpr)
+    again = product_flops(jax.make_jaxpr(jax.grad(jax.checkpoint(twice), argnums=(0, 1)))(x, weight).jaxpr)
+    assert (once, again) == (6 * 2 * 4 * 8 * 8, 8 * 2 * 4 * 8 * 8)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
+def test_the_models_own_products_are_the_same_whatever_is_recomputed(remat):
+    def loss(x, weights):
+        layer = toy_stack(weights)
+        return scan_layers(layer, lambda layer, x, _: (jnp.tanh(layer(x)), None), x, remat=remat)[0].sum()
+
+    x, weights = jnp.zeros((4, 8)), jnp.zeros((5, 8, 8))
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weights).jaxpr
+    forward = 2 * 4 * 8 * 8 * 5
+    assert product_flops(jaxpr, recomputed=False) == 3 * forward
+    again = 1 if remat in ("attention", "full") else 0  # `dots` keeps the products with weights
+    assert product_flops(jaxpr) == (3 + again) * forward
+
+
+def toy_stack(weights):
+    """A stack of layers that multiply."""
+    stack = stack_layers(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs), 5, nnx.Rngs(0))
+    stack.kernel[...] = weights
+    return stack
+
+
+def test_what_every_device_computes_by_itself_counts_on_all_of_them():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.sharding.PartitionSpec("b")
+    product = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"b"})
+    assert product_flops(jax.make_jaxpr(product)(jnp.zeros((8, 16))).jaxpr) == 4 * 2 * 2 * 16 * 2

@@ -1,0 +1,139 @@
+"""Time and memory of candidates, and the choice among them, on made-up numbers that can be added up by hand."""
+
+import dataclasses
+
+import pytest
+
+from openpi_train.planning.forecast import Layout, Machine, Policy, forecast, recommend
+from openpi_train.planning.kinds import UNKNOWN, find_kind
+from openpi_train.planning.links import Flow
+from openpi_train.planning.memory import GIB, Memory
+
+H100 = find_kind("h100")  # 989 TFLOP/s, 450 GB/s
+MACHINE = Machine(
+    kind=H100, num_devices=4, num_hosts=1, available_bytes=90 * GIB, network_gb_s=50.0, efficiency=0.5
+)  # of 90 GiB 81 can be used
+
+
+def layout(strategy: str, gib: int, sent: float) -> Layout:
+    memory = Memory(params=gib * GIB, frozen=0, optimizer=0, ema=0, grads=0, compute_copy=0, activations=0)
+    return Layout(
+        strategy=strategy,
+        fsdp_devices=4,
+        memory=lambda n: memory,
+        flows=lambda n, summed: [Flow(within=n * sent + summed, between=0.0)],
+    )
+
+
+def policy(remat: str, flops: float, gib: float) -> Policy:
+    return Policy(remat=remat, flops_per_row=flops, activation_bytes_per_row=gib * GIB)
+
+
+NONE, FULL = policy("none", 1e12, 4), policy("full", 1.25e12, 1)
+ALL = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    # 8 rows on each of the 4 devices: 81 GiB less the state, over 4 GiB per row.
+    [(40, (1, 8, 10, True)), (60, (2, 4, 5, True)), (77, (8, 1, 1, True)), (78, (8, 1, 0, False))],
+)
+def test_the_least_accumulation_that_fits_is_taken(gib, expected):
+    one = forecast(MACHINE, layout("zero3", gib, 0), NONE, 32, ALL)
+    assert (one.grad_accum, one.rows, one.most_rows, one.fits) == expected
+    assert one.memory.activations == one.rows * 4 * GIB
+
+
+def test_time_is_work_over_rate():
+    one = forecast(MACHINE, layout("zero3", 60, 3.6e9), NONE, 32, ALL)
+    assert one.compute_s == pytest.approx(32e12 / (4 * 989e12 * 0.5))
+    assert one.sending_s == pytest.approx(2 * 3.6e9 / (0.8 * 450e9))  # two micro-batches
+    assert one.step_s == pytest.approx(one.compute_s + one.sending_s)
+    assert one.overlapped_s == pytest.approx(max(one.compute_s, one.sending_s))
+    assert one.as_json()["samples_per_s"] == pytest.approx(32 / one.step_s)
+
+
+def test_devices_of_a_tensor_group_have_the_same_rows_and_send_what_they_sum():
+    two = dataclasses.replace(layout("zero3", 40, 3.6e9), tensor_devices=2)
+    one = forecast(
+        MACHINE, two, dataclasses.replace(NONE, activation_bytes_per_row=2 * GIB, summed_bytes_per_row=5e8), 32, ALL
+    )
+    assert (one.grad_accum, one.rows, one.most_rows) == (1, 16, 20)
+    assert one.sending_s == pytest.approx((3.6e9 + 5e8) / (0.8 * 450e9))
+    assert one.compute_s == pytest.approx(32e12 / (4 * 989e12 * 0.5))
+
+
+def test_what_is_fetched_from_host_memory_takes_the_room_that_activations_have_left():
+    plain = layout("zero1", 40, 0)
+
+    def off(fetched: int):
+        memory = dataclasses.replace(plain.memory(1), host=50 * GIB, fetched=fetched * GIB, compute_copy=GIB)
+        return forecast(MACHINE, dataclasses.replace(plain, memory=lambda n: memory), NONE, 32, ALL)
+
+    # 81 GiB less 40 of the state and 1 of the copy; and less 40 as long as there is nothing else.
+    assert [(off(n).most_rows, off(n).grad_accum, off(n).fits) for n in (1, 41, 42)] == [
+        (10, 1, True),
+        (10, 1, True),
+        (0, 8, False),
+    ]
+    assert off(41).memory.total == 81 * GIB
+    assert off(1).step_s == pytest.approx(off(1).compute_s + 50 * GIB / 25e9)
+
+
+def candidates(layouts, policies=(NONE, FULL)):
+    return [forecast(MACHINE, layout, policy, 32, ALL) for layout in layouts for policy in policies]
+
+
+def test_the_shortest_step_that_fits_is_recommended():
+    best, why = recommend(candidates([layout("replicated", 79, 1e8), layout("zero3", 60, 2e8)]))
+    assert best is not None and (best.layout.strategy, best.policy.remat, best.grad_accum) == ("zero3", "none", 2)
+    assert why.startswith("zero3, remat none, grad_accum 2") and "the shortest step of the 3 of 4 that fit" in why
+
+
+def test_the_gradient_of_a_micro_batch_beside_the_sum_is_counted():
+    one = layout("zero1", 44, 0)
+    more = dataclasses.replace(one, memory=lambda n: dataclasses.replace(one.memory(n), micro_grads=10 * GIB * (n > 1)))
+    # 44 GiB leave 37 for 8 rows of 4 and two micro-batches of 4 do fit; with 10 more it takes four of 2.
+    assert [forecast(MACHINE, cost, policy("none", 1e12, 5), 32, ALL).grad_accum for cost in (one, more)] == [2, 2]
+    assert forecast(MACHINE, more, policy("none", 1e12, 7), 32, ALL).grad_accum == 4
+    assert forecast(MACHINE, one, policy("none", 1e12, 7), 32, ALL).grad_accum == 2
+
+
+def test_a_policy_that_costs_next_to_nothing_and_leaves_more_room_is_preferred():
+    dots = policy("dots", 1.004e12, 2)
+    best, why = recommend(candidates([layout("zero1", 40, 1e6), layout("zero3", 10, 2e6)], [NONE, dots, FULL]))
+    assert best is not None and (best.layout.strategy, best.policy.remat) == ("zero1", "dots")
+    assert "to 1%, with more room than zero1, remat none" in why
+
+
+def test_room_of_less_than_a_hundredth_is_worth_no_time():
+    small = [policy("none", 1e12, 0.001), policy("dots", 1.004e12, 0.0005)]
+    best, _ = recommend(candidates([layout("zero1", 40, 1e6)], small))
+    assert best is not None and best.policy.remat == "none"
+
+
+def test_among_equals_the_first_is_taken_so_a_choice_is_always_the_same():
+    best, _ = recommend(
+        candidates([layout("replicated", 1, 0), layout("zero1", 1, 0)], [NONE, dataclasses.replace(NONE)])
+    )
+    assert best is not None and (best.layout.strategy, best.policy) == ("replicated", NONE)
+
+
+def test_devices_that_are_not_in_the_table_have_no_times():
+    known = forecast(MACHINE, layout("zero1", 1, 1e9), NONE, 32, ALL)
+    unknown = forecast(dataclasses.replace(MACHINE, kind=UNKNOWN), layout("zero1", 1, 1e9), NONE, 32, ALL)
+    assert "step_s" in known.as_json() and "s per step" in known.words()
+    assert "step_s" not in unknown.as_json() and "s per step" not in unknown.words()
+
+
+def test_what_would_recompute_less_and_does_not_fit_is_told():
+    large = dataclasses.replace(NONE, activation_bytes_per_row=50.0 * GIB)
+    best, why = recommend(candidates([layout("zero3", 60, 0)], [large, FULL]))
+    assert best is not None and best.policy.remat == "full"
+    assert why.endswith("none would recompute less and does not fit")
+
+
+def test_where_nothing_fits_the_least_need_and_what_helps_are_told():
+    best, why = recommend(candidates([layout("replicated", 200, 0), layout("zero3", 90, 0)]))
+    assert best is None
+    assert "zero3, remat full" in why and "91.0 GiB" in why and "81.0 GiB can be used" in why

@@ -1,0 +1,105 @@
+"""Bytes per device of the full pi0, by abstract evaluation, against 22 bytes per parameter: master, m, v, EMA,
+gradient, and a bfloat16 copy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from openpi_train_configs.bridge import pi0_bridge_traj, pi0_bridge_traj_lora
+
+from openpi_train.planning.memory import GIB, predict
+from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
+from openpi_train.sharding.strategy import CUT, Plan
+from openpi_train.training.prepare import whole_layout
+
+PI0 = 3_238_048_528
+BYTES = {"state": 16, "grads": 4, "copy": 2}
+# shared/design/PERFORMANCE.md, GiB per device; rounded to a tenth.
+TABLE = {
+    ("replicated", 1): 66.3,
+    ("zero1", 1): 66.3,
+    ("zero2", 1): 66.3,
+    ("zero3", 1): 66.3,
+    ("replicated", 8): 66.3,
+    ("zero1", 8): 24.1,
+    ("zero2", 8): 13.6,
+    ("zero3", 8): 8.3,
+    ("replicated", 16): 66.3,
+    ("zero1", 16): 21.1,
+    ("zero2", 16): 9.8,
+    ("zero3", 16): 4.1,
+}
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return whole_layout(pi0_bridge_traj, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), TABLE)
+def test_pi0_needs_what_the_table_says_to_2_percent(layout, strategy, devices):
+    plan = Plan(mesh=planned_mesh(1 if strategy == "replicated" else devices, devices), strategy=strategy)
+    total = predict(layout.under(plan), plan, 0, 0).total
+    by_hand = sum(PI0 * size / (devices if part in CUT[strategy] else 1) for part, size in BYTES.items())
+    assert total == pytest.approx(by_hand, rel=0.02)
+    assert total / GIB == pytest.approx(TABLE[strategy, devices], rel=0.02, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gradient", "stacks"),
+    # Bytes per parameter: of the present gradient beside the sum, and of stacks without their last layers.
+    [("replicated", 2, 0), ("zero1", 2, 2), ("zero2", 4 / 8, 2), ("zero3", 4 / 8, 0)],
+)
+def test_with_micro_batches_more_is_held_at_once(layout, strategy, gradient, stacks):
+    plan = Plan(mesh=planned_mesh(1 if strategy == "replicated" else 8, 8), strategy=strategy)
+    one, four = (predict(layout.under(plan), plan, 0, 0, num_micros=n).total for n in (1, 4))
+    stacked = sum(leaf.size for path, leaf in layout.shapes.params.items() if "/layers/" in path)
+    assert 0.8 * PI0 < stacked < 0.85 * PI0
+    assert four - one == pytest.approx(PI0 * gradient + stacked * stacks, rel=0.02)
+
+
+@pytest.mark.parametrize(("strategy", "bytes_each"), [("replicated", 0), ("zero1", 4), ("zero2", 4), ("zero3", 4 / 8)])
+def test_float32_layers_compute_with_whole_float32_parameters_as_they_are(layout, strategy, bytes_each):
+    plan = Plan(mesh=planned_mesh(1 if strategy == "replicated" else 8, 8), strategy=strategy)
+    copy = predict(layout.under(plan), plan, 0, 0, dtype=jnp.float32).compute_copy
+    assert copy == pytest.approx(PI0 * bytes_each, rel=0.02)
+
+
+def test_frozen_parameters_that_are_cut_are_gathered_too():
+    layout = whole_layout(pi0_bridge_traj_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    frozen = sum(leaf.size for leaf in layout.shapes.frozen.values())
+    copies = {}
+    for strategy, shards in (("replicated", 1), ("zero1", 8)):
+        plan = Plan(mesh=planned_mesh(shards, 8), strategy=strategy)
+        copies[strategy] = predict(layout.under(plan), plan, 0, 0).compute_copy
+    assert copies["zero1"] - copies["replicated"] == pytest.approx(2 * frozen, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", CUT)
+def test_planned_devices_hold_what_real_ones_would(layout, strategy):
+    plans = [Plan(mesh=mesh, strategy=strategy) for mesh in (planned_mesh(4, 8), make_mesh(4, jax.devices()[:8]))]
+    planned, real = (predict(layout.under(plan), plan, 1e6, 3) for plan in plans)
+    assert planned == real
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gradient", "stacks"), [("replicated", 2, 0), ("zero1", 2, 2), ("zero2", 4 / 4, 2)]
+)
+def test_a_tensor_group_shares_out_all_parts_of_a_layer(layout, strategy, gradient, stacks):
+    shards = 1 if strategy == "replicated" else 4
+    plans = [Plan(mesh=planned_mesh(shards, 4 * n, n), strategy=strategy, min_shard_mib=0) for n in (1, 2)]
+    one, two = ([predict(layout.under(plan), plan, 0, 0, num_micros=n) for n in (1, 4)] for plan in plans)
+    params = layout.shapes.params
+    shared = sum(leaf.size for path, leaf in params.items() if TENSOR in plans[1].spec("copy", leaf, path))
+    assert 0.8 * PI0 < shared < PI0
+    for part, bytes_each in (("grads", 4 / (4 if strategy == "zero2" else 1)), ("compute_copy", 2)):
+        assert getattr(one[0], part) - getattr(two[0], part) == pytest.approx(shared / 2 * bytes_each, rel=0.01)
+    in_stacks = sum(
+        leaf.size for path, leaf in params.items() if TENSOR in plans[1].spec("copy", leaf, path) and "/layers/" in path
+    )
+    more = [each[1].total - each[0].total for each in (one, two)]
+    assert more[0] - more[1] == pytest.approx(shared / 2 * gradient + in_stacks / 2 * stacks, rel=0.01)
+
+
+def test_nothing_runs_on_planned_devices():
+    with pytest.raises(AssertionError, match="nothing runs on planned devices"):
+        _ = Plan(mesh=planned_mesh(2, 8), strategy="zero3").real_mesh

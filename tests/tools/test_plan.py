@@ -1,0 +1,146 @@
+"""The `plan` verb: the debug experiment through the compiler, pi0's real sizes by abstract evaluation only."""
+
+import json
+import re
+
+import pytest
+from runs.command import openpi_train
+
+from openpi_train import cli
+from openpi_train.planning.memory import GIB
+from openpi_train.runtime.exits import DONE, USAGE, UsageError
+from openpi_train.sharding.strategy import CUT
+from openpi_train.tools import ahead, plan, plan_text
+
+AUTO = ("--model.remat", "auto")
+
+
+def report(name: str, *flags: str, devices=8, kind="h200", hosts=1, gib=None, network_gb_s=50.0):
+    experiment = cli.parse_experiment(name, ["--exp-name", "plan", *flags])
+    return plan.make_report(experiment, plan.find_machine(kind, devices, hosts, gib, network_gb_s, 0.5))
+
+
+@pytest.mark.slow
+def test_what_the_compiler_says_is_told_beside_the_forecast():
+    flags = ("--devices", "4", "--device-kind", "RTX 4090", "--sharding.min-shard-mib", "0", *AUTO, "--json")
+    done = openpi_train("plan", "debug", *flags, "--sharding.strategy", "zero3")
+    assert done.returncode == DONE, done.stderr
+    found = json.loads(done.stdout)
+    chosen, compiled = found["recommendation"]["candidate"], found["compiled"]
+    assert [one["strategy"] for one in found["candidates"]] == ["zero3"] * 4
+    assert compiled["num_devices"] == 4 and compiled["program_bytes"] > 0
+    # The compiled arguments are the state and the batch: two rows of pictures on each device.
+    batch = 2 * (32 * 32 * 3 + 2_000)
+    assert compiled["state_bytes"] == pytest.approx(chosen["bytes_per_device"]["state"], rel=0.02, abs=batch)
+
+
+def run(monkeypatch, capsys, *flags: str) -> tuple[int, str]:
+    """Exit code and output of the verb on the debug experiment, in this process, where jax has long started."""
+    monkeypatch.setattr(ahead, "imitate", lambda num_devices, tensor_devices: None)
+    code = cli.run(["plan", "debug", *AUTO, *flags])
+    return code, capsys.readouterr().out
+
+
+def test_the_tables_end_with_a_recommendation_as_flags(monkeypatch, capsys):
+    code, text = run(monkeypatch, capsys, "--devices", "4", "--device-kind", "h100", "--hosts", "2", "--no-compile")
+    assert code == DONE
+    assert text.startswith("debug on 4 x h100, 2 hosts: batch 8") and "network: 50 GB/s out of a host" in text
+    for strategy in CUT:
+        assert len(re.findall(rf"^  {strategy} ", text, re.MULTILINE)) == 1 + 4
+    assert text.endswith("--sharding.strategy replicated --model.remat none --grad-accum 1\n")
+
+
+@pytest.mark.slow
+def test_too_small_devices_are_told_with_code_2_and_what_helps(monkeypatch, capsys):
+    flags = ("--devices", "2", "--device-kind", "h100", "--device-gib", "0.001")
+    code, text = run(monkeypatch, capsys, *flags)
+    assert code == USAGE
+    assert "Nothing fits: replicated, remat full" in text and "take more or larger devices" in text
+    code, text = run(monkeypatch, capsys, *flags, "--json")
+    assert code == USAGE and json.loads(text)["recommendation"]["flags"] is None
+
+
+@pytest.mark.parametrize(("program_gib", "verdict"), [(20, "that fits even so"), (80, "that would not fit")])
+def test_the_compilers_bytes_are_compared_with_the_device(program_gib, verdict):
+    chosen = report("debug", kind="h100").recommended
+    assert chosen is not None
+    compiled = ahead.Compiled(
+        num_devices=8, fsdp_devices=1, state_bytes=GIB, program_bytes=program_gib * GIB, compile_s=1.0
+    )
+    text = plan_text.compiled(compiled, chosen)
+    assert f"Together {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
+
+
+def test_impossible_flags_are_refused():
+    with pytest.raises(UsageError, match="--hosts 3 does not divide --devices 8"):
+        report("debug", hosts=3)
+    with pytest.raises(UsageError, match="--device-gib -1 must be above 0"):
+        report("debug", gib=-1.0)
+    with pytest.raises(UsageError, match="--network-gb-s 0 must be above 0"):
+        report("debug", network_gb_s=0.0)
+    with pytest.raises(UsageError, match="--batch-size 8 is not a multiple of the 16 devices"):
+        report("debug", devices=16)
+
+
+@pytest.mark.slow
+def test_a_policy_that_is_given_is_the_only_one_and_its_work_is_counted():
+    found = report("debug", "--model.remat", "full")
+    assert {one.policy.remat for one in found.forecasts} == {"full"}
+    assert found.forecasts[0].policy.flops_per_row > 1.05 * found.model_flops_per_row
+
+
+@pytest.mark.slow
+def test_pi0_without_recomputation_executes_what_the_models_formula_counts():
+    found = report("pi0_bridge_traj")
+    flops = {one.policy.remat: one.policy.flops_per_row / found.model_flops_per_row for one in found.forecasts}
+    assert flops["none"] == pytest.approx(1, rel=1e-3)
+    assert list(flops) == ["none", "dots", "attention", "full"]
+    assert 1 <= flops["dots"] < flops["attention"] < flops["full"] < 4 / 3
+
+
+@pytest.mark.slow
+def test_small_devices_get_more_cutting_recomputation_or_accumulation():
+    chosen = {gib: report("pi0_bridge_traj", gib=gib).recommended for gib in (140.0, 24.0, 13.0)}
+    found = {gib: (one.layout.strategy, one.policy.remat, one.grad_accum) for gib, one in chosen.items() if one}
+    # 24 GiB leave 19.4: zero2 13.6 and 32 rows of 0.116. 13 leave 10.5: zero3 8.3, 1.5 of a micro-batch, and 6 rows.
+    assert found == {140.0: ("zero1", "dots", 1), 24.0: ("zero2", "full", 1), 13.0: ("zero3", "full", 8)}
+    assert report("pi0_bridge_traj", gib=8.0).recommended is None
+
+
+def test_a_tensor_group_shares_out_layers_and_what_they_keep_of_a_row():
+    flags = ("--model.remat", "full")
+    whole, shared = (report("pi0_bridge_traj", *flags, "--sharding.tensor-devices", n) for n in ("1", "2"))
+    one, two = whole.forecasts[0], shared.forecasts[0]
+    assert (one.layout.strategy, one.rows) == ("replicated", 32) and (two.layout.strategy, two.rows) == (
+        "replicated",
+        64,
+    )
+    assert two.layout.memory(1).total < 0.6 * one.layout.memory(1).total
+    assert two.policy.activation_bytes_per_row < 0.75 * one.policy.activation_bytes_per_row
+    # Keys and values, of one head, are computed by both.
+    assert one.policy.flops_per_row < two.policy.flops_per_row < 1.02 * one.policy.flops_per_row
+    summed = 64 * two.policy.summed_bytes_per_row  # an all-reduce of two sends as much
+    assert sum(flow.within for flow in two.flows) == sum(flow.within for flow in two.layout.flows(1, 0.0)) + summed
+    assert [each.layout.fsdp_devices for each in shared.forecasts] == [1, 4, 4, 4]
+    assert "tensor groups of 2 devices" in plan_text.tables(shared)
+
+
+def test_moments_in_host_memory_leave_room_and_take_time():
+    flags = ("--model.remat", "full")
+    plain, off = (report("pi0_bridge_traj", *flags, "--sharding.offload", n) for n in ("none", "optimizer+ema"))
+    for one, two in zip(plain.forecasts, off.forecasts, strict=True):
+        before, after = one.memory, two.memory
+        assert before.state == after.state + after.host
+        assert two.step_s == pytest.approx(one.step_s + after.host / 25e9)
+    text = plan_text.tables(off)
+    assert "optimizer+ema in host memory" in text and "GiB in host memory  to and fro s" in text
+
+
+def test_between_slow_hosts_hsdp_is_recommended_and_its_flags_are_understood():
+    found = report("pi0_bridge_traj", devices=16, kind="a100-40gb", hosts=2, network_gb_s=25.0)
+    assert found.recommended is not None
+    words = plan_text.flags(found.recommended)
+    assert words == ["--sharding.strategy", "hsdp", "--fsdp-devices", "8", "--model.remat", "dots", "--grad-accum", "1"]
+    experiment = cli.parse_experiment("pi0_bridge_traj", ["--exp-name", "x", *words])
+    experiment.check(16)
+    assert (experiment.sharding.strategy, experiment.fsdp_devices) == ("hsdp", 8)

@@ -1,0 +1,143 @@
+"""Every strategy gives the loss of the uncut state, holds what the plan says, and sends what the formula says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import strategies
+import toy
+
+from openpi_train.launch.processes import free_port
+from openpi_train.planning.memory import bytes_per_device, predict
+from openpi_train.planning.traffic import as_asked, collectives, formula_bytes
+
+PROGRAM = Path(strategies.__file__)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Losses, gradient norms and state on one device."""
+    return strategies.run(toy.StackedConfig(), "replicated", 1, 1, jax.devices()[:1])
+
+
+@pytest.mark.parametrize(("layout", "accum"), strategies.CASES, ids=str)
+def test_losses_and_parameters_are_those_of_one_device(alone, layout, accum):
+    history, state, _ = strategies.run(toy.StackedConfig(), *layout, accum)
+    np.testing.assert_allclose(history, alone[0], rtol=3e-6)
+    for path, leaf in alone[1].params.items():
+        # Adam divides by the root of the second moment: rounding of a tiny gradient grows to this.
+        np.testing.assert_allclose(state.params[path], leaf, rtol=1e-5, atol=2e-6, err_msg=path)
+
+
+def test_a_stack_of_more_layers_than_its_dims_is_cut_by_layers_and_gathered_before_its_scan():
+    deep = toy.StackedConfig(width=4, depth=16)
+    # On as many devices: sixteen layers of width 4 make 5e-5 in the gradient's norm of how one and eight round.
+    expected = strategies.run(deep, "replicated", 1, 1, steps=1)[0]
+    history, state, _ = strategies.run(deep, "zero3", 8, 1, steps=1)
+    assert state.params["layers/dense/kernel"].addressable_shards[0].data.shape == (2, 4, 4)
+    np.testing.assert_allclose(history, expected, rtol=3e-6)
+
+
+def together(processes: int) -> dict[str, list]:
+    """Losses and gradient norms of all cases on eight devices, by so many processes."""
+    port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+    running = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(process), str(processes), port],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    outputs = [process.communicate(timeout=400)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * processes
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_four_processes_of_two_devices_give_the_bits_of_one_of_eight():
+    found = together(4)
+    assert len(found) == len(strategies.CASES)
+    assert found == together(1)
+
+
+WIDE = toy.StackedConfig(width=128, vocab_size=256, dtype="bfloat16")
+
+
+def compiled(layout: tuple[str, int], accum: int):
+    """The step for a wider toy, compiled and as traced, its trainer and state layout."""
+    trainer, state = strategies.prepare(WIDE, *layout, accum)
+    with jax.set_mesh(trainer.plan.real_mesh):
+        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), WIDE.batch_spec(strategies.ROWS, ()))
+        return traced.lower().compile(), traced.jaxpr, trainer, state
+
+
+@pytest.mark.parametrize(("layout", "accum"), strategies.CASES, ids=str)
+def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_says(layout, accum):
+    step, jaxpr, trainer, state = compiled(layout, accum)
+    sent = sum(one.sent_bytes for one in as_asked(collectives(step.as_text(), 8), jaxpr))
+    allowed = formula_bytes(trainer.plan, state.shapes.params, 2, accum)
+    # The table of tokens is not sent by those that cut it, vectors are in float32, and a few sums come on top.
+    assert 0.5 * allowed < sent < 1.05 * allowed
+    rows = bytes_per_device(WIDE.batch_spec(strategies.ROWS, ()), trainer.plan.batch)
+    planned = predict(state, trainer.plan, 0.0, 0).state
+    assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
+
+
+def test_bytes_of_each_kind_of_collective_and_loop_are_counted():
+    text = """
+HloModule m
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %b)
+}
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %g = bf16[4,8]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %r = f32[2]{0} reduce-scatter(%y), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+%cond (p: (s32[], f32[8])) -> pred[] {
+  ROOT %c = pred[] constant(true)
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %a = (f32[10]{0}, s32[]) all-reduce(%u, %v), replica_groups=mesh['x'=2,'y'=4] {'x'}, to_apply=%add
+}
+"""
+    found = collectives(text, 8)
+    assert [(one.kind, one.group_size, one.times) for one in found] == [
+        ("all-gather", 4, 3),
+        ("reduce-scatter", 4, 3),
+        ("all-reduce", 2, 1),
+    ]
+    assert [one.sent_bytes for one in found] == [3 * 64 * 3 / 4, 3 * 8 * 3, 2 * 44 / 2]
+
+
+def test_what_starts_an_asynchronous_collective_counts_as_what_comes_out_of_it():
+    text = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %g = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %h = ((f32[2]{0}, bf16[4]{0}), (f32[8]{0}, bf16[16]{0})) all-gather-start(%x, %y), replica_groups=[2,4]<=[8]
+  %a = f32[10]{0} all-reduce-start(%u), replica_groups=[2,4]<=[8], to_apply=%add
+  %p = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%v), source_target_pairs={{0,1},{1,0}}
+}
+"""
+    assert [one.sent_bytes for one in collectives(text, 8)] == [32 * 3 / 4, 64 * 3 / 4, 2 * 40 * 3 / 4, 24]
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    text = """
+%body (p: f32[8]) -> f32[8] {
+  %g = f32[8]{0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = f32[8] while(%t), condition=%cond, body=%body
+}
+"""
+    with pytest.raises(ValueError, match="how often the loop"):
+        collectives(text, 8)
