@@ -125,6 +125,11 @@ class ModelConfig(abc.ABC):
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
         return dict(params)
 
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        """Names that `--freeze` takes beside patterns, each with the pattern of paths that it stands for."""
+        return {}
+
     def frozen(self, path: str) -> bool:
         """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
         del path

@@ -205,6 +205,10 @@ class Pi0Config(ModelConfig):
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return pi0_names.GROUPS
+
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""
         parts = path.split("/")
