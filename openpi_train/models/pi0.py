@@ -68,7 +68,7 @@ class Pi0Config(ModelConfig):
     # Height and width of the images in pixels.
     image_size: int = 224
     # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the least with which the run fits its devices.
+    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
     remat: RematChoice = "auto"
     # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
     attention: Attention = "auto"
