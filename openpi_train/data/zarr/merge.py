@@ -68,7 +68,7 @@ def merge(parts: Sequence[Part], out: Path, *, prompts: Mapping[str, str], chunk
             low, high = max(first - begin, 0), min(end - begin, store.rows)
             if low < high:
                 pieces.append(store.read(name, low, high))
-        return np.concatenate(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     ends = [store.ends + offset for store, offset in zip(stores, offsets[:-1], strict=True)]
     ids = [[tasks.index(task) for task in store.task_of_episode] for store in stores]

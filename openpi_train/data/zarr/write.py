@@ -200,7 +200,7 @@ def _info(values: np.ndarray) -> ArrayInfo:
 
 
 def _crc(values: np.ndarray) -> int:
-    return google_crc32c.value(np.ascontiguousarray(values).tobytes())
+    return google_crc32c.value(values.tobytes())
 
 
 class _Progress:
