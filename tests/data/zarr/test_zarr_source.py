@@ -77,7 +77,7 @@ def test_push_t_opens_with_pictures_of_floats_and_its_other_columns(tmp_path, ca
     points = np.concatenate([expected["keypoint"][10:12].reshape(2, 18), expected["state"][10:12, :2]], axis=1)
     np.testing.assert_array_equal(row["state"], points)
     np.testing.assert_array_equal(row["image/image"], frames[10:12])
-    with pytest.raises(ValueError, match=r"'state' has shape \[5\] per step; the RoboTwin robot reads \[14\]"):
+    with pytest.raises(ValueError, match=r"the RoboTwin robot has 14 state dims .*; the dataset gives 5: state 5"):
         _ = Windows(source=source, robot=RoboTwin(cameras={}), shape=WindowShape(horizon=4)).starts
 
 
