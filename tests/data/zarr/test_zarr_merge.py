@@ -33,11 +33,16 @@ def part_arrays(seed):
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """Six stores that differ in length, format, chunks and codec."""
+    """Six stores that differ in length, format, chunks and codec; one is a zip file."""
     folder = tmp_path_factory.mktemp("six")
     forms = [{}, {"form": 3}, {"chunk_rows": 9}, {"form": 3, "chunk_rows": 2, "shards": True}, {"chunk_rows": 50}, {}]
     return [
-        write(folder / f"{task}-demo_clean-{seed}.zarr", part_arrays(seed), lengths(seed), **forms[seed])
+        write(
+            folder / f"{task}-demo_clean-{seed}.zarr{'.zip' * (seed == 4)}",
+            part_arrays(seed),
+            lengths(seed),
+            **forms[seed],
+        )
         for seed, task in enumerate(TASKS)
     ]
 
