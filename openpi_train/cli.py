@@ -183,10 +183,10 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack|merge|convert`: make the embedded dataset, build an index, repack, join, convert."""
+    """`data prepare|index|repack|merge|convert|fit-fast`: make, index or join datasets, fit a FAST tokenizer to one."""
     from openpi_train.tools.data import main
 
-    return main(argv)
+    return main(argv, parse_experiment)
 
 
 def launch(argv: Sequence[str]) -> int:
