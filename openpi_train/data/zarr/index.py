@@ -76,9 +76,10 @@ def _fresh_manifest(place: Path, store: Store) -> dict[str, Any] | None:
         logger.info("%s changed since its index was built: reading it again", store.root)
         return None
     for name, (size, mtime_ns) in manifest["decoded"].items():
-        found = (place / manifest["tables"] / name).stat()
-        if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-            logger.info("%s was changed: reading the store again", place / manifest["tables"] / name)
+        path = place / manifest["tables"] / name
+        found = path.stat() if path.is_file() else None
+        if found is None or (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+            logger.info("%s was changed or removed: reading the store again", path)
             return None
     return manifest
 
