@@ -59,6 +59,12 @@ def experiment() -> Experiment:
             1,
             "--sharding.offload optimizer.ema with --ema-decay None",
         ),
+        (
+            {"sharding": ShardingConfig(strategy="replicated"), "fsdp_devices": 2},
+            4,
+            "--sharding.strategy replicated cuts nothing over --fsdp-devices 2",
+        ),
+        ({"sharding": ShardingConfig(min_shard_mib=-1)}, 1, "--sharding.min-shard-mib -1 must be at least 0"),
         ({"freeze": "("}, 1, "--freeze .* is no regular expression"),
     ],
 )
@@ -91,6 +97,25 @@ def test_freeze_matches_our_path_and_openpis_name(experiment):
     assert frozen.is_frozen("action_in_proj/kernel") is False
     assert dataclasses.replace(experiment, freeze="action_in_proj/.*").is_frozen("action_in_proj/kernel")
     assert "action_in_proj/kernel" not in paths
+
+
+def test_freeze_takes_the_names_of_the_models_parts(experiment):
+    paths = {
+        "vision": "image_encoder/position_embedding",
+        "language": "transformer/layers/experts/language/query/weight",
+        "table": "transformer/token_embedding",
+        "expert": "transformer/layers/experts/action/query/weight",
+        "head": "action_out_proj/kernel",
+    }
+    expected = {
+        "vision": {"vision"},
+        "language": {"language", "table"},
+        "backbone": {"vision", "language", "table"},
+        None: set(),
+    }
+    for freeze, parts in expected.items():
+        frozen = dataclasses.replace(experiment, freeze=freeze)
+        assert {part for part, path in paths.items() if frozen.is_frozen(path)} == parts
 
 
 def test_json_names_the_class_of_every_part(experiment):
