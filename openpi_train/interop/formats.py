@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import lerobot_policy, openpi, openpi_torch, ours
+from openpi_train.interop import hub, lerobot_policy, openpi, openpi_torch, ours
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -79,9 +79,11 @@ def named(name: str) -> Format:
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
     """What the checkpoint at `where` (a path or an address) holds; `name` chooses the format, None looks.
 
+    What lies on the hub is fetched into its cache on this host first.
+
     Raises CheckpointError where there is none, or it is damaged.
     """
-    place = Place.of(where)
+    place = Place.of(hub.fetch(str(where)) if hub.is_address(str(where)) else where)
     _refuse_what_is_none(place)
     if name is not None:
         form = named(name)

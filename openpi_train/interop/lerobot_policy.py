@@ -48,7 +48,10 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     folder = _folder(place)
     config = _json(folder, _CONFIG)
     if model is None:
-        raise UsageError(f"{folder} does not say the sizes of its layers: name the experiment whose model it is")
+        raise UsageError(
+            f"{folder} does not say the sizes of its layers: name the experiment whose model it is "
+            "(convert: --experiment NAME)"
+        )
     lerobot_config.check(config, model, str(folder))
     return Stored(
         where=str(folder),

@@ -32,7 +32,10 @@ def recognises(place: Place) -> bool:
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """The model's parameters by published name. Raises CheckpointError where they are not the model's."""
     if model is None:
-        raise UsageError(f"{place} does not say the sizes of its layers: name the experiment whose model it is")
+        raise UsageError(
+            f"{place} does not say the sizes of its layers: name the experiment whose model it is "
+            "(convert: --experiment NAME)"
+        )
     return Stored(
         where=str(place),
         format="openpi_torch",

@@ -23,6 +23,12 @@ from openpi_train.runtime.exits import CheckpointError, UsageError
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 4096
+# LeRobot before 0.4 kept norm stats among the tensors.
+_OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+_MIGRATE = (
+    "norm stats lie among the tensors, as LeRobot before 0.4 kept them: bring the policy to its present form with "
+    "`python -m lerobot.processor.migrate_policy_normalization`"
+)
 
 
 def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
@@ -43,7 +49,8 @@ def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
 
     def explain(*names: list[str]) -> list[str]:
         known = ([published.get(name) or _like_published(name) for name in kind] for kind in names)
-        return model.explain(*known)
+        old = any(name.startswith(_OLD_STATS) for name in names[1])
+        return [*([_MIGRATE] if old else []), *model.explain(*known)]
 
     account(found, expected, where=str(place), explain=explain)
     return {name: one.joined(found) for name, one in layouts.items()}

@@ -132,6 +132,10 @@ class Conversion:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
         return "\n".join(lines)
 
+    def into(self, target: Path) -> "Conversion":
+        """The same conversion with its result in `target`."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, target=target))
+
     def run(self) -> Path:
         """Write the target, read it again, compare, report. Nothing is left behind where that fails."""
         target = self.request.target.absolute()

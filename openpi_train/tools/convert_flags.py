@@ -19,10 +19,11 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", help="a checkpoint: a run's directory, a step's, a file of another form; or gs://, s3://"
+        "source", help="a checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME"
     )
     parser.add_argument(
-        "target", type=Path, help="directory to make; a step's number as its name suits openpi's trainer"
+        "target",
+        help="directory to make (a step's number as its name suits openpi's trainer); or hub:USER/NAME to push",
     )
     parser.add_argument("--from", dest="source_format", metavar="FORMAT", help="form of SOURCE (default: seen from it)")
     parser.add_argument(
@@ -36,14 +37,18 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
     parser.add_argument("--asset-id", metavar="NAME", help="name of the norm stats in TARGET")
     parser.add_argument("--overwrite", action="store_true", help="move what TARGET holds aside")
     parser.add_argument("--no-outputs", dest="outputs", action="store_false", help="do not compare the models' outputs")
+    parser.add_argument("--public", action="store_true", help="a repository that a push makes is for all to see")
     parser.add_argument("--dry-run", action="store_true", help="account for every key and write nothing")
     known, rest = parser.parse_known_args(argv)
     fields = vars(known)
-    name, dry_run = fields.pop("experiment"), fields.pop("dry_run")
+    name, dry_run, public = fields.pop("experiment"), fields.pop("dry_run"), fields.pop("public")
+    target = fields.pop("target")
+    from openpi_train.interop.hub import is_address
     from openpi_train.tools import convert as tool
+    from openpi_train.tools.push import by_way_of_a_folder
 
     logs.configure(0)
-    request = tool.Request(**fields)
+    request = tool.Request(target=Path(target), **fields)
     name = name or tool.recorded_experiment(request)
     if name is None:
         parser.error(
@@ -51,6 +56,15 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
         )
     conversion = tool.plan(request, parse_experiment(name, ["--exp-name", "convert", *rest]))
     print(conversion.summary())
-    if not dry_run:
+    if dry_run:
+        return 0
+    if not is_address(target):
         print(conversion.run())
+        return 0
+
+    def convert(folder: Path) -> tuple[Any, str]:
+        conversion.into(folder).run()
+        return conversion.wanted, conversion.form.name
+
+    print(by_way_of_a_folder(target, not public, convert))
     return 0
