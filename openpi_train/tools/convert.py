@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import jax.numpy as jnp
 from openpi_train.data.files import set_aside, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop import formats
+from openpi_train.interop import formats, hub
 from openpi_train.interop.accounting import account
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored, in_memory
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.tools.push import by_way_of_a_folder
 from openpi_train.training.rundir import changed_fields, package_versions
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class Request:
     """What `convert` was asked for; the fields are its flags.
 
     `dtype` is the type of floating-point parameters in the result; `norm_stats` a file to put in, under `asset_id`;
-    `asset_id` alone renames the checkpoint's own.
+    `asset_id` alone renames the checkpoint's own. A `target` on the hub is pushed to, `public` if it is made by that.
     """
 
     source: str
@@ -52,12 +54,34 @@ class Request:
     asset_id: str | None = None
     overwrite: bool = False
     outputs: bool = True
+    public: bool = False
 
 
-def recorded_experiment(request: Request) -> str | None:
-    """The name of the experiment that the source itself says it is of; None where it says none."""
-    stored = formats.open_checkpoint(request.source, None, request.source_format)
-    return stored.experiment["name"] if stored.experiment else None
+def main(
+    request: Request, experiment: Experiment | None, parse_experiment: Callable[[str], Experiment], dry_run: bool
+) -> int:
+    """Convert, or with `dry_run` only account for every key. `experiment` None is what the source itself says."""
+    if experiment is None:
+        stored = formats.open_checkpoint(request.source, None, request.source_format)
+        if stored.experiment is None:
+            raise UsageError(
+                f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
+            )
+        experiment = parse_experiment(stored.experiment["name"])
+    conversion = plan(request, experiment)
+    print(conversion.summary())
+    if not dry_run:
+        print(_push(conversion) if hub.is_address(str(request.target)) else conversion.run())
+    return 0
+
+
+def _push(conversion: "Conversion") -> str:
+    def convert(folder: Path) -> tuple[Stored, str]:
+        conversion.into(folder).run()
+        return conversion.wanted, conversion.form.name
+
+    request = conversion.request
+    return by_way_of_a_folder(str(request.target), not request.public, convert)
 
 
 def plan(request: Request, experiment: Experiment) -> "Conversion":

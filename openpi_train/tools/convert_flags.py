@@ -22,8 +22,7 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
         "source", help="a checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME"
     )
     parser.add_argument(
-        "target",
-        help="directory to make (a step's number as its name suits openpi's trainer); or hub:USER/NAME to push",
+        "target", type=Path, help="directory to make (a step's number suits openpi's trainer), or hub:USER/NAME"
     )
     parser.add_argument("--from", dest="source_format", metavar="FORMAT", help="form of SOURCE (default: seen from it)")
     parser.add_argument(
@@ -41,30 +40,10 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
     parser.add_argument("--dry-run", action="store_true", help="account for every key and write nothing")
     known, rest = parser.parse_known_args(argv)
     fields = vars(known)
-    name, dry_run, public = fields.pop("experiment"), fields.pop("dry_run"), fields.pop("public")
-    target = fields.pop("target")
-    from openpi_train.interop.hub import is_address
+    name, dry_run = fields.pop("experiment"), fields.pop("dry_run")
     from openpi_train.tools import convert as tool
-    from openpi_train.tools.push import by_way_of_a_folder
 
     logs.configure(0)
-    request = tool.Request(target=Path(target), **fields)
-    name = name or tool.recorded_experiment(request)
-    if name is None:
-        parser.error(
-            f"{known.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
-        )
-    conversion = tool.plan(request, parse_experiment(name, ["--exp-name", "convert", *rest]))
-    print(conversion.summary())
-    if dry_run:
-        return 0
-    if not is_address(target):
-        print(conversion.run())
-        return 0
-
-    def convert(folder: Path) -> tuple[Any, str]:
-        conversion.into(folder).run()
-        return conversion.wanted, conversion.form.name
-
-    print(by_way_of_a_folder(target, not public, convert))
-    return 0
+    words = ["--exp-name", "convert", *rest]
+    experiment = parse_experiment(name, words) if name else None
+    return tool.main(tool.Request(**fields), experiment, lambda recorded: parse_experiment(recorded, words), dry_run)

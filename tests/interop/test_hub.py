@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored import Stored
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools.convert import Request, plan
-from openpi_train.tools.push import by_way_of_a_folder
+from openpi_train.tools import convert
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,13 @@ def fetch(address: str, server, cache, **environment: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
-def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, monkeypatch):
+def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, monkeypatch, capsys):
     params = made_up()
     source = write(tmp_path / "5", params)
 
-    def convert(folder):
-        conversion = plan(Request(source=str(source), target=folder, target_format="lerobot", outputs=False), TINY)
-        conversion.run()
-        return conversion.wanted, conversion.form.name
-
-    where = by_way_of_a_folder("hub:me/tiny", True, convert)
+    request = convert.Request(source=str(source), target=Path("hub:me/tiny"), target_format="lerobot", outputs=False)
+    convert.main(request, TINY, lambda name: TINY, dry_run=False)
+    where = capsys.readouterr().out.splitlines()[-1]
     assert where.startswith(f"{fake.url}/me/tiny/commit/")
     assert fake.created[0]["name"] == "tiny" and "private" in str(fake.created[0])
     files = fake.repos["me/tiny"]
