@@ -19,8 +19,9 @@ _TOKENIZER = "google/paligemma-3b-pt-224"
 _FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES"}
 # LeRobot builds no other sizes of the experts.
 _VARIANTS = ("gemma_2b", "gemma_300m")
-# Its field, and ours that must be equal.
-_EQUAL = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", "image_resolution": "image_size"}
+# Its field, and ours that must be equal: of a policy that reads pixels, and of one whose layers have the dims, too.
+_PIXELS = {"image_resolution": "image_size"}
+_DIMS = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", **_PIXELS}
 # What our models are built with; a policy with other values computes something else.
 _FIXED = {"min_period": 4e-3, "max_period": 4.0, "use_visual_memory": False, "use_proprioceptive_memory": False}
 
@@ -35,6 +36,7 @@ class Policy:
         has: a published parameter that it has and the types after it have not.
         cameras: openpi's names of its cameras.
         steps: names of the steps before the model, in order.
+        equal: its fields, and the model's that they must be equal to.
         fields: fields of its config beside those that all have.
     """
 
@@ -42,6 +44,7 @@ class Policy:
     has: str
     cameras: tuple[str, ...]
     steps: tuple[str, ...]
+    equal: Mapping[str, str]
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -59,18 +62,21 @@ POLICIES: tuple[Policy, ...] = (
         has="state_proj/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, "pi0_new_line_processor", _TOKENIZE, _DEVICE, _RELATIVE, _NORMALIZE),
+        equal=_DIMS,
     ),
     Policy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, _DEVICE),
+        equal=_DIMS,
     ),
     Policy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
         steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi0_fast"), _TOKENIZE, _ACTIONS, _DEVICE),
+        equal=_PIXELS,
         fields={**_FAST_TOKENIZERS, "max_action_tokens": 256},
     ),
 )
@@ -104,7 +110,7 @@ def check(config: Mapping[str, Any], model: ModelConfig, where: str) -> None:
             problems.append(
                 f"{field} is {config[field]!r}: the model here is built with {value!r}, choose another policy"
             )
-    for field, ours in _EQUAL.items():
+    for field, ours in policy.equal.items():
         value, own = config.get(field), getattr(model, ours, None)
         value = value[0] if isinstance(value, list) and value else value
         if None not in (value, own) and value != own:

@@ -1,5 +1,6 @@
 """Policies that LeRobot and openpi's PyTorch wrote: read, run to the same outputs, written for them, read again."""
 
+import dataclasses
 import functools
 import json
 
@@ -22,6 +23,8 @@ from openpi_train.models import pi0_network
 from openpi_train.nn.params import merge_module
 
 FLOW = ["lerobot_pi0", "lerobot_pi05", "openpi_torch_pi0", "openpi_torch_pi05"]
+ALL = [*FLOW, "lerobot_pi0_fast"]
+FORMS = {name: "lerobot" if name.startswith("lerobot") else "openpi_torch" for name in ALL}
 
 
 def encoding_in_float64(position, width, min_period, max_period):
@@ -76,7 +79,30 @@ def test_loss_and_actions_are_those_of_the_original(name, monkeypatch):
     assert loss < 5e-6 and sampled < 5e-6
 
 
-@pytest.mark.parametrize("name", FLOW)
+def test_logits_of_action_tokens_are_lerobots():
+    case = load_case("lerobot_pi0_fast")
+    words, actions = case.io["in/tokens"], case.io["in/action_tokens"]
+    there = np.concatenate([np.ones_like(words, bool), case.io["in/action_token_mask"]], axis=1)
+    causal = np.arange(there.shape[1])[None] >= words.shape[1]
+    observation = dataclasses.replace(
+        case.observation,
+        image_masks={camera: jnp.ones_like(mask) for camera, mask in case.observation.image_masks.items()},
+        prompt_tokens=jnp.asarray(np.concatenate([words, actions], axis=1)),
+        prompt_mask=jnp.asarray(there),
+        prompt_causal=jnp.asarray(np.broadcast_to(causal, there.shape)),
+    )
+    graphdef = nnx.split(nnx.eval_shape(lambda: case.config.build(nnx.Rngs(0))))[0]
+    logits = np.asarray(merge_module(graphdef, case.arrays()).logits(observation))[:, words.shape[1] :]
+    predicts = case.io["in/action_token_mask"][:, 1:]
+    difference = np.abs(logits - case.io["out/logits"][:, :-1])[predicts].max()
+    print(f"largest difference of logits {difference:.1e}, largest logit {np.abs(logits).max():.1f}")
+    assert difference < 5e-6 * np.abs(logits).max()
+    log_probs = jax.nn.log_softmax(logits)[predicts]
+    loss = -np.mean(log_probs[np.arange(len(log_probs)), actions[:, 1:][predicts]])
+    np.testing.assert_allclose(loss, case.io["out/loss"], rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_each_tensor_of_a_genuine_file_lies_in_one_parameter(name):
     case = load_case(name)
     layouts = layouts_of(case.config)
@@ -92,10 +118,10 @@ def test_each_tensor_of_a_genuine_file_lies_in_one_parameter(name):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", FLOW)
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_written_comes_back_bit_for_bit(name, dtype, tmp_path):
     case = load_case(name)
-    form = name.rpartition("_")[0]
+    form = FORMS[name]
     stored = published(case, dtype)
     named(form).write(tmp_path / "out", stored, case.config)
     again = open_checkpoint(tmp_path / "out", case.config)
@@ -106,11 +132,11 @@ def test_what_is_written_comes_back_bit_for_bit(name, dtype, tmp_path):
     assert again.norm_stats == stored.norm_stats
 
 
-@pytest.mark.parametrize("name", FLOW)
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_written_is_the_genuine_file_again(name, tmp_path):
     """Byte for byte, tensor by tensor, but for two that no computation uses."""
     case = load_case(name)
-    named(name.rpartition("_")[0]).write(tmp_path / "out", published(case, np.float32), case.config)
+    named(FORMS[name]).write(tmp_path / "out", published(case, np.float32), case.config)
     written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", case.folder))
     prefix = "model." if name.startswith("lerobot") else ""
     both_kept = {f"{prefix}{EMBEDDING}"} if f"{prefix}{EMBEDDING}" in genuine else set()
@@ -133,7 +159,7 @@ def test_a_part_is_read_as_from_the_whole():
             np.testing.assert_array_equal(leaf.read(part), case.params[path][part])
 
 
-@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05"])
+@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05", "lerobot_pi0_fast"])
 def test_the_policys_files_are_the_genuine_ones(name, tmp_path):
     """Every step, file name and field that a genuine folder has; what is left to LeRobot's defaults may be absent."""
     case = load_case(name)
@@ -152,7 +178,7 @@ def test_the_policys_files_are_the_genuine_ones(name, tmp_path):
     assert {**theirs, **ours} == theirs
 
 
-@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05"])
+@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05", "lerobot_pi0_fast"])
 def test_norm_stats_give_what_lerobots_normaliser_gives(name, tmp_path):
     case = load_case(name)
     content = open_checkpoint(case.folder, case.config).norm_stats["lerobot"]
@@ -176,6 +202,5 @@ def published(case, dtype) -> Stored:
 
 
 def test_recorded_policies_are_recognised_by_their_content():
-    for folder in sorted(RECORDED.glob("*/")):
-        if folder.name != "__pycache__" and "fast" not in folder.name:
-            assert open_checkpoint(folder, recorded_config(folder)).format == folder.name.rpartition("_")[0]
+    for name, form in FORMS.items():
+        assert open_checkpoint(RECORDED / name, recorded_config(RECORDED / name)).format == form

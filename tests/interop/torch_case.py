@@ -10,10 +10,12 @@ import numpy as np
 
 from openpi_train.interop.formats import model_params, open_checkpoint
 from openpi_train.models.pi0 import Pi0Config
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.types import Observation
 
+CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 RECORDED = Path(__file__).resolve().parent / "recorded"
 
 
@@ -22,7 +24,7 @@ class TorchCase:
     """`io` holds inputs and outputs of the original; `params` its parameters under our paths, as numpy arrays."""
 
     folder: Path
-    config: Pi0Config
+    config: Pi0Config | Pi0FastConfig
     params: dict[str, np.ndarray]
     observation: Observation
     io: dict[str, np.ndarray]
@@ -49,11 +51,10 @@ def load_case(name: str) -> TorchCase:
     return TorchCase(folder, config, {path: leaf.whole() for path, leaf in leaves.items()}, observation, io)
 
 
-def recorded_config(folder: Path, **changes) -> Pi0Config:
+def recorded_config(folder: Path) -> Pi0Config | Pi0FastConfig:
     recorded = json.loads((folder / "recorded.json").read_text())
     sizes, tower = recorded["sizes"], recorded["sizes"]["tower"]
     fields = {
-        "pi05": recorded["type"] == "pi05",
         "dtype": "float32",
         "remat": "none",
         "action_dim": sizes["action_dim"],
@@ -62,9 +63,7 @@ def recorded_config(folder: Path, **changes) -> Pi0Config:
         "vocab_size": sizes["vocab"],
         "image_size": sizes["image"],
         "paligemma_variant": "gemma_2b",
-        "action_expert_variant": "gemma_300m",
         "language": GemmaOverrides(**sizes["language"]),
-        "action_expert": GemmaOverrides(**sizes["action"]),
         "siglip": SiglipConfig(
             width=tower["hidden_size"],
             depth=tower["num_hidden_layers"],
@@ -73,4 +72,11 @@ def recorded_config(folder: Path, **changes) -> Pi0Config:
             patch_size=sizes["patch"],
         ),
     }
-    return Pi0Config(**{**fields, **changes})
+    if recorded["type"] == "pi0_fast":
+        return Pi0FastConfig(**{**fields, "max_token_len": sizes["prompt"] + 6, "camera_slots": CAMERAS})
+    return Pi0Config(
+        **fields,
+        pi05=recorded["type"] == "pi05",
+        action_expert_variant="gemma_300m",
+        action_expert=GemmaOverrides(**sizes["action"]),
+    )
