@@ -4,17 +4,20 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from exchanged import LORA, TINY, as_stored, made_up, tiny
 
 from openpi_train.interop import lerobot_policy, openpi_torch
 from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import FILE, INDEX, open_model, write_file
-from openpi_train.interop.stored import in_memory
+from openpi_train.interop.stored import in_memory, place
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD
 from openpi_train.interop.torch_policy import _settle_heads
+from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 MODEL = TINY.model
@@ -69,6 +72,16 @@ def test_the_good_one_is_taken_in_one_file_and_in_several(folder):
     in_two_files(folder)
     for path, leaf in model_params(open_checkpoint(folder, MODEL), MODEL).items():
         np.testing.assert_array_equal(leaf.whole(), whole[path])
+
+
+def test_a_run_takes_its_first_parameters_from_a_policys_folder(folder):
+    loader = CheckpointWeightLoader(params_path=str(folder))
+    experiment = dataclasses.replace(TINY, weight_loader=loader)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    expected, names = made_up(), parameter_names(MODEL)
+    for path, leaf in experiment.weight_loader.load(MODEL).items():
+        placed = place(leaf, np.float32, sharding)
+        np.testing.assert_array_equal(placed, expected[names[path]])
 
 
 def test_a_missing_tensor_is_named_with_the_closest(folder):

@@ -89,7 +89,7 @@ def test_logits_of_action_tokens_are_lerobots():
         image_masks={camera: jnp.ones_like(mask) for camera, mask in case.observation.image_masks.items()},
         prompt_tokens=jnp.asarray(np.concatenate([words, actions], axis=1)),
         prompt_mask=jnp.asarray(there),
-        prompt_causal=jnp.asarray(np.broadcast_to(causal, there.shape)),
+        token_ar_mask=jnp.asarray(np.broadcast_to(causal, there.shape)),
     )
     graphdef = nnx.split(nnx.eval_shape(lambda: case.config.build(nnx.Rngs(0))))[0]
     logits = np.asarray(merge_module(graphdef, case.arrays()).logits(observation))[:, words.shape[1] :]
@@ -146,7 +146,8 @@ def test_what_is_written_is_the_genuine_file_again(name, tmp_path):
         source = f"{prefix}{EMBEDDING}" if both_kept and tensor == f"{prefix}{TIED_HEAD}" else tensor
         np.testing.assert_array_equal(written[tensor].whole(), genuine[source].whole())
         assert written[tensor].shape == genuine[tensor].shape
-    assert not written[f"{prefix}{UNUSED_HEAD}"].whole().any()
+    if f"{prefix}{UNUSED_HEAD}" in genuine:
+        assert not written[f"{prefix}{UNUSED_HEAD}"].whole().any()
 
 
 def test_a_part_is_read_as_from_the_whole():
@@ -159,7 +160,7 @@ def test_a_part_is_read_as_from_the_whole():
             np.testing.assert_array_equal(leaf.read(part), case.params[path][part])
 
 
-@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05", "lerobot_pi0_fast"])
+@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05"])
 def test_the_policys_files_are_the_genuine_ones(name, tmp_path):
     """Every step, file name and field that a genuine folder has; what is left to LeRobot's defaults may be absent."""
     case = load_case(name)
@@ -178,7 +179,7 @@ def test_the_policys_files_are_the_genuine_ones(name, tmp_path):
     assert {**theirs, **ours} == theirs
 
 
-@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05", "lerobot_pi0_fast"])
+@pytest.mark.parametrize("name", ["lerobot_pi0", "lerobot_pi05"])
 def test_norm_stats_give_what_lerobots_normaliser_gives(name, tmp_path):
     case = load_case(name)
     content = open_checkpoint(case.folder, case.config).norm_stats["lerobot"]
