@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import openpi, ours
+from openpi_train.interop import hub, lerobot_policy, openpi, openpi_torch, ours
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -51,6 +51,20 @@ FORMATS: tuple[Format, ...] = (
         open=openpi.open_checkpoint,
         write=openpi.write,
     ),
+    Format(
+        name="lerobot",
+        summary="LeRobot's: a policy's folder (config.json with its type, model.safetensors)",
+        recognises=lerobot_policy.recognises,
+        open=lerobot_policy.open_checkpoint,
+        write=lerobot_policy.write,
+    ),
+    Format(
+        name="openpi_torch",
+        summary="openpi's in PyTorch: a folder with model.safetensors, and assets/ beside it",
+        recognises=openpi_torch.recognises,
+        open=openpi_torch.open_checkpoint,
+        write=openpi_torch.write,
+    ),
 )
 
 
@@ -65,9 +79,11 @@ def named(name: str) -> Format:
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
     """What the checkpoint at `where` (a path or an address) holds; `name` chooses the format, None looks.
 
+    What lies on the hub is fetched into its cache on this host first.
+
     Raises CheckpointError where there is none, or it is damaged.
     """
-    place = Place.of(where)
+    place = Place.of(hub.fetch(str(where)) if hub.is_address(str(where)) else where)
     _refuse_what_is_none(place)
     if name is not None:
         form = named(name)

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from openpi_train.data.files import set_aside, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop import formats
+from openpi_train.interop import formats, hub
 from openpi_train.interop.accounting import account
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored, in_memory
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.tools.push import by_way_of_a_folder
 from openpi_train.training.rundir import changed_fields, package_versions
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Request:
     """What `convert` was asked for; the fields are its flags.
 
     `dtype` is the type of floating-point parameters in the result; `norm_stats` a file to put in, under `asset_id`;
-    `asset_id` alone renames the checkpoint's own.
+    `asset_id` alone renames the checkpoint's own. A `target` on the hub is pushed to, `public` if it is made by that.
     """
 
     source: str
@@ -55,6 +56,7 @@ class Request:
     asset_id: str | None = None
     overwrite: bool = False
     outputs: bool = True
+    public: bool = False
 
 
 def main(
@@ -71,8 +73,17 @@ def main(
     conversion = plan(request, experiment)
     print(conversion.summary())
     if not dry_run:
-        print(conversion.run())
+        print(_push(conversion) if hub.is_address(str(request.target)) else conversion.run())
     return 0
+
+
+def _push(conversion: "Conversion") -> str:
+    def convert(folder: Path) -> tuple[Stored, str]:
+        conversion.into(folder).run()
+        return conversion.wanted, conversion.form.name
+
+    request = conversion.request
+    return by_way_of_a_folder(str(request.target), not request.public, convert)
 
 
 def plan(request: Request, experiment: Experiment) -> "Conversion":
@@ -146,6 +157,10 @@ class Conversion:
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
         return "\n".join(lines)
+
+    def into(self, target: Path) -> "Conversion":
+        """The same conversion with its result in `target`."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, target=target))
 
     def run(self) -> Path:
         """Write the target, read it again, compare, report. Nothing is left behind where that fails."""

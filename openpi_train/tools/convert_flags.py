@@ -19,10 +19,10 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
         allow_abbrev=False,
     )
     parser.add_argument(
-        "source", help="a checkpoint: a run's directory, a step's, a file of another form; or gs://, s3://"
+        "source", help="a checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME"
     )
     parser.add_argument(
-        "target", type=Path, help="directory to make; a step's number as its name suits openpi's trainer"
+        "target", type=Path, help="directory to make (a step's number suits openpi's trainer), or hub:USER/NAME"
     )
     parser.add_argument("--from", dest="source_format", metavar="FORMAT", help="form of SOURCE (default: seen from it)")
     parser.add_argument(
@@ -36,6 +36,7 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
     parser.add_argument("--asset-id", metavar="NAME", help="name of the norm stats in TARGET")
     parser.add_argument("--overwrite", action="store_true", help="move what TARGET holds aside")
     parser.add_argument("--no-outputs", dest="outputs", action="store_false", help="do not compare the models' outputs")
+    parser.add_argument("--public", action="store_true", help="a repository that a push makes is for all to see")
     parser.add_argument("--dry-run", action="store_true", help="account for every key and write nothing")
     known, rest = parser.parse_known_args(argv)
     fields = vars(known)
