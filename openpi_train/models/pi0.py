@@ -5,18 +5,15 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.models import pi0_names
+from openpi_train.models import pi0_names, prompted
 from openpi_train.models.base import ModelConfig, RowTransform
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.nn.activations import Stack
@@ -25,12 +22,8 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.types import ActionBatch, action_batch
-
-logger = logging.getLogger(__name__)
-
-# Rows of prompts have a multiple of this many tokens: tensor cores take 8, and appended data then rarely recompiles.
-_PROMPT_UNIT = 8
+from openpi_train.sharding.tensor import check_sizes
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,10 +79,7 @@ class Pi0Config(ModelConfig):
             if first != second:
                 problems.append(f"the experts attend jointly but {name} is {first} in `language`, {second} in `action`")
         for expert, config in self.experts.items():
-            if config.num_heads % config.num_kv_heads:
-                problems.append(f"{expert}: num_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
-            if config.head_dim % 2 or config.width % 2:
-                problems.append(f"{expert}: head_dim {config.head_dim} and width {config.width} must be even")
+            problems += config.check(expert)
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
@@ -158,41 +148,29 @@ class Pi0Config(ModelConfig):
         return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-        return action_batch(
-            {
-                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
-                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-                "state": spec(jnp.float32, self.action_dim),
-                "prompt_tokens": spec(jnp.int32, self.prompt_length),
-                "prompt_mask": spec(jnp.bool_, self.prompt_length),
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
-                "dim_mask": spec(jnp.bool_, self.action_dim),
-                "row": spec(jnp.int32),
-            }
+        return prompted.batch_spec(
+            batch_size,
+            cameras,
+            image_size=self.image_size,
+            prompt_length=self.prompt_length,
+            action_horizon=self.action_horizon,
+            action_dim=self.action_dim,
         )
 
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        # Imported here: image and tokenizer libraries are only needed where rows are made.
-        from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
-
-        return (
-            ResizeImages(self.image_size),
-            TokenizePrompt(tokenizer, self.prompt_limit, self.state_in_prompt, self.prompt_length),
-            PadDims(self.action_dim),
+        return prompted.transforms(
+            tokenizer,
+            image_size=self.image_size,
+            prompt_limit=self.prompt_limit,
+            prompt_length=self.prompt_length,
+            action_dim=self.action_dim,
+            state_in_prompt=self.state_in_prompt,
         )
 
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
-        in_prompt = self.state_in_prompt
-        lengths = [tokenizer.longest_prompt(text, dims if in_prompt else None) for text, dims in prompts]
-        longest = max(lengths, default=self.prompt_limit)
-        used = min(math.ceil(longest / _PROMPT_UNIT) * _PROMPT_UNIT, self.prompt_limit)
-        logger.info(
-            "prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.prompt_limit
+        used = prompted.fitted_length(
+            tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt
         )
         return dataclasses.replace(self, used_token_len=used)
 
@@ -292,39 +270,14 @@ class Pi0Config(ModelConfig):
             "siglip.num_heads": self.siglip.num_heads,
             "siglip.mlp_dim": self.siglip.mlp_dim,
         }
-        wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tensor_devices)
-        if not wrong:
-            return []
-        common = math.gcd(*sizes.values())
-        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        return [f"--sharding.tensor-devices {tensor_devices} does not divide the model's {wrong}; allowed: {allowed}"]
+        return check_sizes(sizes, tensor_devices)
 
     def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        num_tokens, stacks = self.num_tokens(cameras, draws), []
-        for expert, tokens in zip(self.experts.values(), num_tokens, strict=True):
-            stack = Stack(
-                tokens=tokens,
-                width=expert.width,
-                depth=expert.depth,
-                mlp_dim=expert.mlp_dim,
-                query_dim=expert.num_heads * expert.head_dim,
-                key_dim=expert.num_kv_heads * expert.head_dim,
-                num_heads=expert.num_heads,
-                num_key_heads=expert.num_kv_heads,
-                gated=True,
-            )
-            stacks.append((stack, sum(num_tokens), 1))
-        tower, tokens = self.siglip, self.siglip.num_tokens(self.image_size)
-        stack = Stack(
-            tokens=tokens,
-            width=tower.width,
-            depth=tower.depth,
-            mlp_dim=tower.mlp_dim,
-            query_dim=tower.width,
-            key_dim=tower.width,
-            num_heads=tower.num_heads,
-            num_key_heads=tower.num_heads,
-            gated=False,
-        )
-        return [*stacks, (stack, tokens, cameras)]
+        num_tokens = self.num_tokens(cameras, draws)
+        experts = [
+            (Stack.of_decoder(expert, tokens), sum(num_tokens), 1)
+            for expert, tokens in zip(self.experts.values(), num_tokens, strict=True)
+        ]
+        tokens = self.siglip.num_tokens(self.image_size)
+        return [*experts, (Stack.of_tower(self.siglip, tokens), tokens, cameras)]

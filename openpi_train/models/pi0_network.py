@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.models.prompted import embed_prefix
 from openpi_train.nn.attention import Attention, block_mask
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
-from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
+from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.types import Observation
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
@@ -132,18 +133,7 @@ class Pi0(nnx.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
-        slots = sorted(observation.images)
-        tokens, masks = [], []
-        if slots:
-            images = jnp.stack([float_images(observation.images[slot]) for slot in slots], axis=1)
-            b, cameras = images.shape[:2]
-            # One pass for all cameras. Rows stay outermost, so a batch cut over devices moves nowhere.
-            encoded = self.image_encoder(images.reshape(b * cameras, *images.shape[2:]))
-            tokens.append(encoded.reshape(b, cameras * encoded.shape[1], encoded.shape[2]))
-            masks += [jnp.repeat(observation.image_masks[slot][:, None], encoded.shape[1], axis=1) for slot in slots]
-        tokens.append(self.transformer.embed(observation.prompt_tokens))
-        masks.append(observation.prompt_mask)
-        return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
+        return embed_prefix(self.image_encoder, self.transformer, observation)
 
     @jax.named_scope("embed_suffix")
     def embed_suffix(

@@ -186,6 +186,7 @@ class Gemma(nnx.Module):
 
     Args:
         configs: sizes by expert name; depth and head shape must agree.
+        vocab_size: tokens that it can embed; 0 makes no table.
         condition_widths: experts whose norms are adaptive, with the width of their condition.
         dtype: the type of activations; parameters are float32 and cast where they are used.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -207,9 +208,10 @@ class Gemma(nnx.Module):
         self.remat: Remat = remat
         first = configs[self.names[0]]
         self.head_dim = first.head_dim
-        self.token_embedding = nnx.Param(
-            nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
-        )
+        if vocab_size:
+            self.token_embedding = nnx.Param(
+                nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
+            )
         self.layers = stack_layers(
             lambda rngs: Layer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,

@@ -1,0 +1,95 @@
+"""What models that read images and a prompt have in common: their rows, and the tokens that these become.
+
+Read next: `pi0.py` and `paligemma.py`, whose configs call the first functions, and their networks, which call the last.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from openpi_train.models.base import RowTransform
+from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.siglip import Siglip, float_images
+from openpi_train.types import ActionBatch, Observation, action_batch
+
+logger = logging.getLogger(__name__)
+
+# Rows of prompts have a multiple of this many tokens: tensor cores take 8, and appended data then rarely recompiles.
+_PROMPT_UNIT = 8
+
+
+def batch_spec(
+    batch_size: int,
+    cameras: Sequence[str],
+    *,
+    image_size: int,
+    prompt_length: int,
+    action_horizon: int,
+    action_dim: int,
+) -> ActionBatch:
+    """The batch as a tree of `jax.ShapeDtypeStruct`; state and actions are both `action_dim` wide."""
+
+    def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+    return action_batch(
+        {
+            **{f"image/{slot}": spec(jnp.uint8, image_size, image_size, 3) for slot in cameras},
+            **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
+            "state": spec(jnp.float32, action_dim),
+            "prompt_tokens": spec(jnp.int32, prompt_length),
+            "prompt_mask": spec(jnp.bool_, prompt_length),
+            "actions": spec(jnp.float32, action_horizon, action_dim),
+            "action_mask": spec(jnp.bool_, action_horizon),
+            "dim_mask": spec(jnp.bool_, action_dim),
+            "row": spec(jnp.int32),
+        }
+    )
+
+
+def transforms(
+    tokenizer: Any, *, image_size: int, prompt_limit: int, prompt_length: int, action_dim: int, state_in_prompt: bool
+) -> tuple[RowTransform, ...]:
+    """The host steps from a normalised row to the arrays of `batch_spec`."""
+    # Imported here: image and tokenizer libraries are only needed where rows are made.
+    from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
+
+    return (
+        ResizeImages(image_size),
+        TokenizePrompt(tokenizer, prompt_limit, state_in_prompt, prompt_length),
+        PadDims(action_dim),
+    )
+
+
+def fitted_length(
+    tokenizer: Any, prompts: Iterable[tuple[str, int]], *, prompt_limit: int, state_in_prompt: bool
+) -> int:
+    """Prompt tokens of a row that the longest of these prompts needs, at most `prompt_limit`."""
+    lengths = [tokenizer.longest_prompt(text, dims if state_in_prompt else None) for text, dims in prompts]
+    longest = max(lengths, default=prompt_limit)
+    used = min(math.ceil(longest / _PROMPT_UNIT) * _PROMPT_UNIT, prompt_limit)
+    logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, prompt_limit)
+    return used
+
+
+def embed_prefix(
+    image_encoder: Siglip, transformer: Gemma, observation: Observation
+) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
+    """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
+    slots = sorted(observation.images)
+    tokens, masks = [], []
+    if slots:
+        images = jnp.stack([float_images(observation.images[slot]) for slot in slots], axis=1)
+        b, cameras = images.shape[:2]
+        # One pass for all cameras. Rows stay outermost, so a batch cut over devices moves nowhere.
+        encoded = image_encoder(images.reshape(b * cameras, *images.shape[2:]))
+        tokens.append(encoded.reshape(b, cameras * encoded.shape[1], encoded.shape[2]))
+        masks += [jnp.repeat(observation.image_masks[slot][:, None], encoded.shape[1], axis=1) for slot in slots]
+    tokens.append(transformer.embed(observation.prompt_tokens))
+    masks.append(observation.prompt_mask)
+    return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
