@@ -103,6 +103,14 @@ class ModelConfig(abc.ABC):
         """The name under which the parameter `path` is published in checkpoints (default: its own)."""
         return path
 
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        """What the model can say of a checkpoint that does not fit it, as sentences with what to do.
+
+        Of published names: those that the checkpoint lacks, those that the model does not know, those of other shapes.
+        """
+        del missing, extra, misshapen
+        return []
+
     def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
         return dict(params)

@@ -177,6 +177,9 @@ class Pi0Config(ModelConfig):
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        return pi0_names.explain(self.pi05, missing, extra, misshapen)
+
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""
         parts = path.split("/")

@@ -1,12 +1,14 @@
 """The `convert` verb: a run's parameters as an openpi checkpoint directory. Read next: `interop/openpi.py`."""
 
+import dataclasses
 import logging
-import shutil
 from pathlib import Path
 
 from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.interop import openpi
+from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop.stored import in_memory
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training.checkpoints.step_dirs import StepDirs
 from openpi_train.training.rundir import changed_fields
@@ -37,11 +39,12 @@ def export(experiment: Experiment, step: int | None, out: Path, merge_lora: bool
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()
         )
         raise UsageError(f"{run} was trained with another model; repeat its --model flags:\n{listing}")
-    params = openpi.load_params(source, model)
+    stored = open_checkpoint(source, model)
+    params = model_params(stored, model)
     if merge_lora:
-        params = model.merge_lora(params)
-    openpi.save_params(out, params, model.public_name)
-    if (source / "assets").is_dir():
-        shutil.copytree(source / "assets", out / "assets")
+        whole = model.merge_lora({path: leaf.whole() for path, leaf in params.items()})
+        params = {path: in_memory(value) for path, value in whole.items()}
+    published = {model.public_name(path): leaf for path, leaf in params.items()}
+    openpi.write(out, dataclasses.replace(stored, params=published))
     logger.info("wrote %d parameters of %s to %s", len(params), source, out)
     return out

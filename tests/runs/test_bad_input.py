@@ -168,10 +168,10 @@ CASES = [
     ),
     case(
         "remote weights",
-        "debug --weight-loader.params-path gs://bucket/params",
+        "debug --weight-loader.params-path ftp://bucket/params",
         CHECKPOINT,
-        "'gs://bucket/params' is remote",
-        "copy it to a local or shared disk",
+        "ftp://bucket/params: addresses of ftp:// are not read",
+        "allowed: a path, or one of gs://",
     ),
     case(
         "nothing to convert",
@@ -185,7 +185,7 @@ CASES = [
         "debug --weight-loader.params-path HERE/absent",
         CHECKPOINT,
         "no checkpoint at",
-        "give a step's directory",
+        "there is no such directory",
     ),
 ]
 
