@@ -31,7 +31,8 @@ paligemma_flow = Experiment(
 """PaliGemma 3B at 224 pixels with a flow-matching head (3.4 B parameters, all of them trained) on BridgeData V2.
 
 Command: python -m openpi_train paligemma_flow --exp-name x --weight-loader.params-path pt_224.npz
-448 or 896 pixels: --model.image-size 448 and the file of that size. Time and result: not yet measured.
+448 or 896 pixels: --model.image-size 448 and the file of that size.
+Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 paligemma_flow_lora = dataclasses.replace(
@@ -40,21 +41,21 @@ paligemma_flow_lora = dataclasses.replace(
 """The same with low-rank adapters in the language model: the backbone is frozen in bfloat16, factors and head train.
 
 Command: python -m openpi_train paligemma_flow_lora --exp-name x --weight-loader.params-path pt_224.npz
-Time and result: not yet measured.
+Hardware: 13 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 paligemma_flow_head = dataclasses.replace(paligemma_flow, freeze="backbone/.*", ema_decay=None)
 """The head alone on a frozen PaliGemma: no backward pass in the backbone.
 
 Command: python -m openpi_train paligemma_flow_head --exp-name x --weight-loader.params-path pt_224.npz
-Time and result: not yet measured.
+Hardware: 13 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 paligemma_flow_frozen_tower = dataclasses.replace(paligemma_flow, freeze="backbone/image_encoder/.*")
-"""Language model and head on a frozen image tower, as PaliGemma's authors advise against and many policies do.
+"""Language model and head on a frozen image tower.
 
 Command: python -m openpi_train paligemma_flow_frozen_tower --exp-name x --weight-loader.params-path pt_224.npz
-Time and result: not yet measured.
+Hardware: one 141 GB GPU, or several with --fsdp-devices. Time and result: not yet measured.
 """
 
 paligemma_tiny = Experiment(

@@ -154,6 +154,22 @@ class PaliGemmaFlowConfig(ModelConfig):
         """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""
         return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
 
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        """What to do about a checkpoint of other sizes."""
+        del missing, extra
+        found = []
+        if any(name.endswith("/pos_embedding") for name in misshapen):
+            found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
+        elif any(name.startswith("PaliGemma/img/") for name in misshapen):
+            found.append("the image tower has other sizes: --model.siglip")
+        if any(name.startswith("PaliGemma/llm/") for name in misshapen):
+            found.append(
+                "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+            )
+        if any(name.startswith("head/") for name in misshapen):
+            found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")
+        return found
+
     def frozen(self, path: str) -> bool:
         """With low-rank adapters the backbone keeps all but their factors, the image tower too."""
         is_factor = path.endswith(("/lora_a", "/lora_b"))

@@ -11,10 +11,12 @@ from flax import nnx
 from test_pi0 import LORA, SIZES, SLOTS, built, draw_shapes, draws, observation
 
 from openpi_train.interop.openpi import parameter_shapes
+from openpi_train.keys import row_keys
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.planning.flops import product_flops
 from openpi_train.types import ActionBatch
 
@@ -186,3 +188,22 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
     assert (
         "language.num_heads 8, language.mlp_dim 16384, head.num_heads 8" in problem and "allowed: 1, 2, 4, 8" in problem
     )
+
+
+def test_the_held_out_loss_is_the_training_loss_on_held_out_rows():
+    batch = TINY.batch_spec(2, SLOTS)
+    generator = np.random.default_rng(5)
+    batch = dataclasses.replace(
+        batch,
+        observation=observation(TINY),
+        actions=jnp.asarray(generator.normal(size=batch.actions.shape), jnp.float32),
+        action_mask=jnp.asarray([[True] * 4, [True, True, False, False]]),
+        dim_mask=jnp.ones((2, 5), bool),
+        row=jnp.arange(2, dtype=jnp.int32),
+    )
+    objective, keys = FlowMatching(augment=False), row_keys(0, 3, batch.row)
+    model = TINY.build(nnx.Rngs(0))
+    training, held_out = (
+        objective.loss(model, batch, objective.norms(batch), keys, train=train)[0] for train in (True, False)
+    )
+    assert training == held_out and training > 0
