@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,12 @@ from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.planning.flops import product_flops
+from openpi_train.planning.memory import GIB, predict
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.init import lay_out
 from openpi_train.types import ActionBatch
 
 FULL = PaliGemmaFlowConfig()
@@ -190,7 +196,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
     )
 
 
-def test_the_held_out_loss_is_the_training_loss_on_held_out_rows():
+def test_the_held_out_loss_is_the_training_loss_on_held_out_rows(tiny):
     batch = TINY.batch_spec(2, SLOTS)
     generator = np.random.default_rng(5)
     batch = dataclasses.replace(
@@ -202,8 +208,40 @@ def test_the_held_out_loss_is_the_training_loss_on_held_out_rows():
         row=jnp.arange(2, dtype=jnp.int32),
     )
     objective, keys = FlowMatching(augment=False), row_keys(0, 3, batch.row)
-    model = TINY.build(nnx.Rngs(0))
-    training, held_out = (
-        objective.loss(model, batch, objective.norms(batch), keys, train=train)[0] for train in (True, False)
-    )
+    graph, params, _ = tiny
+
+    @jax.jit
+    def losses(params):
+        model, norms = merge_module(graph, params), objective.norms(batch)
+        return [objective.loss(model, batch, norms, keys, train=train)[0] for train in (True, False)]
+
+    training, held_out = losses(params)
     assert training == held_out and training > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "freeze", "state_gib", "together_gib"),
+    [
+        (FULL, None, 50.25, 69.1),
+        (dataclasses.replace(FULL, paligemma_variant="gemma_2b_lora"), None, 10.78, 13.4),
+        (FULL, "backbone/", 10.46, 13.0),
+    ],
+    ids=["full", "low rank", "head only"],
+)
+def test_what_is_frozen_has_no_gradient_no_moments_and_no_float32_copy(config, freeze, state_gib, together_gib):
+    def is_frozen(path):
+        return config.frozen(path) or (freeze is not None and path.startswith(freeze))
+
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
+    average = not any(map(is_frozen, parameter_shapes(config)))
+    layout = lay_out(config, AdamW().create(LRSchedule().create()), is_frozen, average, plan)
+    trained = {path: leaf.shape for path, leaf in layout.shapes.params.items()}
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in layout.shapes.frozen.values())
+    assert trained.keys() == {path for path in parameter_shapes(config) if not is_frozen(path)}
+    count = sum(map(math.prod, trained.values()))
+    moments = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.shapes.opt_state))
+    assert moments == pytest.approx(2 * count, rel=1e-6)
+    memory = predict(layout, plan, 0.0, 0)
+    assert memory.state / GIB == pytest.approx(state_gib, abs=0.01)
+    assert memory.grads == 4 * count
+    assert memory.total / GIB == pytest.approx(together_gib, abs=0.06)
