@@ -91,5 +91,6 @@ paligemma_tiny = Experiment(
 """A small PaliGemma with a flow head (0.3 M parameters) on the embedded tabletop dataset.
 
 Command: python -m openpi_train paligemma_tiny --exp-name x  (after: python -m openpi_train data prepare)
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 4 minutes beside other work. Result: held-out loss 3.24 to 0.577, open-loop action error
+0.759 against 0.925 for the best constant (averaged weights; 2026-11-22, commit 850d35b).
 """

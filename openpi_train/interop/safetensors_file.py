@@ -1,7 +1,7 @@
 """Files in safetensors' format: opened by their headers, read in parts through a memory map, written tensor by tensor.
 
-The format (huggingface/safetensors, README "Format"): eight bytes that give the length of a JSON header, the header, then
-the arrays one after the other. The library's own writer wants every array in memory at once, which is why this is ours.
+The format (huggingface/safetensors, README "Format"): eight bytes that give the length of a JSON header, the header,
+then the arrays one after the other. The library's writer wants all of them in memory at once, so this is our own.
 Read next: `torch_names.py`, which finds a model's parameters in such a file.
 """
 
