@@ -51,6 +51,7 @@ FORMATS: tuple[Format, ...] = (
         summary="a run's directory, or a step's in it (params/, meta.json, manifest.json)",
         recognises=ours.recognises,
         open=ours.open_checkpoint,
+        write=ours.write,
     ),
     Format(
         name="openpi",
@@ -102,7 +103,7 @@ def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None
     `may_miss` is a regular expression of published names that may be absent.
     """
     shapes = openpi.abstract_params(model)
-    paths = {model.public_name(path): path for path in shapes}
+    paths = {name: path for path, name in openpi.parameter_names(model).items()}
     expected = {name: shapes[path] for name, path in paths.items()}
     account(stored.params, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
     return {paths[name]: leaf for name, leaf in stored.params.items()}

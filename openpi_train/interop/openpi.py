@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 
 from openpi_train.data.files import write_json
+from openpi_train.interop.openpi_state import nested_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -81,6 +82,8 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     del model
     published = {f"{name}{_VALUE}": leaf.whole() for name, leaf in stored.params.items()}
     save_item(directory / "params", {"params": nested_params(published)})
+    if stored.train_state is not None:
+        save_item(directory / "train_state", nested_state(stored.train_state, stored.params))
     write_norm_stats(directory, stored.norm_stats)
 
 
@@ -88,6 +91,16 @@ def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
     """Write each `assets/<asset_id>/norm_stats.json`."""
     for asset_id, content in norm_stats.items():
         write_json(directory / "assets" / asset_id / "norm_stats.json", content)
+
+
+def parameter_names(model: ModelConfig) -> dict[str, str]:
+    """The published name of every parameter of `model` by our path. Raises ValueError where two share one."""
+    names = {path: model.public_name(path) for path in abstract_params(model)}
+    if len(set(names.values())) < len(names):
+        raise ValueError(
+            f"{len(names)} parameters are published under {len(set(names.values()))} names; each needs its own"
+        )
+    return names
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -80,5 +80,5 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
         shape=tuple(array.shape),
         dtype=np.dtype(array.dtype.numpy_dtype),
         read=read,
-        chunk=tuple(array.chunk_layout.read_chunk.shape),
+        chunk=tuple(array.chunk_layout.read_chunk.shape or ()),
     )

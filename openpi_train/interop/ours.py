@@ -6,15 +6,19 @@ and `manifest.json`. Training itself saves and restores elsewhere (`training/che
 
 import json
 import re
+from pathlib import Path
 
 import jax
 
+from openpi_train.data.files import write_json
 from openpi_train.interop import openpi
-from openpi_train.interop.manifest import MANIFEST, find_damage
-from openpi_train.interop.orbax_item import METADATA
+from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
+from openpi_train.interop.openpi_state import our_items, published_state
+from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Stored
 from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 
 META = "meta.json"
@@ -28,9 +32,9 @@ def recognises(place: Place) -> bool:
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """A step, its `params`, or the newest step of a run. On a disk its checksums are checked.
 
-    Each process checks a share of the files. Raises CheckpointError where it is none, or damaged.
+    Each process checks a share of the files. The training state is translated where the model is known, else left out.
+    Raises CheckpointError where it is none, or damaged.
     """
-    del model
     step = next((folder for folder in _steps(place) if (folder / "params").has(METADATA)), None)
     if step is None:
         step = _newest(place)
@@ -46,13 +50,31 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         meta = json.loads(step.read(META)) if step.has(META) else {}
     except ValueError as error:
         raise CheckpointError(f"{step}/{META} is no JSON ({error}); fetch it again") from error
+    params, state = openpi.read_params(step / "params"), None
+    if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
+        state = published_state(open_item(step / "train_state"), params, openpi.parameter_names(model))
     return Stored(
         where=str(step),
         format="ours",
-        params=openpi.read_params(step / "params"),
+        params=params,
+        train_state=state,
         norm_stats=openpi.read_norm_stats(step),
         experiment=meta.get("experiment"),
     )
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
+    """Write a checkpoint as a run of ours saves it, manifest last. In one process."""
+    params, state = stored.params, None
+    if stored.train_state is not None:
+        assert model is not None, "a training state is translated by its model's names"
+        params, state = our_items(stored, openpi.parameter_names(model))
+    save_item(directory / "params", {"params": nested_params({name: leaf.whole() for name, leaf in params.items()})})
+    if state is not None:
+        save_item(directory / "train_state", nested_params({name: leaf.whole() for name, leaf in state.items()}))
+    openpi.write_norm_stats(directory, stored.norm_stats)
+    write_json(directory / META, {"source": stored.where, "experiment": stored.experiment})
+    write_manifest(directory)
 
 
 def _steps(place: Place) -> tuple[Place, ...]:

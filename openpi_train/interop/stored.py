@@ -42,7 +42,7 @@ class StoredLeaf:
 def in_memory(array: Any) -> StoredLeaf:
     """An array of this host as a leaf."""
     array = np.asarray(array)
-    return StoredLeaf(shape=array.shape, dtype=array.dtype, read=lambda index: array[index])
+    return StoredLeaf(shape=array.shape, dtype=array.dtype, read=lambda index: np.asarray(array[index]))
 
 
 Leaves = Mapping[str, StoredLeaf]

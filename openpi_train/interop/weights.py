@@ -6,6 +6,7 @@ import logging
 
 from openpi_train.interop.stored import Leaves
 from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,11 @@ class WeightLoader(abc.ABC):
         Raises CheckpointError.
         """
 
+    def load_state(self, model: ModelConfig) -> Leaves | None:
+        """The whole training state to go on from, by our names (`openpi_state.state_leaves`); None: a new one."""
+        del model
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeightLoader(WeightLoader):
@@ -31,6 +37,8 @@ class CheckpointWeightLoader(WeightLoader):
 
     # A checkpoint: a directory, or an address in a bucket (gs://, s3://); what forms are read, docs/exchange.md says.
     params_path: str = ""
+    # Go on with its whole training state, too: step, optimizer and average; of ours or as openpi's trainer saves it.
+    continue_training: bool = False
 
     def load(self, model: ModelConfig) -> Leaves:
         """All of the checkpoint's parameters, under our paths."""
@@ -46,3 +54,15 @@ class CheckpointWeightLoader(WeightLoader):
         params = model_params(stored, model, may_miss=named(stored.format).lacks or r".*lora.*")
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
         return params
+
+    def load_state(self, model: ModelConfig) -> Leaves | None:
+        """With `continue_training` the checkpoint's state; the learning rate's schedule goes on at its step."""
+        if not self.continue_training:
+            return None
+        if not self.params_path:
+            raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
+        from openpi_train.interop import openpi
+        from openpi_train.interop.formats import open_checkpoint
+        from openpi_train.interop.openpi_state import state_leaves
+
+        return state_leaves(open_checkpoint(self.params_path, model), openpi.parameter_names(model))

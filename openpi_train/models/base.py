@@ -111,6 +111,10 @@ class ModelConfig(abc.ABC):
         del missing, extra, misshapen
         return []
 
+    def without_lora(self) -> "ModelConfig":
+        """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
+        return self
+
     def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
         return dict(params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from openpi_train.interop.accounting import account
 from openpi_train.interop.stored import Leaves, place
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, module_params
@@ -128,6 +130,30 @@ def create_state(
     cut = {field.name: getattr(layout.shardings, field.name) for field in dataclasses.fields(TrainState)}
     around = _run_once(rest, tree_of(TrainState, **{**cut, "params": {}, "frozen": {}}), params)
     return dataclasses.replace(around, params=params, frozen={path: leaves[path] for path in layout.shapes.frozen})
+
+
+def read_state(layout: StateLayout, leaves: Leaves, where: str) -> TrainState:
+    """The whole state from `leaves` (`openpi_state.state_leaves`), each shard read where it lives.
+
+    Every process must call it. Raises CheckpointError where they are not the leaves of this run's state.
+    """
+    shapes, shardings = _by_name(layout.shapes), _by_name(layout.shardings)
+    account(leaves, shapes, where=f"the training state of {where}", explain=lambda *_: [_SAME_TRAINING])
+    placed = [place(leaves[name], shape.dtype, shardings[name]) for name, shape in shapes.items()]
+    return jax.tree.unflatten(jax.tree.structure(layout.shapes), placed)
+
+
+_SAME_TRAINING = (
+    "to go on with it, model, optimizer, --freeze, and whether there is an average (--ema-decay) must be those that it "
+    "was saved with; to start from its parameters alone, leave out --weight-loader.continue-training"
+)
+
+
+def _by_name(state: TrainState) -> dict[str, Any]:
+    """The state's leaves by field and path; frozen parameters are among `params/`."""
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat)
+    return {re.sub("^frozen/", "params/", name): leaf for name, (_, leaf) in zip(names, flat, strict=True)}
 
 
 def _run_once(make: Any, shardings: Any, *arguments: Any) -> Any:

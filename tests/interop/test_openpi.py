@@ -1,16 +1,21 @@
 """openpi's checkpoint directories: read in parts, written as its own reader expects them, from a bucket too."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from bucket import bucket
 from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
-from openpi_train.interop import openpi
+from openpi_train.interop import openpi, ours
 from openpi_train.interop.formats import model_params, open_checkpoint
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored import Stored, in_memory
+from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 
 
@@ -83,3 +88,74 @@ def test_bfloat16_parameters_stay_so_on_disk(golden, tmp_path):
     again = open_checkpoint(tmp_path).params["state_proj/kernel"]
     assert again.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(again.whole(), leaf.whole().astype(ml_dtypes.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def trained(golden, config):
+    """The golden checkpoint with the training state that openpi's trainer would save beside it, values made up."""
+    stored = open_checkpoint(golden / "openpi_checkpoint/5")
+    rng = np.random.default_rng(0)
+    made_up = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in stored.params.items()}
+    moments = {
+        f"opt_state/1/0/{kind}/{name}": value + at
+        for at, kind in enumerate(("mu", "nu"))
+        for name, value in made_up.items()
+    }
+    counts = {name: np.int32(5) for name in ("step", "opt_state/1/0/count", "opt_state/1/2/count")}
+    state = {**counts, **moments, **{f"params/{name}": value - 1 for name, value in made_up.items()}}
+    assert len(state) == read_meta()["openpi_checkpoint"]["train_state_leaves"]
+    return dataclasses.replace(stored, train_state={name: in_memory(value) for name, value in state.items()})
+
+
+def same_leaves(one, other):
+    assert one.keys() == other.keys()
+    for name, leaf in one.items():
+        assert leaf.dtype == other[name].dtype
+        np.testing.assert_array_equal(leaf.whole(), other[name].whole(), err_msg=name)
+
+
+def openpis_train_state(names):
+    """The tree of shapes that openpi's trainer asks Orbax for, its optimizer's state being optax's own."""
+
+    def tree():
+        params = nested_params({f"{name}/value": jnp.zeros(1) for name in names})
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
+        return {"step": 0, "params": params, "opt_state": optimizer.init(params), "ema_params": None}
+
+    return jax.eval_shape(tree)
+
+
+def test_a_training_state_goes_from_openpi_to_ours_and_back_bit_for_bit(trained, config, tmp_path):
+    openpi.write(tmp_path / "5", trained)
+    first = open_checkpoint(tmp_path / "5", config)
+    same_leaves(first.params, trained.params)
+    same_leaves(first.train_state, trained.train_state)
+    ours.write(tmp_path / "ours", first, config)
+    between = open_checkpoint(tmp_path / "ours", config)
+    assert between.format == "ours"
+    openpi.write(tmp_path / "again", between)
+    again = open_checkpoint(tmp_path / "again")
+    assert again.format == "openpi" and again.norm_stats == trained.norm_stats
+    same_leaves(again.params, trained.params)
+    same_leaves(again.train_state, trained.train_state)
+
+
+def test_openpis_trainer_resumes_from_what_is_written(trained, tmp_path):
+    openpi.write(tmp_path / "5", trained)
+    wanted = openpis_train_state(trained.params)
+    items = {"train_state": ocp.PyTreeCheckpointHandler(), "params": ocp.PyTreeCheckpointHandler()}
+    with ocp.CheckpointManager(
+        tmp_path, item_handlers=items, options=ocp.CheckpointManagerOptions(create=False)
+    ) as manager:
+        assert manager.latest_step() == 5
+        restored = manager.restore(5, items={"train_state": wanted, "params": {"params": wanted["params"]}})
+    assert jax.tree.structure(restored["train_state"]) == jax.tree.structure(wanted)
+    adam = restored["train_state"]["opt_state"][1][0]
+    name = "action_in_proj/kernel"
+    for found, leaf in (
+        (adam.nu, trained.train_state[f"opt_state/1/0/nu/{name}"]),
+        (restored["train_state"]["params"], trained.train_state[f"params/{name}"]),
+        (restored["params"]["params"], trained.params[name]),
+    ):
+        np.testing.assert_array_equal(found["action_in_proj"]["kernel"]["value"], leaf.whole())
+    assert int(adam.count) == int(restored["train_state"]["step"]) == 5
