@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import big_vision, openpi, ours, paligemma
+from openpi_train.interop import big_vision, lerobot_policy, openpi, openpi_torch, ours, paligemma
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -59,6 +59,20 @@ FORMATS: tuple[Format, ...] = (
         recognises=openpi.recognises,
         open=openpi.open_checkpoint,
         write=openpi.write,
+    ),
+    Format(
+        name="lerobot",
+        summary="LeRobot's: a policy's folder (config.json with its type, model.safetensors)",
+        recognises=lerobot_policy.recognises,
+        open=lerobot_policy.open_checkpoint,
+        write=lerobot_policy.write,
+    ),
+    Format(
+        name="openpi_torch",
+        summary="openpi's in PyTorch: a folder with model.safetensors, and assets/ beside it",
+        recognises=openpi_torch.recognises,
+        open=openpi_torch.open_checkpoint,
+        write=openpi_torch.write,
     ),
     Format(
         name="paligemma",

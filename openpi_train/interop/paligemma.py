@@ -16,8 +16,9 @@ from openpi_train.interop import safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.openpi import abstract_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored import Stored, StoredLeaf
 from openpi_train.interop.torch_names import TIED_HEAD, layout
+from openpi_train.interop.torch_policy import settle_heads
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -27,18 +28,16 @@ logger = logging.getLogger(__name__)
 NOT_IN_IT = r"(?!PaliGemma/).*|PaliGemma/llm/.*_1/.*|.*lora.*"
 TABLE = "PaliGemma/llm/embedder/input_embedding"
 _PREFIX = "paligemma_with_expert.paligemma."
-# Hugging Face's names, and the ones of `torch_names`, which has the token table under that of the logits' weights.
+# Hugging Face's names, and the ones of `torch_names`.
 _EMBEDDING = r"(language_model\.model|model\.language_model)\.embed_tokens\.weight"
 _RENAMED = {
     r"(model\.)?vision_tower\.(vision_model\.)?": f"{_PREFIX}model.vision_tower.vision_model.",
     r"(model\.)?multi_modal_projector\.": f"{_PREFIX}model.multi_modal_projector.",
-    _EMBEDDING: TIED_HEAD,
     r"(language_model\.model|model\.language_model)\.": f"{_PREFIX}model.language_model.",
+    r"(language_model\.)?lm_head\.": f"{_PREFIX}lm_head.",
 }
-_LOGITS = re.compile(r"(language_model\.)?lm_head\.weight")
 # transformers fills the vocabulary up to a multiple of this.
 _FILLED_TO = 64
-_ROWS_AT_ONCE = 4096
 
 
 def recognises(place: Place) -> bool:
@@ -56,7 +55,11 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         raise UsageError(f"{place} does not say which model it is for: name the experiment")
     shapes = {model.public_name(path): leaf.shape for path, leaf in abstract_params(model).items()}
     layouts = {name: layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(NOT_IN_IT, name)}
-    found = _renamed(safetensors_file.open_model(place), place)
+    stored = safetensors_file.open_model(place)
+    found = {_torch_name(name): tensor for name, tensor in stored.items()}
+    if len(found) < len(stored):
+        raise CheckpointError(f"{place} holds the same parameters under several names; it must have one set of names")
+    settle_heads(place, found, speaks=True)
     found[TIED_HEAD] = without_filling(found[TIED_HEAD], model.vocab_size, place)
     tensors = {tensor: one for one in layouts.values() for tensor in one.tensors.values()}
     published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
@@ -70,21 +73,12 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     return Stored(where=str(place), format="paligemma", params=params)
 
 
-def _renamed(tensors: Leaves, place: Place) -> dict[str, StoredLeaf]:
-    """The tensors under the names of `torch_names`, without a second copy of the table for the logits."""
-    found, logits = {}, None
-    for name, tensor in tensors.items():
-        if _LOGITS.fullmatch(name):
-            logits = tensor
-            continue
-        pattern = next((pattern for pattern in _RENAMED if re.match(pattern, name)), None)
-        found[name if pattern is None else re.sub(pattern, _RENAMED[pattern], name, count=1)] = tensor
-    if logits is not None and not _same(logits, found[TIED_HEAD]):
-        raise CheckpointError(
-            f"{place}: the logits' weights (lm_head) are not the token table; PaliGemma has one table for both, and "
-            "this model was trained with two: it cannot be had here"
-        )
-    return found
+def _torch_name(name: str) -> str:
+    """The name of `torch_names`; any other name as it is, for `account` to find."""
+    for pattern, prefix in _RENAMED.items():
+        if match := re.match(pattern, name):
+            return prefix + name[match.end() :]
+    return name
 
 
 def without_filling(table: StoredLeaf, vocab_size: int, place: Place) -> StoredLeaf:
@@ -96,8 +90,3 @@ def without_filling(table: StoredLeaf, vocab_size: int, place: Place) -> StoredL
         "%s: the last %d rows of the token table, beyond the model's %d, are left out", place, extra, vocab_size
     )
     return dataclasses.replace(table, shape=(vocab_size, *table.shape[1:]))
-
-
-def _same(one: StoredLeaf, other: StoredLeaf) -> bool:
-    parts = ((slice(row, row + _ROWS_AT_ONCE), slice(None)) for row in range(0, one.shape[0], _ROWS_AT_ONCE))
-    return one.shape == other.shape and all(np.array_equal(one.read(part), other.read(part)) for part in parts)

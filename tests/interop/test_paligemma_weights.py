@@ -187,8 +187,17 @@ def test_logits_of_the_same_table_are_accepted_and_of_another_refused(tmp_path):
     table = tensors()[TABLE]
     assert_same(load(write(tmp_path / "tied", {**tensors(), "language_model.lm_head.weight": table})), loaded())
     other = in_memory(table.whole() + np.float32(1))
-    with pytest.raises(CheckpointError, match=r"lm_head.*two"):
+    with pytest.raises(CheckpointError, match=r"lm_head.* differ"):
         load(write(tmp_path / "two", {**tensors(), "lm_head.weight": other}))
+
+
+def test_the_same_parameters_under_two_sets_of_names_are_refused(tmp_path):
+    twice = {
+        **tensors(),
+        f"model.{TABLE}".replace("model.language_model.model", "model.language_model"): tensors()[TABLE],
+    }
+    with pytest.raises(CheckpointError, match=r"under several names"):
+        load(write(tmp_path / "m", twice))
 
 
 LAYER = "language_model.model.layers.1.mlp.up_proj.weight"

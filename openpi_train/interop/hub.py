@@ -1,0 +1,148 @@
+"""Checkpoints on the Hugging Face hub: fetched into the hub client's cache, and pushed with a model card.
+
+An address is `hub:USER/NAME`, with a folder and a revision where needed: `hub:USER/NAME/FOLDER@REVISION`. With
+HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `formats.py`.
+"""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.files import write_text
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+SCHEME = "hub:"
+_ADDRESS = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>[\w./-]+))?")
+_FORM = "hub:USER/NAME, hub:USER/NAME/FOLDER or hub:USER/NAME@REVISION"
+# Weights of other libraries, often beside ours and as large.
+_NOT_READ = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
+CARD = "README.md"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Address:
+    """A folder of a repository of models; `str` is what the user writes."""
+
+    name: str
+    folder: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> "Address":
+        """The address that `text` is. Raises UsageError."""
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{text} is no address on the hub; allowed: {_FORM}")
+        return cls(**match.groupdict())
+
+    def __str__(self) -> str:
+        folder = f"/{self.folder}" if self.folder else ""
+        return f"{SCHEME}{self.name}{folder}{f'@{self.revision}' if self.revision else ''}"
+
+
+def is_address(text: str) -> bool:
+    """Whether it names something on the hub, well formed or not."""
+    return text.startswith(SCHEME)
+
+
+def fetch(text: str) -> Path:
+    """The address's files on this machine; what the client's cache has is not fetched again.
+
+    Raises UsageError where `text` is no address or the client is not installed, CheckpointError where it cannot be had.
+    """
+    address, client = Address.of(text), _client()
+    folder = address.folder
+    try:
+        snapshot = client.snapshot_download(
+            address.name,
+            revision=address.revision,
+            allow_patterns=[f"{folder}/**"] if folder else None,
+            ignore_patterns=list(_NOT_READ),
+            local_files_only=offline(),
+        )
+    except Exception as error:  # those of the client and of two libraries below it
+        raise CheckpointError(f"{address} cannot be fetched: {_reason(error)}") from error
+    found = Path(snapshot) / folder if folder else Path(snapshot)
+    if not found.is_dir():
+        raise CheckpointError(f"{address}: the repository has no folder {folder}; look at its files on the hub")
+    return found
+
+
+def check_push(text: str, *, private: bool = True) -> None:
+    """Make the repository where it is not there yet, so that what stands against a push is known before it is prepared.
+
+    Raises UsageError and CheckpointError as `fetch` does.
+    """
+    address = Address.of(text)
+    if offline():
+        raise UsageError(f"{address} cannot be pushed to: HF_HUB_OFFLINE is set; unset it, or name a directory")
+    try:
+        _client().HfApi().create_repo(address.name, private=private, exist_ok=True)
+    except Exception as error:  # as in `fetch`
+        raise CheckpointError(f"{address} cannot be pushed to: {_reason(error)}") from error
+
+
+def push(directory: Path, text: str, card: str) -> str:
+    """Upload the directory's files and the model card in one commit, after `check_push`; where it now is comes back.
+
+    Raises UsageError and CheckpointError as `fetch` does; what was there before stays, then.
+    """
+    address = Address.of(text)
+    write_text(directory / CARD, card)
+    try:
+        commit: Any = (
+            _client()
+            .HfApi()
+            .upload_folder(
+                repo_id=address.name,
+                folder_path=str(directory),
+                path_in_repo=address.folder,
+                revision=address.revision,
+                commit_message="Upload by openpi_train",
+            )
+        )
+    except Exception as error:  # as in `fetch`
+        raise CheckpointError(f"{address} could not be pushed: {_reason(error)}") from error
+    return str(getattr(commit, "commit_url", commit))
+
+
+def offline() -> bool:
+    """Whether the hub's own switch says that the network must not be used."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _client() -> Any:
+    try:
+        import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise UsageError(
+            "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or fetch the files by other "
+            "means and name their directory"
+        ) from error
+    return huggingface_hub
+
+
+# What the kinds of errors mean to the user, by their name in the client.
+_ADVICE = {
+    "GatedRepoError": "it is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN",
+    "RepositoryNotFoundError": "there is no such repository, or no access to it: check the name, and log in with "
+    "`hf auth login` or set HF_TOKEN if it is private",
+    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
+    "LocalTokenNotFoundError": "nobody is logged in: `hf auth login`, or set HF_TOKEN",
+    "BadRequestError": "the hub refused the request: check the name, and that the token may write",
+    "HfHubHTTPError": "the hub refused: check that the token may do this",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached: fetch it where there is a "
+    "network (`hf download`), and copy the cache (HF_HOME) or the files",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set; unset it",
+}
+
+
+def _reason(error: Exception) -> str:
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    advice = next((_ADVICE[name] for name in kinds if name in _ADVICE), "is the hub reachable (HF_ENDPOINT, proxies)?")
+    if offline() and "LocalEntryNotFoundError" in (kind.__name__ for kind in type(error).__mro__):
+        advice = "HF_HUB_OFFLINE is set and it is not in the cache; unset it, or fetch it elsewhere (`hf download`)"
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{advice} ({type(error).__name__}: {said})"

@@ -1,0 +1,195 @@
+"""What LeRobot's policy folders say in JSON: the policy's type and sizes, and the steps around the model, as tables.
+
+Names of fields and steps, and defaults, are those of `lerobot` 0.6.1 (`policies/pi0/configuration_pi0.py`,
+`processor_pi0.py` and their likes). Read next: `lerobot_policy.py`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from openpi_train.interop.openpi import abstract_params
+from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER = "google/paligemma-3b-pt-224"
+_FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES"}
+# LeRobot builds no other sizes of the experts.
+_VARIANTS = ("gemma_2b", "gemma_300m")
+# Its field, and ours that must be equal.
+_EQUAL = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", "image_resolution": "image_size"}
+# What our models are built with; a policy with other values computes something else.
+_FIXED = {"min_period": 4e-3, "max_period": 4.0, "use_visual_memory": False, "use_proprioceptive_memory": False}
+
+Step = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A type of policies.
+
+    Attributes:
+        has: a published parameter that it has and the types after it have not.
+        cameras: openpi's names of its cameras.
+        steps: names of the steps before the model, in order.
+        fields: fields of its config beside those that all have.
+    """
+
+    type: str
+    has: str
+    cameras: tuple[str, ...]
+    steps: tuple[str, ...]
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_RENAME, _BATCH, _RELATIVE = "rename_observations_processor", "to_batch_processor", "relative_actions_processor"
+_NORMALIZE, _TOKENIZE, _DEVICE = "normalizer_processor", "tokenizer_processor", "device_processor"
+_UNNORMALIZE, _ABSOLUTE, _ACTIONS = "unnormalizer_processor", "absolute_actions_processor", "action_tokenizer_processor"
+_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+_PROMPT = "{}_prepare_state_tokenizer_processor_step"
+_FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, "action_tokenizer_name": "lerobot/fast-action-tokenizer"}
+
+# The first that has its parameter is a model's type.
+POLICIES: tuple[Policy, ...] = (
+    Policy(
+        type="pi0",
+        has="state_proj/kernel",
+        cameras=_CAMERAS,
+        steps=(_RENAME, _BATCH, "pi0_new_line_processor", _TOKENIZE, _DEVICE, _RELATIVE, _NORMALIZE),
+    ),
+    Policy(
+        type="pi05",
+        has="time_mlp_in/kernel",
+        cameras=_CAMERAS,
+        steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, _DEVICE),
+    ),
+    Policy(
+        type="pi0_fast",
+        has="PaliGemma/llm/embedder/input_embedding",
+        cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
+        steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi0_fast"), _TOKENIZE, _ACTIONS, _DEVICE),
+        fields={**_FAST_TOKENIZERS, "max_action_tokens": 256},
+    ),
+)
+
+
+def policy_of(model: ModelConfig) -> Policy:
+    """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
+    names = {model.public_name(path) for path in abstract_params(model)}
+    for policy in POLICIES:
+        if policy.has in names:
+            return policy
+    raise UsageError(f"{type(model).__name__} is none of LeRobot's policies; allowed: {_allowed()}")
+
+
+def check(config: Mapping[str, Any], model: ModelConfig, where: str) -> None:
+    """Return where the folder's policy computes what the model does. Raises CheckpointError with all that differs."""
+    policy, given = policy_of(model), config["type"]
+    if given not in {one.type for one in POLICIES}:
+        raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
+    if given != policy.type:
+        raise CheckpointError(
+            f"{where} holds a policy of type {given!r} and the model is {policy.type!r}: name an experiment of {given}"
+        )
+    problems = []
+    if config.get("use_peft"):
+        problems.append(
+            "use_peft: its weights are adapters; merge them into the base policy first (peft's merge_and_unload)"
+        )
+    for field, value in _FIXED.items():
+        if config.get(field, value) != value:
+            problems.append(
+                f"{field} is {config[field]!r}: the model here is built with {value!r}, choose another policy"
+            )
+    for field, ours in _EQUAL.items():
+        value, own = config.get(field), getattr(model, ours, None)
+        value = value[0] if isinstance(value, list) and value else value
+        if None not in (value, own) and value != own:
+            problems.append(f"{field} is {value}: give --model.{ours.replace('_', '-')} {value} (here {own})")
+    if problems:
+        raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
+    if (chunk := config.get("chunk_size", model.action_horizon)) != model.action_horizon:
+        logger.warning("%s was trained on chunks of %d steps, the model has %d", where, chunk, model.action_horizon)
+    form, asked = _FORMS[model.normalization], config.get("normalization_mapping", {})
+    if odd := {kind: used for kind, used in asked.items() if kind in ("STATE", "ACTION") and used != form}:
+        logger.warning("%s normalises %s, the model here %s: its actions are in other units", where, odd, form)
+
+
+def policy_config(policy: Policy, model: ModelConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
+    """The `config.json` of a folder with weights of `dtype`; `dims` are those of `state` and `actions`, if known."""
+    size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
+    variants = {
+        field: str(getattr(model, field, default)).removesuffix("_lora")
+        for field, default in zip(("paligemma_variant", "action_expert_variant"), _VARIANTS, strict=True)
+    }
+    if odd := [name for name in variants.values() if name not in _VARIANTS]:
+        logger.warning("LeRobot builds experts of %s only, not %s: it will not load this folder", _VARIANTS, odd)
+    form = _FORMS[model.normalization]
+    images = {f"observation.images.{camera}": _feature("VISUAL", 3, size, size) for camera in policy.cameras}
+    return {
+        "type": policy.type,
+        "n_obs_steps": 1,
+        "input_features": {**images, "observation.state": _feature("STATE", dims.get("state", width))},
+        "output_features": {"action": _feature("ACTION", dims.get("actions", width))},
+        **variants,
+        "dtype": dtype if dtype in ("float32", "bfloat16") else "float32",
+        "chunk_size": model.action_horizon,
+        "n_action_steps": model.action_horizon,
+        "max_state_dim": width,
+        "max_action_dim": width,
+        "image_resolution": [size, size],
+        "tokenizer_max_length": getattr(model, "prompt_limit", 200),
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": form, "ACTION": form},
+        **policy.fields,
+    }
+
+
+def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pipelines around the model, by file name without its ending."""
+    features = {**config["input_features"], **config["output_features"]}
+    # openpi's epsilon, not LeRobot's 1e-8: the model was trained on what that gives.
+    norm = {"eps": 1e-6, "norm_map": config["normalization_mapping"]}
+    settings: Mapping[str, Mapping[str, Any]] = {
+        _RENAME: {"rename_map": {}},
+        _TOKENIZE: {
+            "max_length": config["tokenizer_max_length"],
+            "task_key": "task",
+            "padding_side": "right",
+            "padding": "max_length",
+            "truncation": True,
+            "tokenizer_name": _TOKENIZER,
+        },
+        _ACTIONS: {"trust_remote_code": True, **{key: config.get(key) for key in _ACTION_SETTINGS}},
+        _DEVICE: {"device": "cpu", "float_dtype": None},
+        _RELATIVE: {"enabled": False, "exclude_joints": ["gripper"], "action_names": None},
+        _NORMALIZE: {**norm, "features": features},
+        _UNNORMALIZE: {**norm, "features": config["output_features"]},
+        _ABSOLUTE: {"enabled": False},
+    }
+
+    def pipeline(name: str, steps: tuple[str, ...]) -> dict[str, Any]:
+        made: list[Step] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
+        for place, step in enumerate(made):
+            if step["registry_name"] in (_NORMALIZE, _UNNORMALIZE):
+                step["state_file"] = f"{name}_step_{place}_{step['registry_name']}.safetensors"
+        return {"name": name, "steps": made}
+
+    after = (_UNNORMALIZE, _ABSOLUTE, _DEVICE)
+    return {
+        name: pipeline(name, steps)
+        for name, steps in (("policy_preprocessor", policy.steps), ("policy_postprocessor", after))
+    }
+
+
+_ACTION_SETTINGS = ("max_action_tokens", "action_tokenizer_name")
+
+
+def _feature(kind: str, *shape: int) -> dict[str, Any]:
+    return {"type": kind, "shape": list(shape)}
+
+
+def _allowed() -> str:
+    return ", ".join(policy.type for policy in POLICIES)

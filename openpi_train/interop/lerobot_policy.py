@@ -1,0 +1,139 @@
+"""LeRobot's policy folders of pi0, pi0.5 and pi0-FAST, both ways.
+
+    config.json                            the policy's type and sizes
+    model.safetensors                      its tensors, behind the prefix "model."
+    policy_{pre,post}processor.json        what is done before and after the model, and where norm stats lie
+
+As `lerobot` 0.6.1 writes and reads them (`policies/`, `processor/pipeline.py`). Read next: `lerobot_config.py` (the two
+kinds of JSON), `torch_policy.py` (the tensors).
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.files import write_json
+from openpi_train.interop import lerobot_config, safetensors_file
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Leaves, Stored, in_memory
+from openpi_train.interop.torch_policy import read_params, write_params
+from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+PREFIX, ASSET_ID = "model.", "lerobot"
+_CONFIG, _PREPROCESSOR = "config.json", "policy_preprocessor.json"
+# Where a training run of LeRobot keeps the policy of a checkpoint.
+_PRETRAINED = "pretrained_model"
+_FEATURES = {"state": "observation.state", "actions": "action"}
+_STATS = ("mean", "std", "q01", "q99")
+
+
+def recognises(place: Place) -> bool:
+    """Whether it is a policy's folder, of whatever type, or a checkpoint of LeRobot's training around one."""
+    folder = _folder(place)
+    if not folder.has(_CONFIG):
+        return False
+    config = _json(folder, _CONFIG)
+    return "type" in config and "input_features" in config
+
+
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """The policy's parameters by published name, and its norm stats. Raises CheckpointError where they do not fit."""
+    folder = _folder(place)
+    config = _json(folder, _CONFIG)
+    if model is None:
+        raise UsageError(f"{folder} does not say the sizes of its layers: name the experiment whose model it is")
+    lerobot_config.check(config, model, str(folder))
+    return Stored(
+        where=str(folder),
+        format="lerobot",
+        params=read_params(folder, model, PREFIX),
+        norm_stats=_read_norm_stats(folder),
+    )
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+    """Write a policy's folder, for `PI0Policy.from_pretrained` and its like. In one process."""
+    if model is None:
+        raise UsageError("a policy's folder tells the model's sizes: name the experiment")
+    if len(stored.norm_stats) > 1:
+        raise UsageError(
+            f"LeRobot's policies have one set of norm stats, {stored.where} has {', '.join(stored.norm_stats)}: "
+            "convert a copy of it with one of these folders in assets/"
+        )
+    content = next(iter(stored.norm_stats.values()), None)
+    stats = _to_lerobot(content["norm_stats"]) if content else {}
+    if not stats:
+        logger.warning("%s has no norm stats: the policy's processors will pass values as they are", stored.where)
+    dims = {name: len(stats[f"{feature}.mean"]) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
+    dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
+    policy = lerobot_config.policy_of(model)
+    config = lerobot_config.policy_config(policy, model, dims, dtypes.pop() if len(dtypes) == 1 else "float32")
+    directory.mkdir(parents=True)
+    write_params(directory, stored.params, PREFIX)
+    for name, pipeline in lerobot_config.processors(policy, config).items():
+        for step in pipeline["steps"]:
+            if not stats:
+                step.pop("state_file", None)
+            elif "state_file" in step:
+                tensors = {key: in_memory(value) for key, value in stats.items()}
+                safetensors_file.write_file(directory / step["state_file"], tensors)
+        write_json(directory / f"{name}.json", pipeline)
+    write_json(directory / _CONFIG, config)
+
+
+def _folder(place: Place) -> Place:
+    return place / _PRETRAINED if (place / _PRETRAINED).has(_CONFIG) else place
+
+
+def _json(folder: Place, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(folder.read(name))
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/{name} is no JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder}/{name} holds no names but {type(found).__name__}; fetch it again")
+    return found
+
+
+def _read_norm_stats(folder: Place) -> dict[str, Any]:
+    """What its normaliser knows, as openpi's `norm_stats.json`; nothing where it has none."""
+    if not folder.has(_PREPROCESSOR):
+        logger.warning("%s has no %s, hence no norm stats", folder, _PREPROCESSOR)
+        return {}
+    steps = _json(folder, _PREPROCESSOR).get("steps", [])
+    files = [
+        step["state_file"]
+        for step in steps
+        if step.get("registry_name") == "normalizer_processor" and "state_file" in step
+    ]
+    if not files:
+        return {}
+    if not folder.has(files[0]):
+        raise CheckpointError(f"{folder} is not whole: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
+    stats = safetensors_file.open_file(folder, files[0])
+    found = {name: _entry(stats, feature) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
+    return {ASSET_ID: {"norm_stats": found}} if found else {}
+
+
+def _entry(stats: Leaves, feature: str) -> dict[str, list[float]]:
+    return {key: stats[f"{feature}.{key}"].whole().tolist() for key in _STATS if f"{feature}.{key}" in stats}
+
+
+def _to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """By LeRobot's names, in double precision; quantiles that are not known are left out."""
+    found = {}
+    for name, entry in norm_stats.items():
+        if name not in _FEATURES:
+            raise UsageError(f"norm stats of {name!r} have no place in a policy of LeRobot's; it has {list(_FEATURES)}")
+        for key in _STATS:
+            values = np.asarray(entry[key] if entry.get(key) is not None else [np.nan], np.float64)
+            if np.isfinite(values).all():
+                found[f"{_FEATURES[name]}.{key}"] = values
+    return found

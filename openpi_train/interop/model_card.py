@@ -1,0 +1,129 @@
+"""The model card of a checkpoint on the hub: what it is, what it was trained on, how well, and how to have it again."""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openpi_train.interop.stored import Stored
+
+_REPOSITORY = "openpi_train"
+# A checkpoint's form: the library that loads it, and a line that does.
+_LOADING = {
+    "lerobot": ("lerobot", "lerobot-eval --policy.path={name}"),
+    "openpi": (
+        "openpi",
+        "uv run scripts/serve_policy.py policy:checkpoint --policy.config=CONFIG --policy.dir=DIRECTORY",
+    ),
+}
+
+
+def model_card(
+    stored: Stored,
+    form: str,
+    name: str,
+    *,
+    results: Mapping[str, Any] | None = None,
+    command: Sequence[str] | None = None,
+) -> str:
+    """The card's text (Markdown with a YAML head).
+
+    Args:
+        form: the format in which the checkpoint is pushed.
+        name: the repository, USER/NAME.
+        results: the run's `results.json`, where there is one.
+        command: the words with which the run was started; None: made from the experiment's names.
+    """
+    experiment = stored.experiment or {}
+    library, loading = _LOADING.get(form, (_REPOSITORY, None))
+    values = sum(math.prod(leaf.shape) for leaf in stored.params.values())
+    types = ", ".join(sorted({str(leaf.dtype) for leaf in stored.params.values()}))
+    parts = [
+        _head(library, experiment),
+        f"# {name.partition('/')[2]}\n\n{values:,} parameters ({types}), {form} format, written by {_REPOSITORY}.",
+        _training(experiment, command),
+        _data(experiment),
+        _metrics(results),
+        _norm_stats(stored.norm_stats),
+        "\n".join(
+            [
+                "## Use",
+                "",
+                f"    python -m {_REPOSITORY} {experiment.get('name', 'EXPERIMENT')} --exp-name finetuned "
+                f"--weight-loader.params-path hub:{name}",
+                *([f"    {loading.format(name=name)}"] if loading else []),
+            ]
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(library: str, experiment: Mapping[str, Any]) -> str:
+    tags = ["robotics", _REPOSITORY, *([experiment["name"]] if "name" in experiment else [])]
+    return "\n".join(
+        [
+            "---",
+            f"library_name: {library}",
+            "pipeline_tag: robotics",
+            "tags:",
+            *(f"- {json.dumps(tag)}" for tag in tags),
+            "---",
+        ]
+    )
+
+
+def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> str:
+    if not experiment:
+        return ""
+    words = command or ("python", "-m", _REPOSITORY, experiment["name"], "--exp-name", experiment["exp_name"])
+    fields = ("num_train_steps", "batch_size", "seed", "ema_decay")
+    rows = [(field, experiment[field]) for field in fields if field in experiment]
+    text = json.dumps(experiment, indent=1, sort_keys=True)
+    return "\n".join(
+        [
+            f"## Training\n\nExperiment `{experiment['name']}`, run `{experiment['exp_name']}`. Again:\n",
+            f"    {shlex.join(words)}\n",
+            _table(("field", "value"), rows),
+            f"\n<details><summary>All of the experiment</summary>\n\n```json\n{text}\n```\n</details>",
+        ]
+    )
+
+
+def _data(experiment: Mapping[str, Any]) -> str:
+    rows = []
+    for dataset in experiment.get("data", {}).get("datasets", ()):
+        source = dataset.get("source", {})
+        rows.append((source.get("path", "-"), dataset.get("weight", 1.0), dataset.get("robot", {}).get("name", "-")))
+    return f"## Data\n\n{_table(('dataset', 'weight', 'robot'), rows)}" if rows else ""
+
+
+def _metrics(results: Mapping[str, Any] | None) -> str:
+    if not results:
+        return ""
+    metrics, rows = results.get("training_metrics", {}), []
+    if evaluations := metrics.get("evaluations"):
+        rows += [
+            (f"{name} (step {evaluations[-1].get('step', '?')})", value) for name, value in evaluations[-1].items()
+        ]
+    rows += list(metrics.get("last", {}).items())
+    numbers = [(name, f"{value:.5g}") for name, value in rows if isinstance(value, int | float) and name != "step"]
+    where = results.get("distributed_info", {})
+    on = f"On {where['devices']} x {where['device_kind']}, {where['strategy']}.\n\n" if "device_kind" in where else ""
+    return f"## Results\n\n{on}{_table(('metric', 'value'), numbers)}" if numbers else ""
+
+
+def _norm_stats(norm_stats: Mapping[str, Any]) -> str:
+    tables = []
+    for asset_id, content in norm_stats.items():
+        for array, entry in content.get("norm_stats", {}).items():
+            names = [name for name in ("mean", "std", "q01", "q99") if entry.get(name) is not None]
+            dims = zip(*(entry[name] for name in names), strict=True)
+            rows = [(place, *(f"{value:.5g}" for value in values)) for place, values in enumerate(dims)]
+            tables.append(f"`{asset_id}`, {array}:\n\n{_table(('dim', *names), rows)}")
+    return "\n\n".join(["## Norm stats", *tables]) if tables else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)

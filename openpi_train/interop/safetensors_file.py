@@ -1,0 +1,154 @@
+"""Files in safetensors' format: opened by their headers, read in parts through a memory map, written tensor by tensor.
+
+The format (huggingface/safetensors, README "Format"): eight bytes that give the length of a JSON header, the header,
+then the arrays one after the other. The library's writer wants all of them in memory at once, so this is our own.
+Read next: `torch_names.py`, which finds a model's parameters in such a file.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Index, Leaves, StoredLeaf
+from openpi_train.runtime.exits import CheckpointError
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+
+
+def has_model(place: Place) -> bool:
+    """Whether the folder holds a model: one file of tensors, or the index of several."""
+    return place.has(FILE) or place.has(INDEX)
+
+
+def open_model(place: Place) -> Leaves:
+    """The tensors of the folder's `model.safetensors`, or of all the files that its index names.
+
+    Raises CheckpointError where a file is missing, torn, or holds other tensors than the index says.
+    """
+    if place.has(FILE) or not place.has(INDEX):
+        return open_file(place, FILE)
+    try:
+        held: dict[str, str] = json.loads(place.read(INDEX))["weight_map"]
+        files = sorted(set(held.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{place}/{INDEX} is damaged ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    if absent := [file for file in files if not place.has(file)]:
+        raise CheckpointError(
+            f"{place} is not whole: {len(absent)} of the {len(files)} files that its {INDEX} names are missing: "
+            f"{', '.join(absent[:4])}; fetch them"
+        )
+    tensors: dict[str, StoredLeaf] = {}
+    for file in files:
+        found = open_file(place, file)
+        if odd := sorted(set(found) ^ {name for name, where in held.items() if where == file}):
+            there = "has" if odd[0] in found else "lacks"
+            raise CheckpointError(
+                f"{place}/{file} {there} {odd[0]}, against {INDEX} ({len(odd)} such names): these files are not of "
+                "one save; fetch all of them again"
+            )
+        tensors.update(found)
+    return tensors
+
+
+def open_file(place: Place, file: str) -> Leaves:
+    """The tensors of one file by name. Raises CheckpointError where it is missing, torn, or of another form."""
+    where = f"{place}/{file}"
+    header, begin = _read_header(place, file, where)
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        try:
+            dtype_name, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where}: the header's entry of {name} is damaged ({error}); fetch it again"
+            ) from error
+        if dtype_name not in _DTYPES:
+            raise CheckpointError(
+                f"{where}: {name} is of type {dtype_name}; parameters are read as {', '.join(_DTYPES)}"
+            )
+        dtype = _DTYPES[dtype_name]
+        if last - first != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{where}: {name} {shape} has {last - first} bytes in the header; fetch it again")
+        tensors[name] = _tensor(place, file, begin + first, shape, dtype)
+        end = max(end, last)
+    if place.local and (size := (place.local / file).stat().st_size) != begin + end:
+        raise CheckpointError(f"{where} is torn: it has {size} bytes, its header tells {begin + end}; fetch it again")
+    return tensors
+
+
+def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:
+    """Write `tensors` in their order and types, one after the other, so that this host holds one at a time.
+
+    Raises ValueError for a type that the format has not, or that no parameter is kept in.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, leaf in tensors.items():
+        if leaf.dtype not in _NAMES:
+            raise ValueError(f"{name} is {leaf.dtype}; safetensors files are written in {', '.join(map(str, _NAMES))}")
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # the arrays begin at a multiple of eight bytes
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for leaf in tensors.values():
+                file.write(np.ascontiguousarray(leaf.whole()).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _read_header(place: Place, file: str, where: str) -> tuple[dict[str, Any], int]:
+    """The header without its metadata, and the offset at which the arrays begin."""
+    start = place.read(file, 0, _LENGTH_BYTES)
+    length = struct.unpack("<Q", start)[0] if len(start) == _LENGTH_BYTES else 0
+    if not 2 <= length <= _MOST_HEADER_BYTES:
+        hint = "; it is a Git LFS pointer: fetch the file itself" if start.startswith(b"version ") else ""
+        raise CheckpointError(f"{where} is no safetensors file, or its first bytes are lost{hint}")
+    text = place.read(file, _LENGTH_BYTES, _LENGTH_BYTES + length)
+    if len(text) < length:
+        raise CheckpointError(f"{where} is torn: of its header's {length} bytes it has {len(text)}; fetch it again")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{where}: its header is damaged ({error}); fetch it again") from error
+    return header, _LENGTH_BYTES + length
+
+
+def _tensor(place: Place, file: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> StoredLeaf:
+    size = math.prod(shape) * dtype.itemsize
+
+    def read(index: Index) -> np.ndarray:
+        if place.local is None or not size:
+            return np.frombuffer(place.read(file, offset, offset + size), dtype).reshape(shape)[index]
+        # Mapped anew each time: what is mapped, and was read once, counts as this process's memory.
+        mapped = np.memmap(place.local / file, np.uint8, "r", offset, (size,))
+        return mapped.view(np.ndarray).view(dtype).reshape(shape)[index]
+
+    return StoredLeaf(shape=shape, dtype=dtype, read=read)
