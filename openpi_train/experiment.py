@@ -170,12 +170,7 @@ class Experiment:
         problems = self._check_numbers() or self._check_batch(num_devices)
         problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
         problems += self._check_flags()
-        missing = self.objective.needs - self.model.provides
-        if missing:
-            problems.append(
-                f"objective {type(self.objective).__name__} needs {', '.join(sorted(missing))}, which model "
-                f"{type(self.model).__name__} does not provide (it has: {', '.join(sorted(self.model.provides))})"
-            )
+        problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
         if problems:
             raise UsageError("\n".join(problems))
 

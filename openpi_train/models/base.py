@@ -18,7 +18,8 @@ class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
-    is built: `velocity`, `sample`, `epsilon`, `logits`, `value`, `log_prob`.
+    is built: `velocity`, `sample`, `epsilon`, `logits` (the module's `token_log_probs`), `insulation` (its
+    `velocity_and_log_probs`), `value`, `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -85,6 +86,16 @@ class ModelConfig(abc.ABC):
         return [
             f"--sharding.tensor-devices {tensor_devices}: {type(self).__name__} has no layers that devices can share "
             "out; allowed: 1"
+        ]
+
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
+        missing = needs - self.provides
+        if not missing:
+            return []
+        return [
+            f"objective {name} needs {', '.join(sorted(missing))}, which model {type(self).__name__} does not provide "
+            f"(it has: {', '.join(sorted(self.provides))})"
         ]
 
     def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:

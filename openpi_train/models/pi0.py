@@ -32,7 +32,7 @@ class Pi0Config(ModelConfig):
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation"})
 
     # The flow time steers the action expert's norms, the state is spelled out in the prompt (pi0.5).
     pi05: bool = False
@@ -40,12 +40,18 @@ class Pi0Config(ModelConfig):
     action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 50
-    # The most tokens of a prompt; None means 48, or 200 with `pi05`. Rows are as long as the run's longest prompt.
+    # The most tokens of a prompt; None means 48, 200 with `pi05`, or 300, the chunk's tokens among them, if insulated.
+    # Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
     # That length, set when a run opens its data; None: max_token_len.
     used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # Whether the prompt holds the discretised state; None means as `pi05`.
     discrete_state_input: bool | None = None
+    # No gradient goes from the action expert into the language model, which learns to say the chunk as FAST tokens
+    # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
+    knowledge_insulation: bool = False
+    # With it, a FAST processor: a directory, or a repository on the Hugging Face hub.
+    fast_tokenizer: str = "physical-intelligence/fast"
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
@@ -80,6 +86,8 @@ class Pi0Config(ModelConfig):
                 problems.append(f"the experts attend jointly but {name} is {first} in `language`, {second} in `action`")
         for expert, config in self.experts.items():
             problems += config.check(expert)
+        if self.knowledge_insulation and not self.pi05:
+            problems.append("knowledge_insulation goes by pi0.5's prompt, which holds the state: set pi05, too")
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
@@ -101,6 +109,8 @@ class Pi0Config(ModelConfig):
         """`max_token_len` with its default filled in."""
         if self.max_token_len is not None:
             return self.max_token_len
+        if self.knowledge_insulation:
+            return 300
         return 200 if self.pi05 else 48
 
     @property
@@ -132,6 +142,7 @@ class Pi0Config(ModelConfig):
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
+            insulated=self.knowledge_insulation,
             dtype=self.compute_dtype,
             remat=self.used_remat,
             attention=self.attention,
@@ -142,6 +153,20 @@ class Pi0Config(ModelConfig):
     def used_remat(self) -> Remat:
         """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
         return "none" if self.remat == "auto" else self.remat
+
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        problems = super().check_objective(name, needs)
+        if self.knowledge_insulation and "insulation" not in needs:
+            problems.append(
+                f"--model.knowledge-insulation with objective {name}: its gradient does not reach the language model, "
+                "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
+            )
+        if "insulation" in needs and not self.knowledge_insulation:
+            problems.append(
+                f"objective {name} trains the language model by action tokens, which rows have only with "
+                "--model.knowledge-insulation: give that, or use FlowMatching (as pi05_bridge does)"
+            )
+        return problems
 
     def remat_choices(self) -> Mapping[str | None, "Pi0Config"]:
         names = get_args(Remat) if self.remat == "auto" else (self.remat,)
@@ -155,9 +180,20 @@ class Pi0Config(ModelConfig):
             prompt_length=self.prompt_length,
             action_horizon=self.action_horizon,
             action_dim=self.action_dim,
+            token_masks=self.knowledge_insulation,
         )
 
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        if self.knowledge_insulation:
+            return prompted.action_token_transforms(
+                tokenizer,
+                self.fast_tokenizer,
+                form="pi05",
+                image_size=self.image_size,
+                prompt_length=self.prompt_length,
+                vocab_size=self.vocab_size,
+                action_dim=self.action_dim,
+            )
         return prompted.transforms(
             tokenizer,
             image_size=self.image_size,
@@ -169,8 +205,11 @@ class Pi0Config(ModelConfig):
 
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
+        said = 0
+        if self.knowledge_insulation:
+            said = prompted.most_action_tokens(tokenizer, self.action_horizon, self.action_dim)
         used = prompted.fitted_length(
-            tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt
+            tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, more=said
         )
         return dataclasses.replace(self, used_token_len=used)
 
@@ -228,6 +267,8 @@ class Pi0Config(ModelConfig):
 
     def dead_prefix_flops(self, cameras: int, draws: int = 1) -> float:
         """What openpi computes beyond `flops_per_row`: the prefix in the last layer, past its keys and values."""
+        if self.knowledge_insulation:
+            return 0.0
         language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
         attention = 4 * (prefix + suffix) * language.num_heads * language.head_dim
         return prefix * (language.other_flops + attention)
@@ -235,7 +276,12 @@ class Pi0Config(ModelConfig):
     def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
         language, action = self.experts.values()
         prefix, suffix = self.num_tokens(cameras, draws)
-        attention = 4 * (prefix + suffix) ** 2 * language.num_heads * language.head_dim * language.depth
+        pairs = (prefix + suffix) ** 2
+        said = 0.0
+        if self.knowledge_insulation:
+            pairs -= prefix * suffix
+            said = prompted.scores_flops(self.prompt_length - 1, language.width, self.vocab_size)
+        attention = 4 * pairs * language.num_heads * language.head_dim * language.depth
         width, steps = action.width, draws * self.action_horizon
         heads = 2 * steps * self.action_dim * width  # multiply-adds
         if self.pi05:
@@ -248,12 +294,15 @@ class Pi0Config(ModelConfig):
             + prefix * language.flops_per_token()
             + suffix * action.flops_per_token()
             + attention
+            + said
             + 2 * heads
         )
 
     def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
         """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
         itemsize, total = self.compute_dtype.itemsize, 0.0
+        if self.knowledge_insulation:
+            total += prompted.scores_bytes(self.prompt_length - 1, self.vocab_size)
         for stack, attended_tokens, times in self._stacks(cameras, draws):
             total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
         return total

@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
+from openpi_train.nn.augment import ImageAugmentation
+from openpi_train.types import ActionBatch
+
 Norms = dict[str, Float[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
 
@@ -37,3 +40,10 @@ class Objective(abc.ABC):
 
         `keys` holds one key per row. `train` switches augmentation; evaluation uses the same formula without it.
         """
+
+
+def augmented(batch: ActionBatch, augmentation: ImageAugmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
+    """The batch with its images changed, each row's by its own key."""
+    assert keys is not None, "changing images draws numbers: it needs one key per row"
+    images = augmentation.augment(batch.observation.images, keys)
+    return dataclasses.replace(batch, observation=dataclasses.replace(batch.observation, images=images))
