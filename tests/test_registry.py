@@ -18,6 +18,9 @@ NAMES += (
     "paligemma_flow_head",
     "paligemma_flow_frozen_tower",
     "paligemma_tiny",
+    "paligemma_tokens",
+    "paligemma_tokens_lora",
+    "paligemma_tokens_tiny",
 )
 
 

@@ -25,6 +25,7 @@ from openpi_train.interop.stored import in_memory
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
@@ -256,3 +257,33 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
     torn.write_bytes(struct.pack("<Q", 2) + b"{}")
     with pytest.raises(CheckpointError, match=r"not of one save|lacks"):
         open_checkpoint(folder, CONFIG)
+
+
+def test_tokens_that_come_one_by_one_are_scored_as_transformers_scores_them():
+    with np.load(GENUINE / "io.npz") as file:
+        io = dict(file)
+    sizes = {
+        name: getattr(CONFIG, name) for name in ("siglip", "image_size", "vocab_size", "language", "dtype", "remat")
+    }
+    slots = ("base_0_rgb",)
+    config = Pi0FastConfig(paligemma_variant="dummy", camera_slots=slots, max_token_len=io["text"].shape[1], **sizes)
+    graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
+    params = {path: jnp.asarray(leaf.whole()) for path, leaf in load(GENUINE, config).items()}
+    assert set(params) == set(parameter_shapes(config))
+    given, length = CONFIG.max_token_len, config.max_token_len
+    seen = Observation(
+        images={slot: jnp.asarray(io["images"]) for slot in slots},
+        image_masks={slot: jnp.ones(2, bool) for slot in slots},
+        state=jnp.zeros((2, config.action_dim)),
+        prompt_tokens=jnp.asarray(io["text"]),
+        prompt_mask=jnp.ones((2, length), bool),
+        token_ar_mask=jnp.broadcast_to(jnp.arange(length) >= given, (2, length)),
+        token_loss_mask=jnp.ones((2, length), bool),
+    )
+    found = np.asarray(jax.jit(lambda params: merge_module(graph, params).logits(seen))(params))
+    expected = io["float32/logits_with_suffix"][:, -length:-1]
+    difference = np.abs(found - expected).max() / np.abs(expected).max()
+    print(f"float32 logits with a suffix: {difference:.1e} of the largest value")
+    assert difference < 8 * jnp.finfo("float32").eps
+    # That the suffix does not see what follows is part of it: its last token changes no score before it.
+    assert np.abs(found[:, given:] - io["float32/logits"][:, -1:]).max() > 0.1

@@ -6,20 +6,23 @@ import numpy as np
 import pytest
 from command import losses, train
 
+from openpi_train.data.fast import fit_fast
 from openpi_train.tools.prepare import prepare
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STEPS = 50
 RUN = f"--batch-size 8 --num-train-steps {STEPS} --save-interval {STEPS // 2} --log-interval 1 --no-tensorboard".split()
-RUN += "--eval.interval 25 --eval.num-rows 8 --objective.num-flow-draws 1".split()
+RUN += "--eval.interval 25 --eval.num-rows 8".split()
 ZERO3 = "--fsdp-devices 4 --sharding.strategy zero3 --sharding.min-shard-mib 0".split()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The project's folder, with a small tabletop dataset in it."""
+    """The project's folder, with a small tabletop dataset in it, and a FAST tokenizer of any chunks."""
     folder = tmp_path_factory.mktemp("home")
     prepare(folder / "datasets", episodes_per_task=2, val_episodes_per_task=1)
+    chunks = np.clip(np.random.default_rng(0).normal(scale=0.5, size=(200, 4, 7)), -1, 1)
+    fit_fast(chunks, vocab_size=384).save(folder / "datasets" / "tabletop" / "fast")
     return {"OPENPI_TRAIN_HOME": str(folder)}
 
 
@@ -28,7 +31,7 @@ def evaluations(base, name):
     return {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
 
 
-@pytest.mark.parametrize("name", ["paligemma_tiny"])
+@pytest.mark.parametrize("name", ["paligemma_tiny", "paligemma_tokens_tiny"])
 def test_two_processes_under_zero3_then_one_train_as_one_does(tmp_path, home, name):
     alone, several = tmp_path / "alone", tmp_path / "several"
     train(alone, name, *RUN, **home)
