@@ -4,8 +4,10 @@ Orbax's own restore reads a whole tree at once, and meets all processes to do so
 `_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT store or in folders of their own.
 """
 
+import itertools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from openpi_train.interop.stored import Index, Leaves, StoredLeaf
 from openpi_train.runtime.exits import CheckpointError
 
 METADATA = "_METADATA"
+# Chunks are decoded whole, however little of them is wanted: as many at a time as have so many bytes.
+_CHUNKS_BYTES = 512 << 20
 
 
 def open_item(item: Place) -> Leaves:
@@ -73,12 +77,28 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
 
     array = fetch(opening)
 
-    def read(index: Index) -> np.ndarray:
-        return fetch(array[index].read())
+    chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+    dtype = np.dtype(array.dtype.numpy_dtype)
+    at_once = max(1, _CHUNKS_BYTES // max(1, math.prod(chunk) * dtype.itemsize))
 
-    return StoredLeaf(
-        shape=tuple(array.shape),
-        dtype=np.dtype(array.dtype.numpy_dtype),
-        read=read,
-        chunk=tuple(array.chunk_layout.read_chunk.shape or ()),
-    )
+    def read(index: Index) -> np.ndarray:
+        part = np.empty([one.stop - one.start for one in index], dtype)
+        cells = _cells(index, chunk)
+        while some := list(itertools.islice(cells, at_once)):
+            for cell, pending in [(cell, array[cell].read()) for cell in some]:
+                inside = (
+                    slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(cell, index, strict=True)
+                )
+                part[tuple(inside)] = fetch(pending)
+        return part
+
+    return StoredLeaf(shape=tuple(array.shape), dtype=dtype, read=read, chunk=chunk)
+
+
+def _cells(index: Index, chunk: tuple[int, ...]) -> Iterator[Index]:
+    """The parts of `index` that lie in one chunk each."""
+    dims = []
+    for one, size in zip(index, chunk, strict=True):
+        begins = [one.start, *range((one.start // size + 1) * size, one.stop, size)]
+        dims.append([slice(begin, end) for begin, end in zip(begins, [*begins[1:], one.stop], strict=True)])
+    return itertools.product(*dims)

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,22 @@ class Request:
     outputs: bool = True
 
 
-def recorded_experiment(request: Request) -> str | None:
-    """The name of the experiment that the source itself says it is of; None where it says none."""
-    stored = formats.open_checkpoint(request.source, None, request.source_format)
-    return stored.experiment["name"] if stored.experiment else None
+def main(
+    request: Request, experiment: Experiment | None, parse_experiment: Callable[[str], Experiment], dry_run: bool
+) -> int:
+    """Convert, or with `dry_run` only account for every key. `experiment` None is what the source itself says."""
+    if experiment is None:
+        stored = formats.open_checkpoint(request.source, None, request.source_format)
+        if stored.experiment is None:
+            raise UsageError(
+                f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
+            )
+        experiment = parse_experiment(stored.experiment["name"])
+    conversion = plan(request, experiment)
+    print(conversion.summary())
+    if not dry_run:
+        print(conversion.run())
+    return 0
 
 
 def plan(request: Request, experiment: Experiment) -> "Conversion":

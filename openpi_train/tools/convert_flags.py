@@ -43,14 +43,6 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
     from openpi_train.tools import convert as tool
 
     logs.configure(0)
-    request = tool.Request(**fields)
-    name = name or tool.recorded_experiment(request)
-    if name is None:
-        parser.error(
-            f"{known.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
-        )
-    conversion = tool.plan(request, parse_experiment(name, ["--exp-name", "convert", *rest]))
-    print(conversion.summary())
-    if not dry_run:
-        print(conversion.run())
-    return 0
+    words = ["--exp-name", "convert", *rest]
+    experiment = parse_experiment(name, words) if name else None
+    return tool.main(tool.Request(**fields), experiment, lambda recorded: parse_experiment(recorded, words), dry_run)

@@ -175,10 +175,10 @@ CASES = [
     ),
     case(
         "nothing to convert",
-        "convert debug --out HERE/out --step 7",
+        "convert HERE/absent HERE/out",
         CHECKPOINT,
-        "has no checkpoint 7; there are: none",
-        "--checkpoint-base-dir",
+        "no checkpoint at",
+        "there is no such directory; check the path",
     ),
     case(
         "no weights",
