@@ -191,10 +191,10 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack`: make the embedded dataset, build an index, repack for slow storage."""
+    """`data prepare|index|repack|fit-fast`: make a dataset, index or repack one, fit a FAST tokenizer to it."""
     from openpi_train.tools.data import main
 
-    return main(argv)
+    return main(argv, parse_experiment)
 
 
 def launch(argv: Sequence[str]) -> int:

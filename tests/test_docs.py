@@ -94,7 +94,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack"]}
+    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_fit_fast"]}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)
@@ -161,6 +161,7 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
             check_program(words[words.index("--") + 1 :], seen)
 
 
+@pytest.mark.slow
 def test_every_command_line_is_understood(only_parsing, capsys):
     found = commands()
     assert {name for name, _, _ in found} >= {"README.md", "launching.md", "data.md", "extending.md"}

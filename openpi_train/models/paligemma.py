@@ -148,7 +148,14 @@ class PaliGemmaFlowConfig(ModelConfig):
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PaliGemmaFlowConfig":
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
         used = prompted.fitted_length(tokenizer, prompts, prompt_limit=self.max_token_len, state_in_prompt=False)
-        return dataclasses.replace(self, used_token_len=used)
+        return self.with_text_length(used)
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        del num_state_dims
+        return min(tokenizer.longest_prompt(prompt), self.max_token_len)
+
+    def with_text_length(self, length: int) -> "PaliGemmaFlowConfig":
+        return dataclasses.replace(self, used_token_len=length)
 
     def public_name(self, path: str) -> str:
         """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""

@@ -184,23 +184,16 @@ class Pi0Config(ModelConfig):
         )
 
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        sizes: Any = {
+            "image_size": self.image_size,
+            "prompt_length": self.prompt_length,
+            "action_dim": self.action_dim,
+        }
         if self.knowledge_insulation:
-            return prompted.action_token_transforms(
-                tokenizer,
-                self.fast_tokenizer,
-                form="pi05",
-                image_size=self.image_size,
-                prompt_length=self.prompt_length,
-                vocab_size=self.vocab_size,
-                action_dim=self.action_dim,
-            )
+            fast: Any = {"form": "pi05", "vocab_size": self.vocab_size}
+            return prompted.action_token_transforms(tokenizer, self.fast_tokenizer, **fast, **sizes)
         return prompted.transforms(
-            tokenizer,
-            image_size=self.image_size,
-            prompt_limit=self.prompt_limit,
-            prompt_length=self.prompt_length,
-            action_dim=self.action_dim,
-            state_in_prompt=self.state_in_prompt,
+            tokenizer, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, **sizes
         )
 
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
@@ -211,13 +204,28 @@ class Pi0Config(ModelConfig):
         used = prompted.fitted_length(
             tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, more=said
         )
-        return dataclasses.replace(self, used_token_len=used)
+        return self.with_text_length(used)
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
+        if self.knowledge_insulation:
+            return None
+        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
+
+    def with_text_length(self, length: int) -> "Pi0Config":
+        return dataclasses.replace(self, used_token_len=length)
+
+    def _dims_in_prompt(self, num_state_dims: int) -> int | None:
+        return num_state_dims if self.state_in_prompt else None
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
         return pi0_names.explain(self.pi05, missing, extra, misshapen)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return pi0_names.GROUPS
 
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""

@@ -166,6 +166,10 @@ class Pi0FastConfig(ModelConfig):
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return pi0_names.GROUPS
+
     def frozen(self, path: str) -> bool:
         """With LoRA the language model keeps all but its factors (as openpi's `get_freeze_filter`)."""
         root, *_, leaf = path.split("/")

@@ -4,7 +4,6 @@ Read next: `pi0.py` and `paligemma.py`, whose configs call the first functions, 
 """
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from openpi_train.data.text_lengths import rounded
 from openpi_train.models.base import RowTransform
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.siglip import Siglip, float_images
@@ -19,9 +19,6 @@ from openpi_train.nn.vocabulary import CHUNK_TOKENS
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
 
 logger = logging.getLogger(__name__)
-
-# Rows of prompts have a multiple of this many tokens: tensor cores take 8, and appended data then rarely recompiles.
-_PROMPT_UNIT = 8
 
 
 def batch_spec(
@@ -114,7 +111,7 @@ def fitted_length(
     """Tokens of a row that the longest of these prompts and `more` need, at most `prompt_limit`."""
     lengths = [more + tokenizer.longest_prompt(text, dims if state_in_prompt else None) for text, dims in prompts]
     longest = max(lengths, default=prompt_limit)
-    used = min(math.ceil(longest / _PROMPT_UNIT) * _PROMPT_UNIT, prompt_limit)
+    used = rounded(longest, prompt_limit)
     logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, prompt_limit)
     return used
 
