@@ -23,7 +23,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     prepare(folder / "datasets", episodes_per_task=2, val_episodes_per_task=1)
     chunks = np.clip(np.random.default_rng(0).normal(scale=0.5, size=(200, 4, 7)), -1, 1)
-    fit_fast(chunks, vocab_size=384).save(folder / "datasets" / "tabletop" / "fast")
+    fit_fast(chunks, vocab_size=384).save(folder / "datasets" / "tabletop_fast")
     return {"OPENPI_TRAIN_HOME": str(folder)}
 
 
