@@ -12,6 +12,16 @@ from openpi_train import cli, registry
 from openpi_train.experiment import Experiment
 
 NAMES = ("pi0_bridge_traj", "pi0_bridge_traj_lora", "pi0_bridge_traj_tiny", "pi05_bridge", "pi05_bridge_lora", "debug")
+NAMES += (
+    "paligemma_flow",
+    "paligemma_flow_lora",
+    "paligemma_flow_head",
+    "paligemma_flow_frozen_tower",
+    "paligemma_tiny",
+    "paligemma_tokens",
+    "paligemma_tokens_lora",
+    "paligemma_tokens_tiny",
+)
 
 
 def test_the_promised_experiments_are_there_and_described():

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import hub, lerobot_policy, openpi, openpi_torch, ours
+from openpi_train.interop import big_vision, hub, lerobot_policy, openpi, openpi_torch, ours, paligemma
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -26,6 +26,7 @@ class Format:
         recognises: whether a place holds one; looks at few files.
         open: what it holds, by published names; the model is given where it is known, for forms with other layouts.
         write: writes one into a directory that does not exist yet; None where it is only read.
+        lacks: a regular expression: published names that such a checkpoint, a base to start from, does not hold.
     """
 
     name: str
@@ -33,10 +34,18 @@ class Format:
     recognises: Callable[[Place], bool]
     open: Callable[[Place, ModelConfig | None], Stored]
     write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
+    lacks: str | None = None
 
 
 # The first that recognises a place has it.
 FORMATS: tuple[Format, ...] = (
+    Format(
+        name="big_vision",
+        summary="PaliGemma as published: an .npz file (pt_224.npz)",
+        recognises=big_vision.recognises,
+        open=big_vision.open_checkpoint,
+        lacks=paligemma.NOT_IN_IT,
+    ),
     Format(
         name="ours",
         summary="a run's directory, or a step's in it (params/, meta.json, manifest.json)",
@@ -64,6 +73,13 @@ FORMATS: tuple[Format, ...] = (
         recognises=openpi_torch.recognises,
         open=openpi_torch.open_checkpoint,
         write=openpi_torch.write,
+    ),
+    Format(
+        name="paligemma",
+        summary="PaliGemma in Hugging Face's form: a directory with model.safetensors, or several and their index",
+        recognises=paligemma.recognises,
+        open=paligemma.open_checkpoint,
+        lacks=paligemma.NOT_IN_IT,
     ),
 )
 

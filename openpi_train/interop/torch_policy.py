@@ -44,7 +44,7 @@ def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
         for tensor in one.tensors.values()
     }
     found = {name.removeprefix(prefix): leaf for name, leaf in safetensors_file.open_model(place).items()}
-    _settle_heads(place, found, speaks="logits" in model.provides)
+    settle_heads(place, found, speaks="logits" in model.provides)
     published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
 
     def explain(*names: list[str]) -> list[str]:
@@ -89,7 +89,7 @@ def layouts_of(model: ModelConfig) -> dict[str, Layout]:
         raise CheckpointError(f"{type(model).__name__} has no form in PyTorch: {error.args[0]}") from error
 
 
-def _settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) -> None:
+def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) -> None:
     """Leave one embedding, under the name that is expected, and no head that nothing uses."""
     if UNUSED_HEAD in found:
         del found[UNUSED_HEAD]

@@ -32,7 +32,7 @@ class WeightLoader(abc.ABC):
 class CheckpointWeightLoader(WeightLoader):
     """The parameters of a checkpoint of any form in `interop/formats.py`. An empty path starts from fresh weights.
 
-    Every parameter must be there, save those that `model` adds for LoRA.
+    Every parameter must be there, save those that `model` adds for LoRA, and to a base model that it starts from.
     """
 
     # A checkpoint: a directory, or an address in a bucket (gs://, s3://); what forms are read, docs/exchange.md says.
@@ -48,9 +48,12 @@ class CheckpointWeightLoader(WeightLoader):
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
-        from openpi_train.interop.formats import model_params, open_checkpoint
+        from openpi_train.interop.formats import model_params, named, open_checkpoint
 
-        return model_params(open_checkpoint(self.params_path, model), model, may_miss=r".*lora.*")
+        stored = open_checkpoint(self.params_path, model)
+        params = model_params(stored, model, may_miss=named(stored.format).lacks or r".*lora.*")
+        logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
+        return params
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
         """With `continue_training` the checkpoint's state; the learning rate's schedule goes on at its step."""

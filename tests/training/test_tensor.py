@@ -10,6 +10,7 @@ import toy
 from trainers import make_trainer
 
 from openpi_train.interop.openpi import parameter_shapes
+from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
@@ -54,6 +55,15 @@ CONFIGS = {
     "pi0": PI0,
     "pi05, two key heads": dataclasses.replace(heads(2), pi05=True),
     "low rank, a key head for each": heads(4, **LORA),
+    "paligemma": PaliGemmaFlowConfig(
+        paligemma_variant="dummy",
+        head_variant="dummy",
+        language=PI0.language,
+        head=dataclasses.replace(PI0.action_expert, num_kv_heads=2, depth=3),
+        **{name: getattr(PI0, name) for name in ("siglip", "image_size", "vocab_size", "action_dim", "action_horizon")},
+        max_token_len=4,
+        dtype="float32",
+    ),
 }
 
 
@@ -121,6 +131,7 @@ def alone(name: str):
         ("pi05, two key heads", "hsdp", 2, 2, 1),
         ("pi05, two key heads", "zero3", 2, 4, 4),
         ("low rank, a key head for each", "zero2", 2, 4, 1),
+        ("paligemma", "zero3", 2, 2, 1),
     ],
 )
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`): opened, read in parts.
+
+Such a file is a ZIP of arrays that are not compressed, so each is mapped where it lies. bfloat16, which numpy's format
+does not know, lies in it as two bytes without a meaning ("V2", or "u2"). Names are openpi's, below `params/`.
+Read next: `paligemma.py`, for the same model in Hugging Face's form.
+"""
+
+import struct
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from openpi_train.interop.paligemma import TABLE, without_filling
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Index, Leaves, Stored, StoredLeaf
+from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import CheckpointError
+
+_SUFFIX, _ROOT, _PUBLISHED = ".npz", "params/", "PaliGemma/"
+# A member begins with this much, then its name and an extra field (APPNOTE.TXT 6.3.10, section 4.3.7).
+_MEMBER_HEADER = struct.Struct("<26xHH")
+
+
+def recognises(place: Place) -> bool:
+    """Whether it names an `.npz` file."""
+    return place.url.endswith(_SUFFIX) and (place.local is None or place.local.is_file())
+
+
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """PaliGemma's parameters by published name; rows of the vocabulary beyond the model's are left out.
+
+    Raises CheckpointError where the file lies in a bucket, is damaged, or is not in this form.
+    """
+    if place.local is None:
+        raise CheckpointError(f"{place}: .npz files are read from a disk; copy it to one that all hosts share first")
+    leaves = open_npz(place.local)
+    if others := [name for name in leaves if not name.startswith(_ROOT)]:
+        raise CheckpointError(
+            f"{place} is not in big_vision's form: its names begin with {_ROOT}, and here is {others[0]}"
+        )
+    params = {f"{_PUBLISHED}{name.removeprefix(_ROOT)}": leaf for name, leaf in leaves.items()}
+    if model is not None and TABLE in params:
+        params[TABLE] = without_filling(params[TABLE], model.vocab_size, place)
+    return Stored(where=str(place), format="big_vision", params=params)
+
+
+def open_npz(path: Path) -> Leaves:
+    """The arrays of an `.npz` file by name. Raises CheckpointError where it is damaged, or compressed."""
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            return {entry.filename.removesuffix(".npy"): _leaf(path, file, entry) for entry in archive.infolist()}
+    except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
+
+
+def _leaf(path: Path, file, entry: zipfile.ZipInfo) -> StoredLeaf:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(
+            f"{path}: {entry.filename} is compressed, and parts of it cannot be read; "
+            "write the file anew with numpy.savez"
+        )
+    file.seek(entry.header_offset)
+    name_size, extra_size = _MEMBER_HEADER.unpack(file.read(_MEMBER_HEADER.size))
+    file.seek(name_size + extra_size, 1)
+    version = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran_order, stored = read_header(file)
+    offset = file.tell()
+    if entry.header_offset + entry.file_size > path.stat().st_size or stored.hasobject:
+        raise ValueError(f"{entry.filename} does not fit in the file" if not stored.hasobject else "it holds objects")
+    narrow = stored.itemsize == 2 and stored.kind in "Vu"
+    dtype = np.dtype(ml_dtypes.bfloat16) if narrow else stored
+
+    def read(index: Index) -> np.ndarray:
+        # Mapped anew each time: what is mapped, and was read once, counts as this process's memory.
+        order = "F" if fortran_order else "C"
+        mapped = np.memmap(path, stored, "r", offset, shape or (1,), order).view(np.ndarray)
+        return np.array(mapped.reshape(shape)[index]).view(dtype)
+
+    return StoredLeaf(shape=shape, dtype=dtype, read=read)

@@ -1,0 +1,92 @@
+"""PaliGemma in Hugging Face's form: a folder of `google/paligemma-3b-pt-224` and its like, opened, read in parts.
+
+transformers has given its parameters three sets of names: `language_model.model...` (up to 4.51, on the hub),
+`model.language_model...` (in memory since), and `vision_tower...` without `vision_model` (written by 5). All are read.
+Read next: `torch_names.py` for how weights lie in tensors, `big_vision.py` for the first form.
+"""
+
+import dataclasses
+import logging
+import re
+
+import jax
+import numpy as np
+
+from openpi_train.interop import safetensors_file
+from openpi_train.interop.accounting import account
+from openpi_train.interop.openpi import abstract_params
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Stored, StoredLeaf
+from openpi_train.interop.torch_names import TIED_HEAD, layout
+from openpi_train.interop.torch_policy import settle_heads
+from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+# What a published PaliGemma does not hold: action experts, the heads around it, low-rank factors.
+NOT_IN_IT = r"(?!PaliGemma/).*|PaliGemma/llm/.*_1/.*|.*lora.*"
+TABLE = "PaliGemma/llm/embedder/input_embedding"
+_PREFIX = "paligemma_with_expert.paligemma."
+# Hugging Face's names, and the ones of `torch_names`.
+_EMBEDDING = r"(language_model\.model|model\.language_model)\.embed_tokens\.weight"
+_RENAMED = {
+    r"(model\.)?vision_tower\.(vision_model\.)?": f"{_PREFIX}model.vision_tower.vision_model.",
+    r"(model\.)?multi_modal_projector\.": f"{_PREFIX}model.multi_modal_projector.",
+    r"(language_model\.model|model\.language_model)\.": f"{_PREFIX}model.language_model.",
+    r"(language_model\.)?lm_head\.": f"{_PREFIX}lm_head.",
+}
+# transformers fills the vocabulary up to a multiple of this.
+_FILLED_TO = 64
+
+
+def recognises(place: Place) -> bool:
+    """Whether the folder holds tensors under Hugging Face's names of PaliGemma."""
+    return safetensors_file.has_model(place) and any(
+        re.fullmatch(_EMBEDDING, name) for name in safetensors_file.open_model(place)
+    )
+
+
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """PaliGemma's parameters by published name. Raises UsageError without a model, CheckpointError where they are not
+    the model's, tensor by tensor, or where words are read by one table and given by another.
+    """
+    if model is None:
+        raise UsageError(f"{place} does not say which model it is for: name the experiment")
+    shapes = {model.public_name(path): leaf.shape for path, leaf in abstract_params(model).items()}
+    layouts = {name: layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(NOT_IN_IT, name)}
+    stored = safetensors_file.open_model(place)
+    found = {_torch_name(name): tensor for name, tensor in stored.items()}
+    if len(found) < len(stored):
+        raise CheckpointError(f"{place} holds the same parameters under several names; it must have one set of names")
+    settle_heads(place, found, speaks=True)
+    found[TIED_HEAD] = without_filling(found[TIED_HEAD], model.vocab_size, place)
+    tensors = {tensor: one for one in layouts.values() for tensor in one.tensors.values()}
+    published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
+
+    def explain(*names: list[str]) -> list[str]:
+        return model.explain(*([published.get(name, name) for name in kind] for kind in names))
+
+    expected = {tensor: jax.ShapeDtypeStruct(one.tensor_shape, np.float32) for tensor, one in tensors.items()}
+    account(found, expected, where=str(place), explain=explain)
+    params = {name: one.joined(found) for name, one in layouts.items()}
+    return Stored(where=str(place), format="paligemma", params=params)
+
+
+def _torch_name(name: str) -> str:
+    """The name of `torch_names`; any other name as it is, for `account` to find."""
+    for pattern, prefix in _RENAMED.items():
+        if match := re.match(pattern, name):
+            return prefix + name[match.end() :]
+    return name
+
+
+def without_filling(table: StoredLeaf, vocab_size: int, place: Place) -> StoredLeaf:
+    """The token table without the rows that only fill it up; unchanged where it has others than these beyond."""
+    extra = table.shape[0] - vocab_size
+    if not 0 < extra <= _FILLED_TO:
+        return table
+    logger.info(
+        "%s: the last %d rows of the token table, beyond the model's %d, are left out", place, extra, vocab_size
+    )
+    return dataclasses.replace(table, shape=(vocab_size, *table.shape[1:]))
