@@ -201,6 +201,7 @@ class Conversion:
         outputs: Any = "not compared (--no-outputs)"
         if self.request.outputs:
             outputs = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
+            outputs = outputs or f"not compared: there is no probe for {sorted(self.model.provides)}"
         return {
             "source": {"where": self.wanted.where, "format": self.wanted.format},
             "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
