@@ -17,7 +17,7 @@ from openpi_train.data.config import DataConfig
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
-from openpi_train.optim import AdamW, LossScaling, LRSchedule, OptimizerConfig
+from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.mesh import does_not_divide
@@ -87,6 +87,8 @@ class Experiment:
     loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
     # Decay of the exponential moving average of the trainable parameters; None keeps none.
     ema_decay: float | None = 0.99
+    # How that decay is reached.
+    ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     # Regex of parameter paths to keep fixed, beside those that the model keeps fixed itself (LoRA).
     freeze: str | None = None
 
@@ -245,6 +247,7 @@ class Experiment:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        problems += self.ema_warmup.check(self.ema_decay)
         if self.ema_decay is None and self.sharding.offload == "optimizer+ema":
             problems.append(
                 "--sharding.offload optimizer+ema with --ema-decay None: there is no average; use optimizer"

@@ -56,12 +56,13 @@ class Observation:
 
     `images` and `image_masks` are keyed by the model's camera slots (`base_0_rgb`, ...). A slot that no robot of
     the run has is simply absent: it costs no tokens. Images are uint8 as shipped, or float32 in [-1, 1].
-    `state` is normalised and padded to the model's action width.
+    `state` is normalised and padded to the model's action width. A model that sees several control steps has them on
+    an axis `o` behind the rows', the present one last.
     """
 
-    images: dict[str, UInt8[Array, "b height width 3"] | Float[Array, "b height width 3"]]
+    images: dict[str, UInt8[Array, "b *o height width 3"] | Float[Array, "b *o height width 3"]]
     image_masks: dict[str, Bool[Array, " b"]]
-    state: Float[Array, "b s"]
+    state: Float[Array, "b *o s"]
     prompt_tokens: Int[Array, "b t"]
     prompt_mask: Bool[Array, "b t"]
 

@@ -18,7 +18,7 @@ class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
-    is built: `velocity`, `sample`, `epsilon`, `logits`, `value`, `log_prob`.
+    is built: `velocity`, `denoise`, `sample`, `logits`, `value`, `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()

@@ -162,7 +162,7 @@ def _action_error(trainer: Trainer, num_steps: int, params: Params, frozen: Para
         model: Any = merge_module(trainer.graphdef, params)
         keys = _keys(trainer, batch, start, "validation/sample")
         noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
-        actions = model.sample_actions(batch.observation, noise, num_steps)
+        actions = trainer.objective.sample_actions(model, batch.observation, noise, keys, num_steps)
         mask = _own_elements(batch)
         return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
 
