@@ -5,6 +5,7 @@ Nothing heavy is imported before the arguments are understood, so that every ver
 
 import argparse
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -114,23 +115,24 @@ def parse_experiment(name: str, argv: Sequence[str]):
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
-    default = registry.load(name)
     import tyro
 
     from openpi_train.experiment import Experiment
     from openpi_train.optim import named_optimizer
 
-    if any(word in ("-h", "--help") for word in argv):
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    if wants_help:
         print(_process_parser().format_help() + _base_parser().format_help())
     base, argv = _base_parser().parse_known_args(argv)
-    dataset = base.dataset
+    source = None if base.dataset is None else _source_at(base.dataset)
+    default = registry.load(name, lambda own: source or _moved(own, argv), any_dims=wants_help)
     if base.deepspeed is not None:
         given = argv if base.optimizer is None else [*argv, "--optimizer", base.optimizer]
         base, argv = _base_parser().parse_known_args(_from_deepspeed(base.deepspeed, given))
     if base.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(base.optimizer, default.optimizer))
-    if dataset is not None:
-        default = _on_dataset(default, dataset)
+    if source is not None:
+        default = _on_dataset(default, source)
     return tyro.cli(
         Experiment,
         default=default,
@@ -141,12 +143,22 @@ def parse_experiment(name: str, argv: Sequence[str]):
     )
 
 
-def _on_dataset(experiment, path: str):
-    """The experiment on the dataset at `path` alone, with its first dataset's robot and norm stats of its own."""
+def _source_at(path: str):
     from openpi_train.data.formats import source_at
 
     with reported_as(DataError):
-        source = source_at(path)
+        return source_at(path)
+
+
+def _moved(source, argv: Sequence[str]):
+    """The source where the flags say that it lies."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    path = dict(itertools.pairwise(words)).get("--data.datasets.0.source.path")
+    return source if path is None else dataclasses.replace(source, path=path)
+
+
+def _on_dataset(experiment, source):
+    """The experiment on this dataset alone, with its first dataset's robot and norm stats of its own."""
     first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))
 
@@ -187,7 +199,7 @@ def stats(argv: Sequence[str]) -> int:
     from openpi_train.tools.stats import stats_table
 
     with reported_as(DataError):
-        print(stats_table(experiment.data, horizon=experiment.model.action_horizon, assets_dir=experiment.assets_dir))
+        print(stats_table(experiment.data, shape=experiment.model.window, assets_dir=experiment.assets_dir))
     return 0
 
 
