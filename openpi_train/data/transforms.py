@@ -120,7 +120,7 @@ class PadDims:
 
 @dataclasses.dataclass(frozen=True)
 class ExactDims:
-    """For a model that pads nothing: ValueError where `state` or `actions` have another width; adds a full `dim_mask`."""
+    """For a model that pads nothing: adds a full `dim_mask`; ValueError where `state` or `actions` have other dims."""
 
     action_dim: int
     state_dim: int

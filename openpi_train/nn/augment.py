@@ -79,8 +79,8 @@ class RandomCrop(Augmentation):
         rows, columns = image.shape[-3] - self.height, image.shape[-2] - self.width
         if rows < 0 or columns < 0:
             raise ValueError(
-                f"images of {slot} are {image.shape[-3]} x {image.shape[-2]} pixels, less than the crop of {self.height} "
-                f"x {self.width}: lower --objective.augmentation.height and --objective.augmentation.width"
+                f"{slot}: images of {image.shape[-3]} x {image.shape[-2]} pixels are smaller than the crop of "
+                f"{self.height} x {self.width}: lower --objective.augmentation.height and .width"
             )
         return rows, columns
 

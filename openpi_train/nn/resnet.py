@@ -123,8 +123,8 @@ def resnet_activations(height: int, width: int, widths: Sequence[int]) -> float:
 class SpatialSoftmax(nnx.Module):
     """Keypoints: each of `num_keypoints` maps, softmaxed over the pixels, to its mean place; then a linear layer.
 
-    Places are (x, y) in [-1, 1], x to the right and y down. robomimic's (`models/base_nets.py: SpatialSoftmax`, with the
-    linear layer of its `VisualCore`; Finn et al. 2016), as in the hybrid variants of diffusion_policy.
+    Places are (x, y) in [-1, 1], x to the right and y down. robomimic's (`models/base_nets.py:
+    SpatialSoftmax`, with the linear layer of its `VisualCore`; Finn et al. 2016), as in diffusion_policy's hybrids.
     """
 
     def __init__(self, channels: int, num_keypoints: int, *, rngs: nnx.Rngs):

@@ -56,7 +56,7 @@ class FilmBlock(nnx.Module):
 
 
 class ConditionalUnet1d(nnx.Module):
-    """From noisy action chunks, the diffusion step and a condition to what the objective asks for, of the chunk's shape.
+    """From noisy action chunks, diffusion steps and a condition to what the objective asks for, of the chunks' shape.
 
     Args:
         action_dim: numbers of an action.

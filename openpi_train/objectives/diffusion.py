@@ -1,8 +1,8 @@
 """Denoising diffusion on action chunks: the loss and the samplers of diffusion policies (Chi et al. 2023).
 
-A step k is drawn evenly, noise is added to the actions accordingly, and the network is to predict it (or the actions, or
-a velocity): the mean squared error of that. Steps outside the episode, which repeat its first or last action, count, as
-in diffusion_policy. Read next: `noise_schedule.py`.
+A diffusion step is drawn evenly, noise is added to the actions accordingly, and the network is to predict it (or the
+actions, or a velocity): the mean squared error of that. Steps outside the episode, which repeat its first or last
+action, count, as in diffusion_policy. Read next: `noise_schedule.py`.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Diffusion(Objective):
     def sample_actions(
         self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
     ) -> Float[Array, "b h a"]:
-        """Normalised actions from `noise`, by the sampler; the observation is encoded once. `keys` are for DDPM's noise."""
+        """Normalised actions from `noise`, by the sampler; the observation is encoded once. DDPM draws from `keys`."""
         condition = model.encode(self.augmentation(observation, None))
         walk = getattr(self.noise_schedule, self.sampler)(num_steps)
 

@@ -1,8 +1,8 @@
 """How noise is added to actions and taken away again: schedules and the steps of DDPM and DDIM.
 
-Numbers are those of diffusers' `DDPMScheduler` and `DDIMScheduler` (0.42.1; Ho et al. 2020, Nichol & Dhariwal 2021, Song
-et al. 2021) with the settings of diffusion_policy: `variance_type` fixed_small, `timestep_spacing` leading, offset 0,
-`set_alpha_to_one`, eta 0. Read next: `diffusion.py`, which trains and samples with it.
+Numbers are those of diffusers' `DDPMScheduler` and `DDIMScheduler` (0.42.1; Ho et al. 2020, Nichol & Dhariwal 2021,
+Song et al. 2021) with diffusion_policy's settings: `variance_type` fixed_small, `timestep_spacing` leading, offset
+0, `set_alpha_to_one`, eta 0. Read next: `diffusion.py`, which trains and samples with it.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+Numbers = Float[Array | np.ndarray, "..."]
 Prediction = Literal["epsilon", "sample", "v_prediction"]
 
 # The most of the signal's variance that one step may take away in squaredcos_cap_v2.
@@ -26,8 +27,8 @@ _COSINE_OFFSET = 0.008
 class NoiseSchedule:
     """Diffusion steps, from 0 (little noise) to `num_train_timesteps` - 1, and what the network predicts at each.
 
-    `clip_sample` limits every estimate of the clean actions to [-clip_sample_range, clip_sample_range]: right for actions
-    that are normalised by their minimum and maximum, wrong for others.
+    `clip_sample` limits every estimate of the clean actions to [-clip_sample_range, clip_sample_range]: right for
+    actions that are normalised by their minimum and maximum, wrong for others.
     """
 
     # Diffusion steps in training.
@@ -48,7 +49,8 @@ class NoiseSchedule:
         if self.num_train_timesteps < 1 or not 0 < self.beta_start <= self.beta_end < 1 or self.clip_sample_range <= 0:
             raise ValueError(
                 f"num_train_timesteps {self.num_train_timesteps} must be at least 1, clip_sample_range "
-                f"{self.clip_sample_range} above 0, and 0 < beta_start {self.beta_start} <= beta_end {self.beta_end} < 1"
+                f"{self.clip_sample_range} above 0, and 0 < beta_start {self.beta_start} <= beta_end {self.beta_end}"
+                " < 1"
             )
 
     @property
@@ -97,8 +99,8 @@ class NoiseSchedule:
         """The diffusion steps that a sampler of so many visits, int32, falling, evenly spread. Raises ValueError."""
         if not 1 <= num_steps <= self.num_train_timesteps:
             raise ValueError(
-                f"{num_steps} sampling steps (--eval.num-sample-steps) of a schedule with {self.num_train_timesteps}: give "
-                f"1 to {self.num_train_timesteps}"
+                f"{num_steps} sampling steps (--eval.num-sample-steps) of a schedule with {self.num_train_timesteps}: "
+                f"give 1 to {self.num_train_timesteps}"
             )
         return (np.arange(num_steps, dtype=np.int32) * (self.num_train_timesteps // num_steps))[::-1]
 
@@ -133,7 +135,7 @@ class NoiseSchedule:
             case "v_prediction":
                 estimate = [signal, -spread, spread, signal]
         limit = self.clip_sample_range if self.clip_sample else None
-        table = np.stack([*estimate, *factors], axis=1).astype(np.float32)
+        table = np.stack([*estimate, *factors], axis=1)
         return Walk(steps=self.steps(num_steps), table=table, limit=limit)
 
 
@@ -150,28 +152,21 @@ class Walk:
     table: np.ndarray
     limit: float | None
 
-    def step(
-        self,
-        index: Int[Array, ""],
-        noisy: Float[Array, "*b"],
-        prediction: Float[Array, "*b"],
-        noise: Float[Array, "*b"],
-    ) -> Float[Array, "*b"]:
-        """The actions after step number `index`. The estimate of the noise goes with the unlimited one of the actions."""
-        row = jnp.asarray(self.table)[index]
+    def step(self, row: Numbers, noisy: Numbers, prediction: Numbers, noise: Numbers) -> Numbers:
+        """The actions after the step of this row of `table`. The estimate of the noise goes by the unlimited one."""
         clean = row[0] * noisy + row[1] * prediction
         if self.limit is not None:
-            clean = jnp.clip(clean, -self.limit, self.limit)
+            clean = clean.clip(-self.limit, self.limit)
         eps = row[2] * noisy + row[3] * prediction
         return row[4] * clean + row[5] * noisy + row[6] * eps + row[7] * noise
 
     def walk(self, predict, start: Float[Array, "*b"], draw) -> Float[Array, "*b"]:
         """All steps from `start`. `predict(noisy, step)` asks the network, `draw(index)` gives fresh noise."""
-        visited = jnp.asarray(self.steps)
+        visited, table = jnp.asarray(self.steps), jnp.asarray(self.table, jnp.float32)
         fresh = self.table[:, 7].any()
 
         def step(index, noisy):
             noise = draw(index) if fresh else jnp.zeros_like(noisy)
-            return self.step(index, noisy, predict(noisy, visited[index]), noise)
+            return self.step(table[index], noisy, predict(noisy, visited[index]), noise)
 
         return jax.lax.fori_loop(0, len(self.steps), step, start)

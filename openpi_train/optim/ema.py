@@ -10,8 +10,8 @@ import jax.numpy as jnp
 class EmaWarmup:
     """A decay that grows from 0 to `ema_decay`: 1 - (1 + n / inv_gamma) ** -power after n + 1 averaged steps.
 
-    diffusion_policy's (`model/diffusion/ema_model.py` at 5ba07ac, where the last two have other defaults): the first two
-    updates keep nothing of the average. It depends on the step alone, which is saved, so that it goes on after a resume.
+    diffusion_policy's (`model/diffusion/ema_model.py` at 5ba07ac): the first two updates keep nothing of the
+    average. It depends on the step alone, which is saved, so that it goes on after a resume.
     """
 
     # 0.75 reaches 0.999 at 10,000 steps, 2/3 at 31,600; None: no warm-up, the decay is ema_decay from the start.

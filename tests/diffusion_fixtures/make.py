@@ -1,4 +1,4 @@
-"""Writes `torch.npz` and `torch.json`: what diffusion_policy's and robomimic's own networks and diffusers' samplers give.
+"""Writes `torch.npz` and `torch.json`: what diffusion_policy's and robomimic's networks and diffusers' samplers give.
 
 Run by hand, outside of the project's environment:
 
@@ -106,6 +106,15 @@ def networks(robomimic):
     return {name: array.detach().numpy() for name, array in arrays.items()}, counts
 
 
+def exactly(scheduler):
+    """The scheduler in float64 from its (float32) betas on: its own rounding of 1 - 0.9999 would hide ours."""
+    scheduler.betas = scheduler.betas.double()
+    scheduler.alphas = 1 - scheduler.betas
+    scheduler.alphas_cumprod = torch.cumprod(scheduler.alphas, 0)
+    scheduler.one = torch.tensor(1.0, dtype=torch.float64)
+    return scheduler
+
+
 def samplers():
     arrays = {}
     noise = {}
@@ -117,6 +126,7 @@ def samplers():
                 ddpm = DDPMScheduler(100, **settings)
                 ddim = DDIMScheduler(100, **settings, set_alpha_to_one=True, steps_offset=0)
                 arrays[f"{schedule}/betas"], arrays[f"{schedule}/acp"] = ddpm.betas, ddpm.alphas_cumprod
+                ddpm, ddim = exactly(ddpm), exactly(ddim)
                 for name, scheduler, num_steps in (
                     ("ddpm", ddpm, 100),
                     ("ddpm", ddpm, 10),
@@ -124,13 +134,14 @@ def samplers():
                     ("ddim", ddim, 8),
                 ):
                     scheduler.set_timesteps(num_steps)
-                    x = torch.from_numpy(values("start", (2, 3)))
+                    x = torch.from_numpy(values("start", (2, 3))).double()
                     for index, step in enumerate(scheduler.timesteps):
                         noise["now"] = values(f"noise {index}", (2, 3))
                         x = scheduler.step(model_output(x, int(step)), step, x).prev_sample
                     arrays[f"{schedule}/{prediction}/{clip}/{name}/{num_steps}"] = x
         steps = torch.tensor([0, 99, 49])
         clean, eps = torch.from_numpy(values("clean", (3, 4))), torch.from_numpy(values("eps", (3, 4)))
+        ddpm = DDPMScheduler(100, **settings)
         arrays[f"{schedule}/noisy"] = ddpm.add_noise(clean, eps, steps)
         arrays[f"{schedule}/velocity"] = ddpm.get_velocity(clean, eps, steps)
     return {name: array.numpy() for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""ResNet-18, the conditional UNet and the transformer against torch's own, number for number and parameter for parameter."""
+"""ResNet-18, the conditional UNet and the transformer against torch's own, number for number."""
 
 import jax
 import jax.numpy as jnp
