@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        form.add_argument("path", help="<data_dir>/<name>[/<version>] of RLDS; a LeRobot dataset's folder")
+        form.add_argument(
+            "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
+        )
         form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
         form.add_argument(
             "--on-bad-record",
@@ -73,7 +75,9 @@ def _source(given: argparse.Namespace):
     if isinstance(source, Rlds):
         source = dataclasses.replace(source, split=given.split)
     elif given.split != "train":
-        raise ValueError(f"{given.path} is a LeRobot dataset, which has no splits: leave out --split {given.split}")
+        raise ValueError(
+            f"{given.path} is a {type(source).__name__} dataset, which has no splits: leave out --split {given.split}"
+        )
     return dataclasses.replace(source, on_bad_record=given.on_bad_record).open()
 
 
