@@ -80,7 +80,7 @@ _TINY = DiffusionPolicyConfig(
     action_dim=14,
     image_height=24,
     image_width=32,
-    encoder_widths=(16, 16, 32, 32),
+    encoder_widths=(16, 32),
     unet=UnetSizes(widths=(32, 64)),
     diffusion_step_embed_dim=32,
 )

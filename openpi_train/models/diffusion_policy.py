@@ -73,7 +73,7 @@ class DiffusionPolicyConfig(ModelConfig):
     # Keypoints of spatial_softmax.
     num_keypoints: int = 32
     # Widths of the encoder's stages (ResNet-18's).
-    encoder_widths: tuple[int, int, int, int] = (64, 128, 256, 512)
+    encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
     # Which network denoises.
     denoiser: Literal["unet", "transformer"] = "unet"
     # Sizes of the UNet.

@@ -19,8 +19,9 @@ Pooling = Literal["average", "spatial_softmax"]
 _BLOCKS = 2
 _WIDTH = 64
 _CHANNELS_PER_GROUP = 16
-# torch's, for all norms.
+# torch's, for all norms, and for weights of convolutions and linear layers: evenly in +-1 / sqrt(inputs).
 EPSILON = 1e-5
+TORCH_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 def group_norm(channels: int, num_groups: int, *, rngs: nnx.Rngs) -> nnx.GroupNorm:
@@ -34,7 +35,7 @@ def _norm(channels: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
 
 def _conv(inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
     # torchvision's initial weights for convolutions before a ReLU.
-    init = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
+    init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     kernel = (size, size)
     return nnx.Conv(inputs, outputs, kernel, stride, padding=size // 2, use_bias=False, kernel_init=init, rngs=rngs)
 
@@ -128,8 +129,8 @@ class SpatialSoftmax(nnx.Module):
     """
 
     def __init__(self, channels: int, num_keypoints: int, *, rngs: nnx.Rngs):
-        self.maps = nnx.Linear(channels, num_keypoints, rngs=rngs)  # a convolution of one pixel
-        self.outputs = nnx.Linear(2 * num_keypoints, 2 * num_keypoints, rngs=rngs)
+        self.maps = nnx.Linear(channels, num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)  # a convolution of one pixel
+        self.outputs = nnx.Linear(2 * num_keypoints, 2 * num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)
 
     def __call__(self, features: Float[Array, "b height width c"]) -> Float[Array, "b d"]:
         return self.outputs(expected_places(self.maps(features)).reshape(features.shape[0], -1))

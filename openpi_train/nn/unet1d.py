@@ -5,6 +5,7 @@ Number for number the network of diffusion_policy (`model/diffusion/conditional_
 `models/diffusion_policy_network.py`, which has either.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.layers import sincos_encoding
-from openpi_train.nn.resnet import group_norm
+from openpi_train.nn.resnet import TORCH_INIT, group_norm
 
+_linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
+_conv = functools.partial(nnx.Conv, kernel_init=TORCH_INIT)
 # Angles fall from the diffusion step itself to a ten-thousandth of it (Vaswani et al. 2017).
 _MIN_PERIOD, _MAX_PERIOD = 2 * np.pi, 2e4 * np.pi
 
@@ -31,7 +34,7 @@ class ConvBlock(nnx.Module):
     """Convolution along the steps, group norm, Mish."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs):
-        self.conv = nnx.Conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, rngs=rngs)
+        self.conv = _conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, rngs=rngs)
         self.norm = group_norm(outputs, num_groups, rngs=rngs)
 
     def __call__(self, x: Float[Array, "n h c"]) -> Float[Array, "n h d"]:
@@ -46,8 +49,8 @@ class FilmBlock(nnx.Module):
     ):
         self.block_1 = ConvBlock(inputs, outputs, kernel_size, num_groups, rngs=rngs)
         self.block_2 = ConvBlock(outputs, outputs, kernel_size, num_groups, rngs=rngs)
-        self.film = nnx.Linear(condition_width, 2 * outputs, rngs=rngs)
-        self.shortcut = nnx.Conv(inputs, outputs, (1,), rngs=rngs) if inputs != outputs else None
+        self.film = _linear(condition_width, 2 * outputs, rngs=rngs)
+        self.shortcut = _conv(inputs, outputs, (1,), rngs=rngs) if inputs != outputs else None
 
     def __call__(self, x: Float[Array, "n h c"], condition: Float[Array, "n e"]) -> Float[Array, "n h d"]:
         scale, shift = jnp.split(self.film(jax.nn.mish(condition))[:, None], 2, axis=-1)  # n 1 d
@@ -79,8 +82,8 @@ class ConditionalUnet1d(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.step_width, self.shortest = step_width, 2 ** (len(widths) - 1)
-        self.step_in = nnx.Linear(step_width, 4 * step_width, rngs=rngs)
-        self.step_out = nnx.Linear(4 * step_width, step_width, rngs=rngs)
+        self.step_in = _linear(step_width, 4 * step_width, rngs=rngs)
+        self.step_out = _linear(4 * step_width, step_width, rngs=rngs)
         width = condition_width + step_width
 
         def blocks(*sizes: int) -> Any:
@@ -90,7 +93,7 @@ class ConditionalUnet1d(nnx.Module):
 
         def change_length(kind: type[nnx.Conv] | type[nnx.ConvTranspose], size: int, width: int) -> nnx.Module:
             padding = 1 if kind is nnx.Conv else "SAME"
-            return kind(width, width, (size,), 2, padding=padding, rngs=rngs)
+            return kind(width, width, (size,), 2, padding=padding, kernel_init=TORCH_INIT, rngs=rngs)
 
         self.down = nnx.List([blocks(a, b, b) for a, b in itertools.pairwise([action_dim, *widths])])
         self.shorten = nnx.List([change_length(nnx.Conv, 3, width) for width in widths[:-1]])
@@ -98,7 +101,7 @@ class ConditionalUnet1d(nnx.Module):
         self.up = nnx.List([blocks(2 * b, a, a) for a, b in list(itertools.pairwise(widths))[::-1]])
         self.lengthen = nnx.List([change_length(nnx.ConvTranspose, 4, width) for width in widths[-2::-1]])
         self.last_block = ConvBlock(widths[0], widths[0], kernel_size, 8, rngs=rngs)
-        self.outputs = nnx.Conv(widths[0], action_dim, (1,), rngs=rngs)
+        self.outputs = _conv(widths[0], action_dim, (1,), rngs=rngs)
 
     @jax.named_scope("unet")
     def __call__(
