@@ -18,7 +18,7 @@ from openpi_train.keys import for_purpose
 from openpi_train.nn.siglip import float_images
 from openpi_train.types import Observation
 
-Images = dict[str, UInt8[Array, "b *o height width 3"] | Float[Array, "b *o height width 3"]]
+Images = dict[str, UInt8[Array, "b *o _ _ 3"] | Float[Array, "b *o _ _ 3"]]
 # Rec. 601 luma: what a colour's brightness is to the eye.
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 

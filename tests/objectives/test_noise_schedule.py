@@ -51,10 +51,10 @@ def test_samplers_walk_as_diffusers_do(recorded, name, prediction):
                 row, noise = walk.table[index], values(f"noise {index}", (2, 3))
                 found = walk.step(row, found, model_output(found, step), noise)
             expected = recorded[f"{name}/{prediction}/{clip}/{sampler}/{num_steps}"]
-            # Both in float64, but diffusers rounded the last beta, 0.999, to float32 before: 1.3e-5 of what it leaves.
+            # Both in float64, but diffusers rounded the last beta, 0.999, to float32 before: 6.5e-6 of the signal left.
             scale = np.abs(expected).max()
             np.testing.assert_allclose(
-                found / scale, expected / scale, rtol=0, atol=5e-6, err_msg=f"{sampler} {num_steps} {clip}"
+                found / scale, expected / scale, rtol=0, atol=7e-6, err_msg=f"{sampler} {num_steps} {clip}"
             )
 
 
