@@ -204,7 +204,7 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack`: make the embedded dataset, build an index, repack for slow storage."""
+    """`data prepare|index|repack|merge|convert`: make the embedded dataset, build an index, repack, join, convert."""
     from openpi_train.tools.data import main
 
     return main(argv)

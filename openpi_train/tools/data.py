@@ -1,6 +1,6 @@
-"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage.
+"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`.
 
-Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`.
+Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|index|repack")
+    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
@@ -47,7 +47,27 @@ def _parser() -> argparse.ArgumentParser:
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
+    merge = what.add_parser("merge", help="join zarr replay buffers in one that keeps their tasks")
+    merge.add_argument("stores", nargs="+", metavar="[TASK=]PATH", help="a store; its task is the name up to - or .")
+    merge.add_argument("--prompt", action="append", default=[], metavar="TASK=TEXT", help="a task's instruction")
+    merge.add_argument("--chunk-rows", type=_at_least_1, help="rows of a chunk (default: as in the first store)")
+    merge.set_defaults(run=_merge)
+    convert = what.add_parser("convert", help="RoboTwin's HDF5 recordings to a zarr replay buffer")
+    convert.add_argument("recordings", type=Path, help="the folder of episode0.hdf5, ..., or the one above its data/")
+    convert.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
+    convert.add_argument("--task", help="the task's name (default: the folder's)")
+    convert.add_argument("--prompt", help="the task's instruction (default: its name in words)")
+    convert.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
+    convert.set_defaults(run=_convert)
+    for form in (merge, convert):
+        form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
     return parser
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _prepare(given: argparse.Namespace) -> None:
@@ -96,4 +116,40 @@ def _repack(given: argparse.Namespace) -> None:
     print(
         f"wrote {repack(_source(given), given.out, split=given.split)}; "
         f"train from it with --data.datasets.0.source.path {given.out}"
+    )
+
+
+def _merge(given: argparse.Namespace) -> None:
+    from openpi_train.data.zarr.merge import Part, merge
+
+    prompts = dict(_named_text(text) for text in given.prompt)
+    merge([Part.parse(text) for text in given.stores], given.out, prompts=prompts, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.out)
+
+
+def _convert(given: argparse.Namespace) -> None:
+    from openpi_train.data.zarr.robotwin import convert
+
+    task = given.task or given.recordings.resolve().name
+    prompt = given.prompt or task.replace("_", " ")
+    convert(given.recordings, given.out, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.out)
+
+
+def _named_text(text: str) -> tuple[str, str]:
+    name, separator, prompt = text.partition("=")
+    if not separator:
+        raise ValueError(f"--prompt {text!r} has no task before a =; give TASK=TEXT")
+    return name, prompt
+
+
+def _say_what_is_in(out: Path) -> None:
+    from openpi_train.data.zarr.layout import read_layout
+    from openpi_train.data.zarr.store import Store
+
+    layout = read_layout(Store(out))
+    tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)
+    print(
+        f"wrote {out}: {len(layout.episode_ends)} episodes, {layout.episode_ends[-1]} control steps, every block read "
+        f"back; tasks {tasks}; train from it with --dataset {out}"
     )

@@ -159,7 +159,8 @@ class Scan:
             if time.monotonic() - said > _REPORT_S:
                 said = time.monotonic()
                 logger.info("%s: %s, %d of %d rows read", self._store.root.name, name, first, info.shape[0])
-            block = np.concatenate(list(self._pieces(name, first, end, check)))
+            pieces = list(self._pieces(name, first, end, check))
+            block = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             take(block)
             for episode in self._touched(first, end) if digest else ():
                 mine = slice(max(self._starts[episode] - first, 0), self._layout.episode_ends[episode] - first)
@@ -195,7 +196,7 @@ class Scan:
     def _failed(self, name: str, first: int, end: int, error: ValueError) -> np.ndarray:
         hint = ""
         if isinstance(error, BadChunk) and "missing" in str(error):
-            hint = " (if zarr left out chunks of nothing but fill values, set the source's --...fill-missing True)"
+            hint = " (if zarr left out chunks of nothing but fill values, set the source's --...fill-missing)"
         for episode in self._touched(first, end):
             self.problems.setdefault(episode, f"data/{name}, rows {first}..{end - 1}: {error}{hint}")
         info, camera = self._store.arrays[f"data/{name}"], self._layout.cameras.get(name)
@@ -248,6 +249,6 @@ def _report(store: Store, layout: Layout, manifest: dict[str, Any], seconds: flo
         if info.chunk_rows > 1:
             copy_gib = info.shape[0] * np.prod([*layout.cameras[name].size, 3]) / 2**30
             logger.info(
-                "%s: a picture of %s costs the decompression of %d; --...decoded-copy True keeps them all decoded "
+                "%s: a picture of %s costs the decompression of %d; --...decoded-copy keeps them all decoded "
                 "beside the index (%.1f GiB), at the cost of none", store.root.name, name, info.chunk_rows, copy_gib,
             )  # fmt: skip

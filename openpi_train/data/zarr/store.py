@@ -25,7 +25,7 @@ EPISODE_ENDS = "meta/episode_ends"
 # A group's metadata files by format, and an array's.
 _GROUP_FILES = (".zgroup", "zarr.json")
 _ARRAY_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
-_BLOCK_BYTES = 1 << 26
+_BLOCK_BYTES = 1 << 25
 
 
 class BadChunk(ValueError):

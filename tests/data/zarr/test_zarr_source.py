@@ -1,6 +1,7 @@
 """The zarr source against stores that the zarr package wrote (`stores.py`)."""
 
 import argparse
+import dataclasses
 import logging
 import pickle
 
@@ -9,12 +10,19 @@ import pytest
 import zarr
 from stores import HEIGHT, LENGTHS, WIDTH, arms, push_t, write
 
+from openpi_train import registry
+from openpi_train.data.config import Dataset
 from openpi_train.data.formats import source_at
+from openpi_train.data.norm_stats import compute_norm_stats
+from openpi_train.data.rows import Rows
 from openpi_train.data.source import BadRecord
 from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.data.workers import LocalBatches
 from openpi_train.data.zarr import Zarr
+from openpi_train.data.zarr.source import ZarrSource
 from openpi_train.robots.pusht import PushT
 from openpi_train.robots.robotwin import RoboTwin
+from openpi_train.tools import check_run
 from openpi_train.tools import data as data_tool
 
 ROWS = sum(LENGTHS)
@@ -76,7 +84,7 @@ def test_push_t_opens_with_pictures_of_floats_and_its_other_columns(tmp_path, ca
 def test_a_decoded_copy_gives_the_same_frames_and_is_said_to_be_there(stores, cache, caplog):
     with caplog.at_level(logging.INFO):
         plain = Zarr(path=str(stores["v2.zarr"]), cache_dir=cache + "/a").open()
-        assert "a picture of head_camera costs the decompression of 4; --...decoded-copy True" in caplog.text
+        assert "a picture of head_camera costs the decompression of 4; --...decoded-copy" in caplog.text
     copied = Zarr(path=str(stores["v2.zarr"]), cache_dir=cache + "/a", decoded_copy=True).open()
     steps = np.array([5, 0, 26, 5])
     np.testing.assert_array_equal(copied.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
@@ -146,7 +154,7 @@ def test_missing_and_torn_chunks_cost_the_episodes_that_lie_in_them(tmp_path):
     said = str(caught.value)
     assert "2 episodes of" in said and "--data.on-bad-record skip" in said
     assert "episode 0: data/head_camera, rows 0..3: " in said and "is missing" in said
-    assert "fill-missing True" in said
+    assert "fill-missing" in said
     assert "episode 2: data/action, rows 24..26: " in said and "6.0" in said
     source = Zarr(path=str(path), cache_dir=str(tmp_path / "cache"), on_bad_record="skip").open()
     assert source.num_dropped == 2 and list(source.episode_ids) == [whole.episode_ids[1]]
@@ -196,3 +204,39 @@ def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(
     assert set(source.columns) == {"state", "action"}
     assert "data/text_feat is not in the index: 512 numbers wide" in caplog.text
     assert "data/goal is not in the index: a row per episode, not per step" in caplog.text
+
+
+def test_processes_read_their_rows_alone_and_stats_no_picture_at_all(stores, cache, tmp_path, monkeypatch):
+    shape = WindowShape(horizon=4, history=2, first_action=-1, pad_after=1)
+    windows = Windows(source=Zarr(path=str(stores["v2.zarr"]), cache_dir=cache).open(), robot=RoboTwin(), shape=shape)
+    spec = {
+        "image/head_camera": ((2, HEIGHT, WIDTH, 3), "uint8"),
+        "state": ((2, 14), "float32"),
+        "actions": ((4, 14), "float32"),
+    }
+    rows = Rows([windows], ["arms"], [1.0], [()], spec=spec, seed=3)
+    whole, _ = rows.batch(np.arange(8))
+    read = []
+    frames = ZarrSource.frames
+    monkeypatch.setattr(ZarrSource, "frames", lambda *given: read.append(given[1]) or frames(*given))
+    halves = [LocalBatches(rows, 8, np.arange(first, first + 4))[0]["columns"] for first in (0, 4)]
+    assert len(read) == 8  # one window per row, and no more
+    for name, values in whole.items():
+        np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), values)
+    read.clear()
+    stats, _ = compute_norm_stats([windows], [1.0], 10**6)
+    assert not read
+    steps = windows.steps
+    np.testing.assert_array_equal(stats["actions"].low, steps.actions.min(axis=0))
+    np.testing.assert_array_equal(stats["actions"].high, steps.actions.max(axis=0))
+
+
+def test_the_doctor_looks_at_it(stores, tmp_path):
+    dataset = Dataset(source=Zarr(path=str(stores["v2.zarr"]), cache_dir=str(tmp_path)), robot=RoboTwin())
+    debug = registry.load("debug")
+    experiment = dataclasses.replace(debug, data=dataclasses.replace(debug.data, datasets=(dataset,)))
+    found = [finding.text for finding in check_run.data(experiment)]
+    assert any("v2.zarr: there, but not indexed yet, or changed since" in text for text in found)
+    dataset.source.open()
+    found = [finding.text for finding in check_run.data(experiment)]
+    assert "v2.zarr: 3 episodes, " in " ".join(found)
