@@ -147,4 +147,5 @@ def expected_places(maps: Float[Array, "b height width k"]) -> Float[Array, "b k
 
 def _max_pool(x: Float[Array, "b height width c"]) -> Float[Array, "b h2 w2 c"]:
     """The largest of 3 x 3, every second pixel."""
-    return nnx.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+    window, strides, padding = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding)

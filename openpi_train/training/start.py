@@ -64,7 +64,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     with phase("preparing the run", abandonable=True):
         experiment = in_steps(fit(experiment, request))
         request = dataclasses.replace(
-            request, experiment=request.experiment | {"num_train_steps": experiment.num_train_steps}
+            request, experiment={**request.experiment, "num_train_steps": experiment.num_train_steps}
         )
         prepared = prepare(experiment, world)
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
