@@ -1,7 +1,7 @@
 """Diffusion policies on zarr replay buffers: RoboTwin's two arms (`robot_dp`), Push-T (`pusht_dp`), and tiny ones.
 
 Give the store with --dataset PATH. Sizes and settings are RoboTwin's (`policy/DP`, branch stable_2.0) and
-diffusion_policy's (5ba07ac); docs/diffusion_policy.md says what differs.
+diffusion_policy's; docs/diffusion_policy.md says what differs.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ from openpi_train.optim import AdamW, EmaWarmup, LRSchedule
 from openpi_train.robots.pusht import PushT
 from openpi_train.robots.robotwin import RoboTwin
 
+_SIX_TASKS = Zarr(path="data/six_tasks.zarr")
+
 robot_dp_14 = Experiment(
     model=DiffusionPolicyConfig(action_dim=14),
     objective=Diffusion(),
     data=DataConfig(
-        datasets=(Dataset(source=Zarr(path="data/six_tasks.zarr"), robot=RoboTwin(dims=14)),),
+        datasets=(Dataset(source=_SIX_TASKS, robot=RoboTwin(dims=14)),),
         validation_fraction=0.02,
         tokenizer="bytes",  # reads no text
     ),
@@ -44,10 +46,7 @@ Hardware: one GPU; several with `launch local --processes N`. Time and result: n
 robot_dp_10 = dataclasses.replace(
     robot_dp_14,
     model=DiffusionPolicyConfig(action_dim=10),
-    data=dataclasses.replace(
-        robot_dp_14.data,
-        datasets=(Dataset(source=Zarr(path="data/six_tasks.zarr"), robot=RoboTwin(dims=10)),),
-    ),
+    data=dataclasses.replace(robot_dp_14.data, datasets=(Dataset(source=_SIX_TASKS, robot=RoboTwin(dims=10)),)),
 )
 """The same for an end pose of 10 dims.
 
@@ -58,10 +57,7 @@ Hardware: as robot_dp_14. Time and result: not yet measured.
 robot_dp_16 = dataclasses.replace(
     robot_dp_14,
     model=DiffusionPolicyConfig(action_dim=16),
-    data=dataclasses.replace(
-        robot_dp_14.data,
-        datasets=(Dataset(source=Zarr(path="data/six_tasks.zarr"), robot=RoboTwin(dims=16)),),
-    ),
+    data=dataclasses.replace(robot_dp_14.data, datasets=(Dataset(source=_SIX_TASKS, robot=RoboTwin(dims=16)),)),
 )
 """The same for both arms of 7 joints and a gripper.
 

@@ -36,8 +36,7 @@ def _convolution_flops(equation: Any) -> float:
     """
     kernel, params = equation.invars[1].aval.shape, equation.params
     weights = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
-    zeros = math.prod(params["lhs_dilation"]) * params["batch_group_count"]
-    return 2 * equation.outvars[0].aval.size * weights / zeros
+    return 2 * equation.outvars[0].aval.size * weights / math.prod(params["lhs_dilation"])
 
 
 def _runs(equation: Any) -> int:

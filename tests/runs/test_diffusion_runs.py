@@ -1,6 +1,7 @@
 """Diffusion policies through the command line: one command per store, the same run on 1 and 4 processes and resumed."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,10 @@ LENGTH = ("--num-train-steps", str(STEPS))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return {"OPENPI_TRAIN_HOME": str(tmp_path_factory.mktemp("home"))}
+    # Eigen splits the sums of a convolution's gradient by the number of threads, of which a process has as many as
+    # devices or cores: with one thread, what is left is what the processes do.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_multi_thread_eigen=false"
+    return {"OPENPI_TRAIN_HOME": str(tmp_path_factory.mktemp("home")), "XLA_FLAGS": flags}
 
 
 @pytest.fixture(scope="module")
