@@ -27,7 +27,7 @@ test: lint
 	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess'
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess' --numprocesses 2 --dist loadfile
 
 # The quick suite on the newest Python and jax, in an environment of its own.
 newest:

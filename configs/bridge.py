@@ -59,3 +59,15 @@ pi05_bridge = Experiment(
 Command: python -m openpi_train pi05_bridge --exp-name x --fsdp-devices 8
 Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
+
+pi05_bridge_lora = dataclasses.replace(
+    pi05_bridge,
+    model=Pi0Config(pi05=True, paligemma_variant="gemma_2b_lora", action_expert_variant="gemma_300m_lora"),
+    ema_decay=None,
+    batch_size=32,
+)
+"""pi0.5 with low-rank adapters in both experts, on BridgeData V2's own pose deltas.
+
+Command: python -m openpi_train pi05_bridge_lora --exp-name x --weight-loader.params-path pi05_base/params
+Hardware: one 48 GB GPU at a small batch. Time and result: not yet measured.
+"""

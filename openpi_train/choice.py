@@ -1,11 +1,13 @@
-"""Experiments that differ in nothing but the robot's dims under one name: the dataset says which one is meant.
+"""The dataset that a command line names: an experiment on it, and which one, where a name stands for several.
 
 Read next: `registry.py`, which loads them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
+from openpi_train.data.formats import source_at
 from openpi_train.data.source import SourceConfig
 from openpi_train.experiment import Experiment
 from openpi_train.runtime.exits import DataError, reported_as
@@ -42,3 +44,22 @@ class ByActionDim:
                 "or write an experiment for this one"
             )
         return shape[0], self.experiments[shape[0]]
+
+
+def source_of(path: str) -> SourceConfig:
+    """The dataset at `path`, its format detected. Raises DataError where there is none."""
+    with reported_as(DataError):
+        return source_at(path)
+
+
+def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:
+    """The source at the path that the flags give the first dataset, where they do."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    path = dict(itertools.pairwise(words)).get("--data.datasets.0.source.path")
+    return source if path is None else dataclasses.replace(source, path=path)  # pyright: ignore[reportCallIssue]
+
+
+def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
+    """The experiment on this dataset alone, with its first dataset's robot and norm stats of its own."""
+    first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
+    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))

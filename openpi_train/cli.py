@@ -5,7 +5,6 @@ Nothing heavy is imported before the arguments are understood, so that every ver
 
 import argparse
 import dataclasses
-import itertools
 import logging
 import os
 import sys
@@ -117,6 +116,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     import tyro
 
+    from openpi_train.choice import moved, on_dataset, source_of
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
@@ -124,15 +124,15 @@ def parse_experiment(name: str, argv: Sequence[str]):
     if wants_help:
         print(_process_parser().format_help() + _base_parser().format_help())
     base, argv = _base_parser().parse_known_args(argv)
-    source = None if base.dataset is None else _source_at(base.dataset)
-    default = registry.load(name, lambda own: source or _moved(own, argv), any_dims=wants_help)
+    source = None if base.dataset is None else source_of(base.dataset)
+    default = registry.load(name, lambda own: source or moved(own, argv), any_dims=wants_help)
     if base.deepspeed is not None:
         given = argv if base.optimizer is None else [*argv, "--optimizer", base.optimizer]
         base, argv = _base_parser().parse_known_args(_from_deepspeed(base.deepspeed, given))
     if base.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(base.optimizer, default.optimizer))
     if source is not None:
-        default = _on_dataset(default, source)
+        default = on_dataset(default, source)
     return tyro.cli(
         Experiment,
         default=of_one_length(default, argv),
@@ -141,26 +141,6 @@ def parse_experiment(name: str, argv: Sequence[str]):
         # A blank line between lines: the help would run them together.
         description=registry.description(name).replace("\n", "\n\n"),
     )
-
-
-def _source_at(path: str):
-    from openpi_train.data.formats import source_at
-
-    with reported_as(DataError):
-        return source_at(path)
-
-
-def _moved(source, argv: Sequence[str]):
-    """The source where the flags say that it lies."""
-    words = [part for word in argv for part in word.split("=", 1)]
-    path = dict(itertools.pairwise(words)).get("--data.datasets.0.source.path")
-    return source if path is None else dataclasses.replace(source, path=path)
-
-
-def _on_dataset(experiment, source):
-    """The experiment on this dataset alone, with its first dataset's robot and norm stats of its own."""
-    first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
-    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))
 
 
 def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:

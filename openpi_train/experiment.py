@@ -92,7 +92,8 @@ class Experiment:
     ema_decay: float | None = 0.99
     # How that decay is reached.
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
-    # Regex of parameter paths to keep fixed, beside those that the model keeps fixed itself (LoRA).
+    # What to keep fixed, beside what the model keeps fixed itself (LoRA): a regex of parameter paths, or a name of the
+    # model's own: `vision`, `language`, or `backbone`, which is both and leaves the action expert to train.
     freeze: str | None = None
 
     # Of initial parameters, row order, noise, times and augmentation.
@@ -169,9 +170,11 @@ class Experiment:
         return self.model.frozen(path) or self.freezes(path)
 
     def freezes(self, path: str) -> bool:
-        """Whether `freeze` matches the whole of our path, or of the published name."""
-        names = (path, self.model.public_name(path))
-        return self.freeze is not None and any(re.fullmatch(self.freeze, name) for name in names)
+        """Whether `freeze` matches the whole of our path, or of the published name; or names a group with the path."""
+        if self.freeze is None:
+            return False
+        pattern = self.model.parameter_groups.get(self.freeze, self.freeze)
+        return any(re.fullmatch(pattern, name) for name in (path, self.model.public_name(path)))
 
     def check(self, num_devices: int) -> None:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""

@@ -32,8 +32,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first, Slurm's before all: they wait, and the others fill that time."""
+    """Files that start processes come first, Slurm's before all: they wait, and the others fill that time.
+
+    They may fail once: RERUN in the summary. Find out why whenever it is there.
+    """
     waiting = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    for item in items:
+        # What several processes do in time depends on what else the machine does. A second try is told as RERUN.
+        if item.get_closest_marker("multiprocess"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: (item.path.parent.name != "slurm", item.path not in waiting))
 
 

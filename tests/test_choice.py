@@ -2,17 +2,20 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
 from openpi_train import cli, registry
 from openpi_train.runtime.exits import DataError
 
+STORES = Path(__file__).parent / "data" / "zarr" / "fixtures"
 FILE = """
 import dataclasses
 from openpi_train.choice import ByActionDim
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
+from openpi_train.data.zarr import Zarr
 from openpi_train_configs.debug import debug
 
 
@@ -25,6 +28,15 @@ arm_7 = dataclasses.replace(on(7), batch_size=16)
 arm_14 = dataclasses.replace(on(14), batch_size=24)
 arm = ByActionDim(experiments={7: arm_7, 14: arm_14})
 '''A toy on one arm or two.'''
+
+def stored(dims):
+    dataset = dataclasses.replace(debug.data.datasets[0], source=Zarr(path="nowhere.zarr"))
+    return dataclasses.replace(debug, batch_size=dims, data=dataclasses.replace(debug.data, datasets=(dataset,)))
+
+
+robot_14, robot_16 = stored(14), stored(16)
+robot = ByActionDim(experiments={14: robot_14, 16: robot_16})
+'''A toy whose dataset the command line names.'''
 other = ByActionDim(experiments={10: on(9)})
 '''A toy whose own dataset it does not know.'''
 """
@@ -55,6 +67,17 @@ def test_fields_are_flags_of_the_chosen_one_and_help_needs_no_dataset(toys, caps
         cli.parse_experiment(f"{toys}:other", ["--help"])
     assert ended.value.code == 0
     assert "A toy whose own dataset it does not know" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dims", "form"),
+    [(14, "--dataset {}"), (16, "--data.datasets.0.source.path {}"), (16, "--data.datasets.0.source.path={}")],
+)
+def test_the_dataset_that_the_command_line_names_decides(toys, dims, form):
+    path = f"{STORES}/arms_{dims}.zarr"
+    experiment = cli.parse_experiment(f"{toys}:robot", ["--exp-name", "x", *form.format(path).split()])
+    assert (experiment.name, experiment.batch_size) == (f"robot_{dims}", dims)
+    assert experiment.data.datasets[0].source.path == path
 
 
 def test_unknown_dims_or_column_are_an_error_with_what_was_found_and_what_is_known(toys):

@@ -166,6 +166,7 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
             check_program(words[words.index("--") + 1 :], seen)
 
 
+@pytest.mark.slow
 def test_every_command_line_is_understood(only_parsing, capsys):
     found = commands()
     assert {name for name, _, _ in found} >= {"README.md", "launching.md", "data.md", "extending.md"}

@@ -93,6 +93,25 @@ def test_freeze_matches_our_path_and_openpis_name(experiment):
     assert "action_in_proj/kernel" not in paths
 
 
+def test_freeze_takes_the_names_of_the_models_parts(experiment):
+    paths = {
+        "vision": "image_encoder/position_embedding",
+        "language": "transformer/layers/experts/language/query/weight",
+        "table": "transformer/token_embedding",
+        "expert": "transformer/layers/experts/action/query/weight",
+        "head": "action_out_proj/kernel",
+    }
+    expected = {
+        "vision": {"vision"},
+        "language": {"language", "table"},
+        "backbone": {"vision", "language", "table"},
+        None: set(),
+    }
+    for freeze, parts in expected.items():
+        frozen = dataclasses.replace(experiment, freeze=freeze)
+        assert {part for part, path in paths.items() if frozen.is_frozen(path)} == parts
+
+
 def test_json_names_the_class_of_every_part(experiment):
     value = as_json(experiment)
     assert value["model"]["__class__"] == "Pi0Config"

@@ -11,7 +11,7 @@ import pytest
 from openpi_train import cli, registry
 from openpi_train.experiment import Experiment
 
-NAMES = ("pi0_bridge_traj", "pi0_bridge_traj_lora", "pi0_bridge_traj_tiny", "pi05_bridge", "debug")
+NAMES = ("pi0_bridge_traj", "pi0_bridge_traj_lora", "pi0_bridge_traj_tiny", "pi05_bridge", "pi05_bridge_lora", "debug")
 
 
 def test_the_promised_experiments_are_there_and_described():

@@ -53,6 +53,8 @@ class DataConfig:
     on_bad_record: Literal["error", "skip"] = "error"
     # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`.
     tokenizer: str = "google/paligemma-3b-pt-224"
+    # The most lengths that batches' text may have, chosen by the instructions; each is a compiled program more. 1: one.
+    text_lengths: int = 3
     # Never ask the hub (HF_HUB_OFFLINE=1 does the same).
     offline: bool = False
     # Norm stats of larger datasets are computed from this many samples, spread evenly.

@@ -15,6 +15,7 @@ from openpi_train.data.norm_stats import cached_norm_stats, report_notes
 from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
 from openpi_train.data.rows import Rows, RowSpec, RowTransform
 from openpi_train.data.source import SourceConfig
+from openpi_train.data.text_lengths import TextLengths, choose_lengths, shares_of_rows
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.windows import Windows, WindowShape
 
@@ -106,6 +107,36 @@ def open_data(
     return opened
 
 
+def in_text_lengths(
+    data: OpenedData, model: Any, tokenizer: Any, *, batch_size: int, most: int, draws: int = 1
+) -> OpenedData:
+    """The same data, training batches cut to one of at most `most` lengths of text where `model` can tell them.
+
+    Args: `draws` is the objective's `draws_per_row`, for what a token costs.
+    """
+    rows, robots = data.train, [window.robot for window in data.train.windows]
+    found = [
+        [model.prompt_tokens(tokenizer, text, len(robot.state_names)) for text in window.prompts]
+        for window, robot in zip(rows.windows, robots, strict=True)
+    ]
+    if model.prompt_length is None or any(None in tokens for tokens in found):
+        return data
+    tokens = tuple(np.array(of_dataset) for of_dataset in found)
+    numbers = [window.prompt_numbers(np.arange(len(window))) for window in rows.windows]
+    lengths = choose_lengths(
+        shares_of_rows(tokens, numbers, rows.mixture.weights.tolist()),
+        model.prompt_length,
+        batch_size=batch_size,
+        cost=lambda length: model.with_text_length(length).flops_per_row(len(data.cameras), draws),
+        most=most,
+    )
+    if len(lengths) == 1:
+        return data
+    shorter = {length: row_spec(model.with_text_length(length).batch_spec(1, data.cameras)) for length in lengths}
+    train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tokens), shorter)
+    return dataclasses.replace(data, train=train)
+
+
 def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     """The training windows of every dataset, in order."""
     return [
@@ -122,11 +153,7 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
 
 def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     """Every instruction of these datasets, with the number of state dims of the robot that it is given to."""
-    return [
-        (text, len(window.robot.state_names))
-        for window in windows
-        for text in (window.source.prompts if window.prompt is None else [window.prompt])
-    ]
+    return [(text, len(window.robot.state_names)) for window in windows for text in window.prompts]
 
 
 def _source(dataset: Dataset, on_bad_record: str) -> SourceConfig:

@@ -4,6 +4,7 @@ Rows are plain dictionaries of numpy arrays, so that data workers need neither j
 Read next: `opened.py` (who makes `Rows`), `feed.py` (who asks for them).
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from openpi_train.data import order
 from openpi_train.data.mixture import Mixture
 from openpi_train.data.source import BadRecord
+from openpi_train.data.text_lengths import TextLengths
 from openpi_train.data.windows import Windows
 
 Row = dict[str, Any]
@@ -48,6 +50,14 @@ class Rows:
         self.mixture = Mixture([len(window) for window in windows], weights, seed)
         self.spec, self.on_bad_record = dict(spec), on_bad_record
         self.identity = {"seed": seed, **(identity or {})}
+        self.text: TextLengths | None = None
+        self.shorter: Mapping[int, RowSpec] = {}
+
+    def in_lengths(self, text: TextLengths, shorter: Mapping[int, RowSpec]) -> "Rows":
+        """The same rows in batches of these lengths; `shorter` says for each what a row in it is."""
+        rows = copy.copy(self)
+        rows.text, rows.shorter = text, shorter
+        return rows
 
     @property
     def num_samples(self) -> int:
@@ -73,6 +83,21 @@ class Rows:
                 column[number] = row[name]
         return columns, skipped
 
+    def cut(self, columns: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of the batch at `positions`, as `batch` made them, less the padding that none in that batch needs."""
+        if self.text is None:
+            return dict(columns)
+        dataset, _, index = self.mixture.locate(positions)
+        spec = self.shorter[self._length(dataset, index)]
+        cut = {name: column[:, *map(slice, spec[name][0])] for name, column in columns.items()}
+        for name, column in columns.items():
+            if cut[name].shape != column.shape and np.count_nonzero(cut[name]) != np.count_nonzero(column):
+                raise ValueError(
+                    f"{name}: a row has more text than its instruction had when the run started; the data changed, or "
+                    "the tokenizer joins words. Start again with --resume, or set --data.text-lengths 1"
+                )
+        return cut
+
     def describe(self, positions: np.ndarray) -> list[str]:
         """Which sample stands at each position: dataset, file, record, episode, step."""
         dataset, epoch, index = self.mixture.locate(positions)
@@ -84,6 +109,15 @@ class Rows:
         counts = self.mixture.counts(num_positions)
         return {f"{number}_{name}": int(counts[number]) / num_positions for number, name in enumerate(self.names)}
 
+    def _length(self, dataset: np.ndarray, index: np.ndarray) -> int:
+        """The length of a batch with these samples' text; 0 where all batches are alike."""
+        if self.text is None:
+            return 0
+        prompt = np.empty_like(index)
+        for number in np.unique(dataset):
+            prompt[dataset == number] = self.windows[number].prompt_numbers(index[dataset == number])
+        return self.text.of(dataset, prompt)
+
     def _row(self, dataset: int, index: int, position: int, skipped: list[str]) -> Row:
         error: BadRecord | None = None
         for retry in range(_MAX_RETRIES):
@@ -94,10 +128,18 @@ class Rows:
                     raise BadRecord(f"{bad} (--data.on-bad-record skip replaces such rows by others)") from bad
                 error = bad
                 skipped.append(str(bad))
-            # The stand-in too is a function of seed, position and attempt alone.
-            draw = order.scramble(self.mixture.seed, _RETRY_STREAM, position, retry)
-            index = int(draw % np.uint64(self.mixture.sizes[dataset]))
+            index = self._stand_in(dataset, index, position, retry)
         raise BadRecord(f"{_MAX_RETRIES} rows in turn could not be read from {self.names[dataset]}; the last: {error}")
+
+    def _stand_in(self, dataset: int, index: int, position: int, retry: int) -> int:
+        """Another sample, its text no longer: a function of seed, position and attempt, so that all know its length."""
+        of, longest = np.array([dataset]), self._length(np.array([dataset]), np.array([index]))
+        for attempt in range(_MAX_RETRIES):
+            draw = order.scramble(self.mixture.seed, _RETRY_STREAM, position, retry + attempt * _MAX_RETRIES)
+            found = int(draw % np.uint64(self.mixture.sizes[dataset]))
+            if self._length(of, np.array([found])) <= longest:
+                return found
+        return index
 
     def _finished(self, dataset: int, index: int) -> Row:
         row = self.windows[dataset].row(index)

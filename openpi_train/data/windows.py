@@ -191,6 +191,17 @@ class Windows:
         """The instruction that holds at a control step."""
         return self.source.prompts[int(self.source.prompt_index[step])] if self.prompt is None else self.prompt
 
+    @property
+    def prompts(self) -> Sequence[str]:
+        """The distinct instructions of the dataset."""
+        return self.source.prompts if self.prompt is None else [self.prompt]
+
+    def prompt_numbers(self, samples: np.ndarray) -> np.ndarray:
+        """Which of `prompts` each sample has, int [n]."""
+        if self.prompt is not None:
+            return np.zeros(len(samples), np.int32)
+        return self.source.prompt_index[self.starts[samples]]
+
     def describe(self, sample: int) -> str:
         """Where a sample lies: file, record, episode, step."""
         return self.source.describe(int(self.starts[sample]))

@@ -39,7 +39,9 @@ class LocalBatches:
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         step = self.start + int(index)
-        columns, skipped = self.rows.batch(step * self.batch_size + self.row_numbers)
+        first = step * self.batch_size
+        columns, skipped = self.rows.batch(first + self.row_numbers)
+        columns = self.rows.cut(columns, first + np.arange(self.batch_size))
         return {"columns": columns | {"row": self.row_numbers.astype(np.int32)}, "skipped": skipped}
 
 

@@ -70,6 +70,24 @@ class ModelConfig(abc.ABC):
         del tokenizer, prompts
         return self
 
+    @property
+    def prompt_length(self) -> int | None:
+        """Text tokens of a row, padding included; None where they are always as many (default)."""
+        return None
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
+        """The most tokens of a row's text with this instruction; None (default) where only the finished row tells.
+
+        `num_state_dims` are those of its robot.
+        """
+        del tokenizer, prompt, num_state_dims
+        return None
+
+    def with_text_length(self, length: int) -> "ModelConfig":
+        """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
+        del length
+        return self
+
     @abc.abstractmethod
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix."""
@@ -114,6 +132,11 @@ class ModelConfig(abc.ABC):
     def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
         return dict(params)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        """Names that `--freeze` takes beside patterns, each with the pattern of paths that it stands for."""
+        return {}
 
     def frozen(self, path: str) -> bool:
         """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""

@@ -16,6 +16,7 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
+from openpi_train.data.text_lengths import rounded
 from openpi_train.models import pi0_names
 from openpi_train.models.base import ModelConfig, RowTransform
 from openpi_train.models.pi0_network import Pi0
@@ -28,9 +29,6 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.types import ActionBatch, action_batch
 
 logger = logging.getLogger(__name__)
-
-# Rows of prompts have a multiple of this many tokens: tensor cores take 8, and appended data then rarely recompiles.
-_PROMPT_UNIT = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,17 +185,29 @@ class Pi0Config(ModelConfig):
 
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
-        in_prompt = self.state_in_prompt
-        lengths = [tokenizer.longest_prompt(text, dims if in_prompt else None) for text, dims in prompts]
+        lengths = [tokenizer.longest_prompt(text, self._dims_in_prompt(dims)) for text, dims in prompts]
         longest = max(lengths, default=self.prompt_limit)
-        used = min(math.ceil(longest / _PROMPT_UNIT) * _PROMPT_UNIT, self.prompt_limit)
+        used = rounded(longest, self.prompt_limit)
         logger.info(
             "prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.prompt_limit
         )
-        return dataclasses.replace(self, used_token_len=used)
+        return self.with_text_length(used)
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
+
+    def with_text_length(self, length: int) -> "Pi0Config":
+        return dataclasses.replace(self, used_token_len=length)
+
+    def _dims_in_prompt(self, num_state_dims: int) -> int | None:
+        return num_state_dims if self.state_in_prompt else None
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return pi0_names.GROUPS
 
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""

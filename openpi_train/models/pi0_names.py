@@ -29,6 +29,10 @@ _EXPERT = {
 }
 _SUFFIX = {"language": "", "action": "_1"}
 
+_VISION, _LANGUAGE = "image_encoder/.*", "transformer/(token_embedding|.*/language/.*)"
+# What `--freeze` takes beside patterns: names of parts, with the patterns of our paths.
+GROUPS = {"vision": _VISION, "language": _LANGUAGE, "backbone": f"{_VISION}|{_LANGUAGE}"}
+
 
 def public_name(path: str) -> str:
     """openpi's name for a parameter of ours; the heads around the transformer have the same name in both."""

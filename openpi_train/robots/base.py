@@ -1,7 +1,7 @@
 """What every robot promises: its names and units, and both directions between its data and the model's.
 
-Read next: `bridge.py`, or `robotwin.py` for a plainer one. Arrays are numpy; everything is vectorised over leading
-axes, since norm statistics run over whole datasets while serving runs on one observation.
+Read next: `bridge.py`. Arrays are numpy; everything is vectorised over leading axes, since norm statistics run over
+whole datasets while serving runs on one observation.
 """
 
 import abc
@@ -78,17 +78,3 @@ class Robot(abc.ABC):
         offset = np.zeros((*state.shape[:-1], 1, width), state.dtype)
         offset[..., 0, : len(mask)] = np.where(mask, state[..., : len(mask)], 0)
         return offset
-
-
-def named_column(robot: Robot, columns: Mapping[str, np.ndarray], name: str, *shape: int) -> np.ndarray:
-    """A dataset's column, float32 [n, *shape]. Raises ValueError where it is missing or has another shape."""
-    if name not in columns:
-        listed = ", ".join(sorted(columns)) or "none"
-        raise ValueError(f"the {type(robot).__name__} robot reads the column {name!r}; the dataset has {listed}")
-    column = np.asarray(columns[name], np.float32)
-    if column.shape[1:] != shape:
-        raise ValueError(
-            f"column {name!r} has shape {list(column.shape[1:])} per step; the {type(robot).__name__} robot reads "
-            f"{list(shape)}"
-        )
-    return column

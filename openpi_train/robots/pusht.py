@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from openpi_train.robots.base import Robot, Steps, named_column
+from openpi_train.robots.base import Robot, Steps
 
 _AGENT = ("agent_x_px", "agent_y_px")
 _NUM_KEYPOINTS = 9
@@ -47,8 +47,19 @@ class PushT(Robot):
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions as recorded; every step may be a window's. The store's state has the block's pose, too."""
         del episode_ends
-        state = named_column(self, columns, "state", 5)[:, :2]
+        state = _column(columns, "state", 5)[:, :2]
         if self.keypoints:
-            points = named_column(self, columns, "keypoint", _NUM_KEYPOINTS, 2)
+            points = _column(columns, "keypoint", _NUM_KEYPOINTS, 2)
             state = np.concatenate([points.reshape(len(points), -1), state], axis=1)
-        return Steps(state=state, actions=named_column(self, columns, "action", 2), use=np.ones(len(state), bool))
+        return Steps(state=state, actions=_column(columns, "action", 2), use=np.ones(len(state), bool))
+
+
+def _column(columns: Mapping[str, np.ndarray], name: str, *shape: int) -> np.ndarray:
+    if name not in columns:
+        raise ValueError(f"the PushT robot reads the column {name!r}; the dataset has {', '.join(sorted(columns))}")
+    column = np.asarray(columns[name], np.float32)
+    if column.shape[1:] != shape:
+        raise ValueError(
+            f"column {name!r} has shape {list(column.shape[1:])} per step; the PushT robot reads {list(shape)}"
+        )
+    return column

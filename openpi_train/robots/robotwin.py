@@ -1,14 +1,12 @@
 """RoboTwin's two arms as its diffusion-policy stores record them: joints of both arms, or an end pose.
 
-Read next: `data/zarr/source.py`, which opens the stores; `bridge.py` for a robot whose actions are relative.
+Read next: `arm.py`, which reads the columns; `data/zarr/source.py`, which opens the stores.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
-from openpi_train.robots.base import Robot, Steps, named_column
+from openpi_train.robots.arm import Arm
 
 _SIDES = ("left", "right")
 _ROTATION = tuple(f"rotation_{number}" for number in range(6))
@@ -25,17 +23,17 @@ _LAYOUTS = {10: ("x_m", "y_m", "z_m", *_ROTATION, "gripper_fraction"), 14: _join
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RoboTwin(Robot):
+class RoboTwin(Arm):
     """Targets of all joints, absolute: an action is the state of the next step, as the stores have it."""
 
     # The model's camera slot: the store's pictures.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"head_camera": "head_camera"})
     # 14 or 16 for two arms of six or seven joints, 10 for an end pose.
     dims: int = 14
-    # The store's states.
-    state_column: str = "state"
-    # The store's actions.
-    action_column: str = "action"
+    # The store's arrays that make up the state.
+    state_columns: tuple[str, ...] = ("state",)
+    # The store's arrays that make up the action.
+    action_columns: tuple[str, ...] = ("action",)
 
     def __post_init__(self):
         if self.dims not in _LAYOUTS:
@@ -60,11 +58,3 @@ class RoboTwin(Robot):
     def delta_mask(self) -> None:
         """No dim: targets are absolute."""
         return None
-
-    def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded; every step may be a window's."""
-        del episode_ends
-        state, actions = (
-            named_column(self, columns, name, self.dims) for name in (self.state_column, self.action_column)
-        )
-        return Steps(state=state, actions=actions, use=np.ones(len(state), bool))

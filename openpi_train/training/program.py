@@ -1,17 +1,20 @@
-"""What the compiled training step computes and sends, read from the program itself: a run's `program.json`.
+"""The compiled training step, and what it computes and sends, read from the program itself: a run's `program.json`.
 
 Read next: `planning/flops.py` and `planning/traffic.py`, which count; `recorder.py`, which makes rates of it.
 """
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.traffic import collectives
+from openpi_train.training.state import TrainState
+from openpi_train.training.step import Metrics, StepFunction, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,38 @@ class Program:
             return words
         kinds = ", ".join(f"{kind} {size / 1e6:,.1f}" for kind, size in self.sent_bytes.items())
         return f"{words}; each device sends {sum(self.sent_bytes.values()) / 1e6:,.1f} MB ({kinds})"
+
+
+class Programs:
+    """The training step for batches of several shapes (see `data/text_lengths.py`), compiled ahead.
+
+    `longest` is the account of the one that computes most, `compiled` that program itself; `last` the account of the
+    one that was called last.
+    """
+
+    def __init__(self, trainer: Trainer, state_shardings: Any, state: TrainState, batches: Iterable[Any]):
+        """Compile the step for `batches`, trees of shapes. All processes must be given the same."""
+        self._steps: dict[Any, tuple[StepFunction, Program]] = {}
+        found: list[tuple[Program, Any]] = []
+        for batch in batches:
+            started = time.perf_counter()
+            traced = trainer.traced_step(state_shardings, state, batch)
+            compiled = traced.lower().compile()
+            program = Program.of(traced.jaxpr, compiled.as_text(), time.perf_counter() - started)
+            logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
+            self._steps[_shapes(batch)] = compiled, program
+            found.append((program, compiled))
+        self.longest, self.compiled = max(found, key=lambda one: one[0].model_flops)
+        self.last = self.longest
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step, by the program for this batch's shapes."""
+        step, self.last = self._steps[_shapes(batch)]
+        return step(state, batch)
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 
 def _sent_bytes(hlo: str) -> dict[str, float] | None:

@@ -46,26 +46,27 @@ class Recorder:
         self._row_names = row_names
         self._stop_on_nan = stop_on_nan
         self._pending: dict[int, Any] = {}
+        self._programs: list[Program] = []
         self._ahead: collections.deque[Any] = collections.deque()
         unread = unread or {"steps": [], "skipped_steps": 0}
         # Of the start before this one. JSON has no word for what is not finite: strings that `float` reads.
         self._before = [{name: float(value) for name, value in step.items()} for step in unread["steps"]]
         self.num_skipped: int = unread["skipped_steps"]
-        self._program: Program | None = None
         self._split = TimeSplit(wait_s, clock)
         self._last_step_at = 0.0
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note a step's metrics (device arrays). Blocks only while the devices are far behind."""
+    def add(self, step: int, metrics: Mapping[str, Any], program: Program | None = None) -> None:
+        """Note a step's metrics (device arrays) and program. Blocks only while the devices are far behind."""
         self._pending[step] = metrics
+        self._programs += [] if program is None else [program]
         self._ahead.append(metrics["loss"])
         if len(self._ahead) > MAX_STEPS_AHEAD:
             with self._split.of("device"):
                 jax.block_until_ready(self._ahead.popleft())
 
-    def begin(self, program: Program) -> None:
-        """The first step comes now, by this program: what came before is no step time."""
-        self._program, self._last_step_at = program, 0.0
+    def begin(self) -> None:
+        """The first step comes now: what came before is no step time."""
+        self._last_step_at = 0.0
         self._split.restart()
 
     def paused(self, part: Part) -> contextlib.AbstractContextManager[None]:
@@ -109,16 +110,17 @@ class Recorder:
 
     def _speed(self, parts: Mapping[str, float], stepping_s: float, num_steps: int) -> dict[str, float | None]:
         """The interval's times, and the rates that follow; `mfu` and `hfu` are None where the peak is unknown."""
-        interval_s, step_s, program = sum(parts.values()), stepping_s / num_steps, self._program
-        possible = step_s * self._peak_flops if self._peak_flops else None
+        interval_s, step_s = sum(parts.values()), stepping_s / num_steps
+        programs, self._programs = self._programs, []
+        possible = stepping_s * self._peak_flops if self._peak_flops and programs else None
         return {
             "time/step_s": step_s,
             "data/wait_s": parts["data"] / num_steps,
             "time/interval_s": interval_s,
             **{f"time/{part}_share": seconds / interval_s for part, seconds in parts.items()},
             "samples_per_s": self._batch_size / step_s,
-            "mfu": program.model_flops / possible if program and possible else None,
-            "hfu": program.executed_flops / possible if program and possible else None,
+            "mfu": sum(program.model_flops for program in programs) / possible if possible else None,
+            "hfu": sum(program.executed_flops for program in programs) / possible if possible else None,
         }
 
     def unread(self) -> dict[str, Any]:

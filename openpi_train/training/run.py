@@ -24,7 +24,7 @@ from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
-from openpi_train.training.program import Program
+from openpi_train.training.program import Programs
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
@@ -54,6 +54,9 @@ class Run:
     profiler: Profiler
     norm_stats: Mapping[str, Any]
     history: list[dict[str, Any]]
+    # The batches' shapes, if they have several (see `data/text_lengths.py`).
+    text_lengths: tuple[int, ...] = ()
+    programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -66,18 +69,21 @@ class Run:
         """The compiled step, with a log line for how long that took."""
         logger.info("compiling the training step (a first time can take minutes)")
         self.feed.start()  # data workers start meanwhile
-        started = time.perf_counter()
-        batch = self.experiment.model.batch_spec(self.experiment.batch_size, self.experiment.data.cameras)
-        traced = self.trainer.traced_step(self.layout.shardings, state, batch)
-        compiled = traced.lower().compile()
-        program = Program.of(traced.jaxpr, compiled.as_text(), time.perf_counter() - started)
-        logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
+        batches = self._batch_specs()
+        self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
         if jax.process_index() == 0:
-            write_json(self.directory / "program.json", dataclasses.asdict(program))
-            check_plan(self.directory / "plan.json", compiled, bytes_per_device(batch, self.trainer.plan.batch))
+            batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
+            write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
+            check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
         gather("the compiled training step", None)  # gloo would give up on those who compile 30 s longer than others
-        self.recorder.begin(program)
-        return compiled
+        self.recorder.begin()
+        return self.programs
+
+    def _batch_specs(self) -> list[Any]:
+        """A batch of each length of text, as a tree of shapes."""
+        experiment, model = self.experiment, self.experiment.model
+        models = [model.with_text_length(length) for length in self.text_lengths] or [model]
+        return [model.batch_spec(experiment.batch_size, experiment.data.cameras) for model in models]
 
     @contextlib.contextmanager
     def taking(self, step: int) -> Iterator[None]:
@@ -88,7 +94,7 @@ class Run:
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note what a step reported (device arrays), and show how far the run is."""
         self.step = step
-        self.recorder.add(step, metrics)
+        self.recorder.add(step, metrics, self.programs and self.programs.last)
         phases.step_done(step)
         self.progress.advance(step, step_s=self.recorder.last_step_s())
 

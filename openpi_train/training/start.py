@@ -16,7 +16,7 @@ import jax
 from openpi_train.data.feed import Feed
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedData, open_data, open_windows, prompts
+from openpi_train.data.opened import OpenedData, in_text_lengths, open_data, open_windows, prompts
 from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
@@ -144,6 +144,7 @@ def start(
             wait=recorder.wait,
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
+        text_lengths=data.train.text.lengths if data.train.text else (),
         norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
     )
 
@@ -179,6 +180,14 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             normalization=model.normalization,
             assets_dir=experiment.assets_dir,
             windows=windows,
+        )
+        data = in_text_lengths(
+            data,
+            model,
+            tokenizer,
+            batch_size=experiment.batch_size,
+            most=config.text_lengths,
+            draws=experiment.objective.draws_per_row,
         )
     return dataclasses.replace(data, model=model)
 

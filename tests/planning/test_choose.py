@@ -18,6 +18,8 @@ from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.prepare import choose, whole_layout
 
+pytestmark = pytest.mark.slow
+
 PI0 = 3_238_048_528
 AUTO = dataclasses.replace(debug.model, remat="auto")
 

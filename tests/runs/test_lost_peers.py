@@ -43,7 +43,7 @@ def test_a_silent_process_is_named_by_the_others(tmp_path, victim):
         run.await_training()
         run.send(victim, signal.SIGSTOP)
         assert run.codes(BOUND_S, victim) == [PEER_LOST], run.said()
-        # In a step that others wait in, being silent and being stuck are one; its first step may fall between two beats.
+        # In a step that others wait in, being silent and being stuck are one; the first may fall between two beats.
         how = r"(was lost|is stuck) \(training(, step \d+)?\): .*nothing was heard of it for \d+ s"
         run.check_last_words(1 - victim, rf"process {victim} on {HOST} {how}")
 

@@ -38,8 +38,8 @@ def test_a_store_trains_alike_on_one_process_and_two_with_workers(tmp_path, arms
     home = {"OPENPI_TRAIN_HOME": str(tmp_path / "home")}
     store = FIXTURES / "arms_16.zarr"
     train(tmp_path / "1", arms, "--dataset", store, devices=2, **home)
-    copied = ("--data.datasets.0.source.decoded-copy", "--num-workers", "1")
-    train(tmp_path / "2", arms, "--dataset", store, *copied, processes=2, **home)
+    read = ("--data.datasets.0.source.decoded-copy", "False", "--num-workers", "1")
+    train(tmp_path / "2", arms, "--dataset", store, *read, processes=2, **home)
     alone = losses(tmp_path / "1", "arms_16")
     assert set(alone) == {1, 2}
     assert losses(tmp_path / "2", "arms_16") == alone

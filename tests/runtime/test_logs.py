@@ -9,6 +9,7 @@ from openpi_train.runtime import logs, phases
 def restored_logging():
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
+    phases.at_step(0)  # where a run of another test got to is still known
     yield
     for handler in [handler for handler in root.handlers if handler not in handlers]:
         root.removeHandler(handler)

@@ -12,6 +12,8 @@ from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.strategy import CUT
 from openpi_train.tools import ahead, plan, plan_text
 
+pytestmark = pytest.mark.slow
+
 AUTO = ("--model.remat", "auto")
 
 

@@ -16,6 +16,8 @@ from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.init import create_state
 from openpi_train.training.step import num_updates
 
+pytestmark = pytest.mark.slow
+
 CONFIG = toy.LinearConfig()
 NUM_PARAMS = 3 * 16 + 4
 

@@ -23,6 +23,8 @@ from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import create_state, lay_out
 from openpi_train.training.prepare import check_host_memory
 
+pytestmark = pytest.mark.slow
+
 CONFIG = toy.StackedConfig(depth=2)
 SPEC = CONFIG.batch_spec(strategies.ROWS, ())
 LARGE_MIB = 1e-3  # only the token table and the stacked kernel are as large

@@ -106,11 +106,16 @@ def test_every_second_of_an_interval_belongs_to_one_part(monkeypatch):
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: (clock.move(1.0), device_get(x))[1])
     clock.move(1000.0)
-    recorder.begin(Program(model_flops=6e11, executed_flops=8e11, sent_bytes={}, compile_s=1.0))
+    recorder.begin()
+    # Two programs take turns: rates are of what was computed.
+    programs = [
+        Program(model_flops=flops, executed_flops=2e11 + flops, sent_bytes={}, compile_s=1.0) for flops in (5e11, 7e11)
+    ]
     for step in range(1, 5):  # the host waits for the devices at the third and the fourth
         clock.wait_for_data(0.5)
         clock.move(0.25)
-        recorder.add(step, {"loss": np.float32(1), "skipped": np.float32(0), "tokens": np.float32(100 * step)})
+        metrics = {"loss": np.float32(1), "skipped": np.float32(0), "tokens": np.float32(100 * step)}
+        recorder.add(step, metrics, programs[step % 2])
     with recorder.paused("evaluation"):
         clock.move(7.0)
     with recorder.paused("checkpoint"):
@@ -134,7 +139,8 @@ def test_every_second_of_an_interval_belongs_to_one_part(monkeypatch):
 
 def test_without_a_known_peak_the_share_of_it_is_unknown():
     recorder = make_recorder()
-    recorder.begin(Program(model_flops=6e11, executed_flops=8e11, sent_bytes=None, compile_s=1.0))
-    recorder.add(1, {"loss": np.float32(1), "skipped": np.float32(0)})
+    recorder.begin()
+    program = Program(model_flops=6e11, executed_flops=8e11, sent_bytes=None, compile_s=1.0)
+    recorder.add(1, {"loss": np.float32(1), "skipped": np.float32(0)}, program)
     line = recorder.read()
     assert (line["mfu"], line["hfu"]) == (None, None)

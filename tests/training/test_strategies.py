@@ -16,6 +16,8 @@ from openpi_train.launch.processes import free_port
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_bytes
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(strategies.__file__)
 
 

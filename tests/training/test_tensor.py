@@ -21,6 +21,8 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state, lay_out
 from openpi_train.types import action_batch, flatten_rows
 
+pytestmark = pytest.mark.slow
+
 ROWS, CAMERAS = 16, ("base_0_rgb",)
 SIZES = {"depth": 2, "mlp_dim": 32, "num_heads": 4, "head_dim": 8}
 PI0 = Pi0Config(

@@ -8,13 +8,14 @@ Read next: `data/tables.py` (how the arrays lie on disk), `source.py` (the reade
         episode_ends.npy int64 [episodes]      episode_ids.npy <U32 [episodes]
         first_rows.npy int64 [episodes]        the store's row of each episode's first step
         columns/<name>.npy [steps, ...]        prompt_index.npy int32 [steps]    prompts.json
-        frames/<camera>.bin                    with `decoded_copy`: all rows' pictures, uint8, one after the other
+        frames/<camera>.bin                    the decoded copy: all rows' pictures, uint8, one after the other
 """
 
 import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -33,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _REPORT_S = 5.0
+_MOST_OF_FREE_DISK = 0.25
 
 
-def open_index(store: Store, *, cache_dir: Path, decoded_copy: bool, check_crc: bool = True) -> tables.Tables:
+def open_index(store: Store, *, cache_dir: Path, decoded_copy: bool | None, check_crc: bool = True) -> tables.Tables:
     """The index of a store: the cached one where it is fresh, else built first by reading every chunk once.
 
     Raises FileNotFoundError where there is no store, ValueError for one that is no replay buffer, BadRecord where no
@@ -52,7 +54,7 @@ def open_index(store: Store, *, cache_dir: Path, decoded_copy: bool, check_crc: 
     return tables.open_tables(place, manifest, check_crc=check_crc)
 
 
-def is_fresh(store: Store, *, cache_dir: Path, decoded_copy: bool) -> bool:
+def is_fresh(store: Store, *, cache_dir: Path, decoded_copy: bool | None) -> bool:
     """Whether `open_index` has nothing to build. Raises as it does for what is no replay buffer."""
     if _fresh_manifest(_place(store, cache_dir, decoded_copy), store) is not None:
         return True
@@ -60,7 +62,7 @@ def is_fresh(store: Store, *, cache_dir: Path, decoded_copy: bool) -> bool:
     return False
 
 
-def _place(store: Store, cache_dir: Path, decoded_copy: bool) -> Path:
+def _place(store: Store, cache_dir: Path, decoded_copy: bool | None) -> Path:
     options = f"{store.root.resolve()} {store.fill_missing} {decoded_copy}"
     return cache_dir / f"{store.root.name}-{hashlib.sha256(options.encode()).hexdigest()[:12]}"
 
@@ -74,14 +76,15 @@ def _fresh_manifest(place: Path, store: Store) -> dict[str, Any] | None:
         logger.info("%s changed since its index was built: reading it again", store.root)
         return None
     for name, (size, mtime_ns) in manifest["decoded"].items():
-        found = (place / manifest["tables"] / name).stat()
-        if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-            logger.info("%s was changed: reading the store again", place / manifest["tables"] / name)
+        path = place / manifest["tables"] / name
+        found = path.stat() if path.is_file() else None
+        if found is None or (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+            logger.info("%s was changed or removed: reading the store again", path)
             return None
     return manifest
 
 
-def _build(store: Store, place: Path, decoded_copy: bool) -> dict[str, Any]:
+def _build(store: Store, place: Path, decoded_copy: bool | None) -> dict[str, Any]:
     """Read the whole store and put the new manifest in place."""
     started, stamp = time.monotonic(), store.stamp()
     layout = read_layout(store)
@@ -89,12 +92,14 @@ def _build(store: Store, place: Path, decoded_copy: bool) -> dict[str, Any]:
     temporary = place / f".tables-{key}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    scan = Scan(store, layout)
+    scan, copies = Scan(store, layout), decoded_copy
+    if copies is None:
+        copies = _copy_is_worth_it(store, layout, place)
     for name in layout.cameras:
         path = temporary / "frames" / f"{name}.bin"
-        if decoded_copy:
+        if copies:
             path.parent.mkdir(exist_ok=True)
-        with path.open("wb") if decoded_copy else open(os.devnull, "wb") as file:
+        with path.open("wb") if copies else open(os.devnull, "wb") as file:
             scan.array(name, lambda block, file=file: file.write(np.ascontiguousarray(block).data))
     for name in layout.columns:
         scan.array(name)
@@ -195,7 +200,7 @@ class Scan:
 
     def _failed(self, name: str, first: int, end: int, error: ValueError) -> np.ndarray:
         hint = ""
-        if isinstance(error, BadChunk) and "missing" in str(error):
+        if isinstance(error, BadChunk) and str(error).endswith("is missing"):
             hint = " (if zarr left out chunks of nothing but fill values, set the source's --...fill-missing)"
         for episode in self._touched(first, end):
             self.problems.setdefault(episode, f"data/{name}, rows {first}..{end - 1}: {error}{hint}")
@@ -244,11 +249,21 @@ def _report(store: Store, layout: Layout, manifest: dict[str, Any], seconds: flo
     )
     for name, why in layout.skipped.items():
         logger.info("%s: data/%s is not in the index: %s", store.root.name, name, why)
-    for name in {} if manifest["decoded"] else layout.cameras:
-        info = store.arrays[f"data/{name}"]
-        if info.chunk_rows > 1:
-            copy_gib = info.shape[0] * np.prod([*layout.cameras[name].size, 3]) / 2**30
-            logger.info(
-                "%s: a picture of %s costs the decompression of %d; --...decoded-copy keeps them all decoded "
-                "beside the index (%.1f GiB), at the cost of none", store.root.name, name, info.chunk_rows, copy_gib,
-            )  # fmt: skip
+
+
+def _copy_is_worth_it(store: Store, layout: Layout, place: Path) -> bool:
+    """Whether reading a picture would decompress others with it, and a decoded copy leaves room on the disk."""
+    pictures_of = {name: store.arrays[f"data/{name}"].chunk_rows for name in layout.cameras}
+    together = max(pictures_of.values(), default=1)
+    if together == 1:
+        return False
+    copy_bytes = sum(int(layout.episode_ends[-1]) * math.prod(camera.size) * 3 for camera in layout.cameras.values())
+    free_bytes = shutil.disk_usage(place).free
+    worth = copy_bytes <= _MOST_OF_FREE_DISK * free_bytes
+    logger.info(
+        "%s: a picture lies in a chunk with %d others; %s (%.1f GiB of %.1f free in %s; --...decoded-copy True or "
+        "False decides)", store.root.name, together - 1,
+        "all are kept decoded beside the index" if worth else "each row decompresses them, too", copy_bytes / 2**30,
+        free_bytes / 2**30, place,
+    )  # fmt: skip
+    return worth

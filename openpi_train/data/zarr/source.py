@@ -29,8 +29,9 @@ class Zarr(SourceConfig):
     path: str
     # Where the index is kept (the columns, and the decoded copy); None: $OPENPI_TRAIN_HOME/index.
     cache_dir: str | None = None
-    # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes.
-    decoded_copy: bool = False
+    # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes. None:
+    # where chunks hold several pictures, and the copy takes at most a quarter of the free disk.
+    decoded_copy: bool | None = None
     # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
     fill_missing: bool = False
     # Verify the index's checksums when it is opened.
@@ -74,11 +75,17 @@ class ZarrSource(StoredSource):
     def __init__(self, store: Store, index: tables.Tables):
         super().__init__(store.root, index)
         self._store = store
-        self._maps: dict[str, np.ndarray] = {}
         self.num_dropped = len(index.manifest["dropped"])
         self._cameras = {
             name: Camera((camera["size"][0], camera["size"][1]), camera["channels_first"])
             for name, camera in index.manifest["cameras"].items()
+        }
+        # Mapped now: another process may build the index anew meanwhile.
+        folder = index.root / index.manifest["tables"] / "frames"
+        copied = self._cameras if index.manifest["decoded"] else ()
+        self._decoded = {
+            name: np.memmap(folder / f"{name}.bin", np.uint8, "r").reshape(-1, *self._cameras[name].size, 3)
+            for name in copied
         }
 
     def __reduce__(self):
@@ -93,8 +100,8 @@ class ZarrSource(StoredSource):
         if not len(steps):
             return np.empty((0, *layout.size, 3), np.uint8)
         rows = self._rows(steps)
-        if self.stored.manifest["decoded"]:
-            return self._decoded(camera)[rows]
+        if self._decoded:
+            return self._decoded[camera][rows]
         try:
             return np.ascontiguousarray(pictures(camera, self._store.read(f"data/{camera}", rows), layout))
         except ValueError as error:
@@ -109,13 +116,6 @@ class ZarrSource(StoredSource):
         episodes = np.searchsorted(self.episode_ends, steps, side="right")
         starts = np.where(episodes > 0, self.episode_ends[episodes - 1], 0)
         return self.stored.arrays["first_rows"][episodes] + steps - starts
-
-    def _decoded(self, camera: str) -> np.ndarray:
-        """All pictures of a camera, memory-mapped."""
-        if camera not in self._maps:
-            path = self.stored.root / self.stored.manifest["tables"] / "frames" / f"{camera}.bin"
-            self._maps[camera] = np.memmap(path, np.uint8, "r").reshape(-1, *self._cameras[camera].size, 3)
-        return self._maps[camera]
 
 
 def _reopen(store: Store, place: Path, fingerprint: str) -> ZarrSource:

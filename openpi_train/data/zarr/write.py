@@ -192,7 +192,9 @@ def _disk_errors(work: Path, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # tensorstore's word for a full disk, too
-        raise OSError(f"cannot write {work}/{name}: {error}") from error
+        raise OSError(
+            f"cannot write {work}/{name}: {error}. Make room or give another --out; the same command goes on"
+        ) from error
 
 
 def _info(values: np.ndarray) -> ArrayInfo:

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from openpi_train.data.zarr.merge import Part, merge
 from openpi_train.data.zarr.store import BadChunk, Store
 from openpi_train.tools import data as data_tool
 
+ROOT = Path(__file__).resolve().parents[3]
 TASKS = ("blocks_ranking_rgb", "blocks_ranking_size", "hanging_mug", "place_cans", "stack_blocks", "stack_bowls")
 
 
@@ -28,11 +33,16 @@ def part_arrays(seed):
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """Six stores that differ in length, format, chunks and codec."""
+    """Six stores that differ in length, format, chunks and codec; one is a zip file."""
     folder = tmp_path_factory.mktemp("six")
     forms = [{}, {"form": 3}, {"chunk_rows": 9}, {"form": 3, "chunk_rows": 2, "shards": True}, {"chunk_rows": 50}, {}]
     return [
-        write(folder / f"{task}-demo_clean-{seed}.zarr", part_arrays(seed), lengths(seed), **forms[seed])
+        write(
+            folder / f"{task}-demo_clean-{seed}.zarr{'.zip' * (seed == 4)}",
+            part_arrays(seed),
+            lengths(seed),
+            **forms[seed],
+        )
         for seed, task in enumerate(TASKS)
     ]
 
@@ -184,3 +194,33 @@ def test_written_chunks_are_all_there_even_if_they_are_zero(tmp_path):
     metadata = json.loads((tmp_path / "out.zarr/data/state/.zarray").read_text())
     assert metadata["zarr_format"] == 2 and metadata["compressor"]["cname"] == "zstd"
     assert Zarr(path=str(tmp_path / "out.zarr"), cache_dir=str(tmp_path / "cache")).open().num_episodes == 3
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from openpi_train.data.zarr import store, write
+from openpi_train.data.zarr.merge import Part, merge
+
+store._BLOCK_BYTES, crc = 1, write._crc
+write._crc = lambda values: time.sleep(0.05) or crc(values)
+merge([Part.parse(path) for path in sys.argv[2:]], Path(sys.argv[1]), prompts={})
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_that_is_killed_while_merging_loses_a_block_and_no_more(six, tmp_path, small_blocks):
+    out = tmp_path / "six.zarr"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, out, *six], cwd=ROOT)
+    journal = tmp_path / "six.zarr.unfinished" / "journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not journal.is_file() or len(journal.read_text().split()) < 40:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    noted = len([line for line in journal.read_text().splitlines() if line.endswith("]")])
+    merge(parts(six), out, prompts={})
+    check_union(out)
+    assert noted >= 10
+    assert not list(out.rglob("*lock*"))

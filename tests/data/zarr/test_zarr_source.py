@@ -47,7 +47,10 @@ def stores(tmp_path_factory):
 
 
 def test_frames_and_columns_are_those_written_whatever_the_form(stores, cache):
-    expected, sources = arms(), [Zarr(path=str(path), cache_dir=cache).open() for path in stores.values()]
+    expected, sources = (
+        arms(),
+        [Zarr(path=str(path), cache_dir=cache, decoded_copy=False).open() for path in stores.values()],
+    )
     steps = np.random.default_rng(1).integers(0, ROWS, 40)
     for source in sources:
         assert source.episode_ends.tolist() == np.cumsum(LENGTHS).tolist()
@@ -77,25 +80,41 @@ def test_push_t_opens_with_pictures_of_floats_and_its_other_columns(tmp_path, ca
     points = np.concatenate([expected["keypoint"][10:12].reshape(2, 18), expected["state"][10:12, :2]], axis=1)
     np.testing.assert_array_equal(row["state"], points)
     np.testing.assert_array_equal(row["image/image"], frames[10:12])
-    with pytest.raises(ValueError, match=r"'state' has shape \[5\] per step; the RoboTwin robot reads \[14\]"):
+    with pytest.raises(ValueError, match=r"the RoboTwin robot has 14 state dims .*; the dataset gives 5: state 5"):
         _ = Windows(source=source, robot=RoboTwin(cameras={}), shape=WindowShape(horizon=4)).starts
 
 
-def test_a_decoded_copy_gives_the_same_frames_and_is_said_to_be_there(stores, cache, caplog):
-    with caplog.at_level(logging.INFO):
-        plain = Zarr(path=str(stores["v2.zarr"]), cache_dir=cache + "/a").open()
-        assert "a picture of head_camera costs the decompression of 4; --...decoded-copy" in caplog.text
-    copied = Zarr(path=str(stores["v2.zarr"]), cache_dir=cache + "/a", decoded_copy=True).open()
+def test_a_decoded_copy_gives_the_same_frames_and_is_made_where_there_is_room(stores, tmp_path, caplog, monkeypatch):
+    def opened(cache, **options):
+        source = Zarr(path=str(stores["v2.zarr"]), cache_dir=str(tmp_path / cache), **options).open()
+        return source, (tmp_path / cache).rglob("frames/head_camera.bin")
+
     steps = np.array([5, 0, 26, 5])
-    np.testing.assert_array_equal(copied.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
-    assert copied.fingerprint == plain.fingerprint
-    again = pickle.loads(pickle.dumps(copied))
-    np.testing.assert_array_equal(again.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
+    plain, copies = opened("no", decoded_copy=False)
+    assert not list(copies)
+    with caplog.at_level(logging.INFO):
+        copied, copies = opened("auto")
+    assert "v2.zarr: a picture lies in a chunk with 3 others; all are kept decoded beside the index (" in caplog.text
+    assert [path.stat().st_size for path in copies] == [ROWS * HEIGHT * WIDTH * 3]
+    for source in (copied, pickle.loads(pickle.dumps(copied))):
+        np.testing.assert_array_equal(source.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
+        assert source.fingerprint == plain.fingerprint
+    monkeypatch.setattr("openpi_train.data.zarr.index._MOST_OF_FREE_DISK", 0)
+    with caplog.at_level(logging.INFO):
+        _, copies = opened("full")
+    assert "each row decompresses them, too" in caplog.text and not list(copies)
+    copied, copies = opened("yes", decoded_copy=True)
+    path = next(iter(copies))
+    path.unlink()  # it is made again
+    np.testing.assert_array_equal(
+        opened("yes", decoded_copy=True)[0].frames(steps, "head_camera"), copied.frames(steps, "head_camera")
+    )
+    assert path.is_file()
 
 
 @pytest.mark.parametrize("name", ["v2.zarr", "v2.zarr.zip", "v3_shards.zarr"])
 def test_a_pickled_source_is_small_and_reads_the_same(stores, cache, name):
-    source = Zarr(path=str(stores[name]), cache_dir=cache).open()
+    source = Zarr(path=str(stores[name]), cache_dir=cache, decoded_copy=False).open()
     source.frames(np.array([0]), "head_camera")  # open handles stay behind
     data = pickle.dumps(source)
     assert len(data) < 1000
@@ -166,7 +185,7 @@ def test_missing_and_torn_chunks_cost_the_episodes_that_lie_in_them(tmp_path):
 
 def test_a_chunk_that_goes_bad_later_is_a_bad_record_only_when_touched(tmp_path):
     path = write(tmp_path / "a.zarr", arms())
-    source = Zarr(path=str(path), cache_dir=str(tmp_path / "cache")).open()
+    source = Zarr(path=str(path), cache_dir=str(tmp_path / "cache"), decoded_copy=False).open()
     (path / "data/head_camera/3.0.0.0").write_bytes(b"torn")
     source.frames(np.array([0, 11, 16]), "head_camera")
     with pytest.raises(BadRecord, match=r"a\.zarr, row 13, episode 1, step 4 of 5, head_camera: .*3\.0\.0\.0"):

@@ -1,0 +1,84 @@
+"""Batches of a run have text of several lengths: the same losses, on any number of processes, for less work."""
+
+import json
+
+import numpy as np
+import pytest
+from command import losses, places, train
+
+from openpi_train import cli
+from openpi_train.training.start import open_run_data
+
+EXPERIMENT = """
+import dataclasses
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.fake import FakeData
+from openpi_train.robots.bridge import Bridge
+from openpi_train_configs.debug import debug
+
+SIZE = {"image_height": 32, "image_width": 32}
+data = DataConfig(
+    datasets=(
+        Dataset(source=FakeData(**SIZE, bad_steps=tuple(range(60))), robot=Bridge(), prompt="tidy up", weight=15),
+        Dataset(source=FakeData(**SIZE, seed=1), robot=Bridge(), asset_id="b", prompt="tidy up the table and floor"),
+    ),
+    tokenizer="bytes",
+    on_bad_record="skip",
+    validation_fraction=0,
+)
+mixed = dataclasses.replace(debug, data=data, num_train_steps=6, save_interval=6)
+"""
+BATCH_SIZE, NUM_STEPS = 8, 6
+
+
+@pytest.fixture(scope="module")
+def name(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experiments") / "texts.py"
+    path.write_text(EXPERIMENT)
+    return f"{path}:mixed"
+
+
+def test_a_batch_is_cut_to_what_its_rows_need(tmp_path, name):
+    data = open_run_data(cli.parse_experiment(name, [*places(tmp_path)]))
+    rows = data.train
+    assert rows.text.lengths == (16, 32) and data.model.prompt_length == 32
+    for step in range(NUM_STEPS):
+        positions = step * BATCH_SIZE + np.arange(BATCH_SIZE)
+        columns, _ = rows.batch(positions)
+        cut = rows.cut({name: column[:3] for name, column in columns.items()}, positions)  # one process's part
+        dataset, _, _ = rows.mixture.locate(positions)
+        length = 32 if (dataset == 1).any() else 16
+        assert cut["prompt_tokens"].shape == cut["prompt_mask"].shape == (3, length)
+        assert not columns["prompt_mask"][:, length:].any()
+        assert cut["actions"].shape == (3, *columns["actions"].shape[1:])
+    assert open_run_data(cli.parse_experiment(name, [*places(tmp_path), "--data.text-lengths", "1"])).train.text is None
+
+
+def test_text_that_was_not_there_at_the_start_is_never_cut_off(tmp_path, name):
+    rows = open_run_data(cli.parse_experiment(name, [*places(tmp_path)])).train
+    positions = np.arange(BATCH_SIZE)
+    assert (rows.mixture.locate(positions)[0] == 0).all()
+    columns, _ = rows.batch(positions)
+    columns["prompt_mask"][2, 20] = True
+    with pytest.raises(ValueError, match=r"prompt_mask: a row has more text .* --data.text-lengths 1"):
+        rows.cut(columns, positions)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_losses_are_those_of_one_length_and_of_any_number_of_processes(tmp_path, name):
+    def run(where, *flags, processes=1):
+        done = train(tmp_path / where, name, *flags, processes=processes, devices=2 // processes)
+        return losses(tmp_path / where, "mixed"), done
+
+    one, done = run("one")
+    two, _ = run("two", processes=2)
+    whole, _ = run("whole", "--data.text-lengths", "1")
+    assert "text: batches have 16 or 32 tokens" in done.stderr
+    assert one == two and len(one) == NUM_STEPS
+    np.testing.assert_allclose(list(one.values()), list(whole.values()), rtol=1e-5)
+    flops = [
+        json.loads((tmp_path / where / "runs" / "mixed" / "x" / "program.json").read_text())["model_flops"]
+        for where in ("one", "whole")
+    ]
+    assert flops[0] == flops[1]  # the account of the longest
