@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import USAGE, DataError, RunError, UsageError, reported_as, run_guarded
@@ -184,10 +183,10 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack|merge|convert`: make the embedded dataset, build an index, repack, join, convert."""
+    """`data prepare|index|repack|merge|convert|fit-fast`: make, index or join datasets, fit a FAST tokenizer to one."""
     from openpi_train.tools.data import main
 
-    return main(argv)
+    return main(argv, parse_experiment)
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -198,26 +197,12 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def convert(argv: Sequence[str]) -> int:
-    """`convert <experiment>|deepspeed`: a run's parameters as an openpi checkpoint; a DeepSpeed config as flags."""
+    """`convert SOURCE TARGET|deepspeed`: a checkpoint of one form into another; a DeepSpeed config as flags."""
     if argv and argv[0] == "deepspeed":
         return convert_deepspeed(argv[1:])
-    parser = argparse.ArgumentParser(
-        prog="python -m openpi_train convert",
-        description="Write a run's parameters and norm stats where openpi's reader expects them.",
-        epilog="The run is found as in training: convert pi0_bridge_traj --exp-name x --out DIR. "
-        "`convert deepspeed FILE` shows what a DeepSpeed config is as flags.",
-    )
-    parser.add_argument("experiment", help="a name from `list`, or file.py:name")
-    parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
-    parser.add_argument("--merge-lora", action="store_true", help="fold low-rank adapters into the weights")
-    known, rest = parser.parse_known_args(argv)
-    experiment = parse_experiment(known.experiment, rest)
-    from openpi_train.tools.convert import export
+    from openpi_train.tools.convert_flags import main
 
-    logs.configure(0)
-    print(export(experiment, known.step, known.out, known.merge_lora))
-    return 0
+    return main(argv, parse_experiment)
 
 
 def convert_deepspeed(argv: Sequence[str]) -> int:

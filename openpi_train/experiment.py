@@ -35,10 +35,12 @@ _AT_LEAST_1 = (
     "keep_last",
 )
 _AT_LEAST_1 += ("keep_period", "num_epochs", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
+_AT_LEAST_1 += ("data.text_lengths",)
 _AT_LEAST_1 += ("local_checkpoints.interval",)
 _AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
 _AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
 _LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "eval.num_train_rows": 0, "profile": 0}
+_LEAST |= {"sharding.min_shard_mib": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,12 +184,7 @@ class Experiment:
         problems = self._check_numbers() or self._check_batch(num_devices)
         problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
         problems += self._check_flags()
-        missing = self.objective.needs - self.model.provides
-        if missing:
-            problems.append(
-                f"objective {type(self.objective).__name__} needs {', '.join(sorted(missing))}, which model "
-                f"{type(self.model).__name__} does not provide (it has: {', '.join(sorted(self.model.provides))})"
-            )
+        problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
         if problems:
             raise UsageError("\n".join(problems))
 
@@ -258,6 +255,11 @@ class Experiment:
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
         problems += self.ema_warmup.check(self.ema_decay)
+        if self.sharding.strategy == "replicated" and (self.fsdp_devices or 1) > 1:
+            problems.append(
+                f"--sharding.strategy replicated cuts nothing over --fsdp-devices {self.fsdp_devices}: give zero1, "
+                "zero2, zero3 or hsdp, or leave --fsdp-devices out"
+            )
         if self.ema_decay is None and self.sharding.offload == "optimizer+ema":
             problems.append(
                 "--sharding.offload optimizer+ema with --ema-decay None: there is no average; use optimizer"

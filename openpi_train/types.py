@@ -58,6 +58,9 @@ class Observation:
     the run has is simply absent: it costs no tokens. Images are uint8 as shipped, or float32 in [-1, 1].
     `state` is normalised and padded to the model's action width. A model that sees several control steps has them on
     an axis `o` behind the rows', the present one last.
+
+    A model of tokens has two masks over the prompt more. `token_ar_mask` marks those that come one by one: each sees
+    all before it, while those without it see each other. `token_loss_mask` marks those that are to be predicted.
     """
 
     images: dict[str, UInt8[Array, "b *o height width 3"] | Float[Array, "b *o height width 3"]]
@@ -65,6 +68,12 @@ class Observation:
     state: Float[Array, "b *o s"]
     prompt_tokens: Int[Array, "b t"]
     prompt_mask: Bool[Array, "b t"]
+    token_ar_mask: Bool[Array, "b t"] | None = None
+    token_loss_mask: Bool[Array, "b t"] | None = None
+
+
+# The entries of a row that only models of tokens have.
+TOKEN_MASKS = ("token_ar_mask", "token_loss_mask")
 
 
 @pytree
@@ -92,6 +101,7 @@ def flatten_rows(batch: Any) -> dict[str, Any]:
         "state": observation.state,
         "prompt_tokens": observation.prompt_tokens,
         "prompt_mask": observation.prompt_mask,
+        **{name: mask for name in TOKEN_MASKS if (mask := getattr(observation, name)) is not None},
         "actions": batch.actions,
         "action_mask": batch.action_mask,
         "dim_mask": batch.dim_mask,
@@ -112,6 +122,7 @@ def action_batch(rows: dict[str, Any]) -> ActionBatch:
         state=rows["state"],
         prompt_tokens=rows["prompt_tokens"],
         prompt_mask=rows["prompt_mask"],
+        **{name: rows[name] for name in TOKEN_MASKS if name in rows},
     )
     return tree_of(
         ActionBatch,

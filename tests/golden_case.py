@@ -13,11 +13,11 @@ from flax import nnx
 
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
-from openpi_train.models.pi0_network import Pi0
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import VARIANTS, GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.types import Observation
+from openpi_train.types import TOKEN_MASKS, Observation
 
 # As in `conftest.py`, which cannot be imported by name: there are several.
 GOLDEN = Path(os.environ.get("OPENPI_TRAIN_GOLDEN", Path(__file__).resolve().parents[2] / "shared" / "golden"))
@@ -32,6 +32,11 @@ def read_meta() -> dict[str, Any]:
 def flow_cases() -> list[str]:
     """Names of the pi0 and pi0.5 cases: those whose config says which of the two it is."""
     return [name for name, case in read_meta()["cases"].items() if "pi05" in case["config"]]
+
+
+def token_cases() -> list[str]:
+    """Names of the pi0-FAST cases."""
+    return [name for name in read_meta()["cases"] if name.startswith("pi0_fast")]
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -52,19 +57,21 @@ def gemma_sizes(meta: dict[str, Any], variant: str, lora: dict[str, Any] | None)
     return GemmaOverrides(**sizes)
 
 
-def golden_config(meta: dict[str, Any], case: dict[str, Any], **changes: Any) -> Pi0Config:
+def golden_config(meta: dict[str, Any], case: dict[str, Any], **changes: Any) -> Pi0Config | Pi0FastConfig:
     fields = {name: value for name, value in case["config"].items() if not name.endswith("_variant")}
     tower = {name: meta["vit"][name] for name in ("width", "depth", "mlp_dim", "num_heads")}
     patch, _ = meta["vit"]["patch_size"]
     sizes = {
         "language": gemma_sizes(meta, case["config"]["paligemma_variant"], case.get("lora")),
-        "action_expert": gemma_sizes(meta, case["config"]["action_expert_variant"], case.get("lora")),
         "siglip": SiglipConfig(patch_size=patch, **tower),
         "vocab_size": meta["vocab"],
         "image_size": meta["vit"]["image"][0],
         "remat": "none",
     }
-    return Pi0Config(**{**fields, **sizes, **changes})
+    if "pi05" not in fields:
+        return Pi0FastConfig(**{**fields, **sizes, "camera_slots": tuple(case["images"]), **changes})
+    action_expert = gemma_sizes(meta, case["config"]["action_expert_variant"], case.get("lora"))
+    return Pi0Config(**{**fields, **sizes, "action_expert": action_expert, **changes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,7 @@ class GoldenCase:
 
     name: str
     meta: dict[str, Any]
-    config: Pi0Config
+    config: Any
     graphdef: nnx.GraphDef
     params: dict[str, jnp.ndarray]
     observation: Observation
@@ -83,7 +90,7 @@ class GoldenCase:
     def bfloat16(self) -> bool:
         return self.config.dtype == "bfloat16"
 
-    def model(self, params: Any = None) -> Pi0:
+    def model(self, params: Any = None) -> Any:
         return merge_module(self.graphdef, self.params if params is None else params)
 
     def float32_twin(self) -> str | None:
@@ -111,6 +118,7 @@ def load_case(name: str) -> GoldenCase:
         state=jnp.asarray(io["in/state"]),
         prompt_tokens=jnp.asarray(io["in/tokenized_prompt"]),
         prompt_mask=jnp.asarray(io["in/tokenized_prompt_mask"]),
+        **{name: jnp.asarray(io[f"in/{name}"], bool) for name in TOKEN_MASKS if f"in/{name}" in io},
     )
     names = {path: config.public_name(path) for path in parameter_shapes(config)}
     assert sorted(names.values()) == sorted(stored), "the case's parameters are not this model's"

@@ -5,7 +5,6 @@ The prompt formats are openpi's (`models/tokenizer.py`). Read next: `transforms.
 
 import io
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import sentencepiece
 
 from openpi_train.data import files
+from openpi_train.data.hub import hub_file
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,12 @@ _LEAST_VOCAB, _SPACE = 261, "\N{LOWER ONE EIGHTH BLOCK}"
 class Tokenizer:
     """A SentencePiece model and the prompt formats of pi0 and pi0.5. Picklable.
 
-    Raises ValueError where `model` is not a SentencePiece model; `name` is for messages.
+    Raises ValueError where `model` is not a SentencePiece model; `name` is for messages. `offline` says of what is
+    loaded to go with it that the hub is not to be asked.
     """
 
-    def __init__(self, model: bytes, name: str = "tokenizer"):
-        self.name = name
+    def __init__(self, model: bytes, name: str = "tokenizer", offline: bool = False):
+        self.name, self.offline = name, offline
         self._model = model
         self._truncated: set[str] = set()
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -46,7 +47,7 @@ class Tokenizer:
             raise ValueError(f"{name} is not a SentencePiece model ({len(model)} bytes); give its `.model` file")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self._model, self.name)
+        return Tokenizer, (self._model, self.name, self.offline)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, {self.vocab_size} pieces)"
@@ -69,19 +70,24 @@ class Tokenizer:
 
         Without `state`, pi0's format; with it (normalised, [s]), pi0.5's, which writes it in 256 bins over [-1, 1].
         """
+        tokens = self.prompt_tokens(text, state)
+        return self.fit(tokens, max_len, text), np.arange(max_len) < len(tokens)
+
+    def prompt_tokens(self, text: str, state: np.ndarray | None = None) -> list[int]:
+        """The tokens of `prompt`, of whatever number."""
         text = _clean(text)
         if state is None:
             # The newline is encoded apart, as openpi does: it must be a token of its own.
-            tokens = self.encode(text, bos=True) + self.encode("\n")
-        else:
-            digits = " ".join(map(str, discretize(state)))
-            tokens = self.encode(f"Task: {text}, State: {digits};\nAction: ", bos=True)
+            return self.encode(text, bos=True) + self.encode("\n")
+        return self.encode(f"Task: {text}, State: {state_text(state)};\nAction: ", bos=True)
+
+    def fit(self, tokens: list[int], max_len: int, text: str) -> np.ndarray:
+        """The tokens cut or padded with 0 to int32 [max_len]; `text` names them in the warning of a cut."""
         if len(tokens) > max_len:
             self._warn_of_truncation(text, len(tokens), max_len)
-        tokens = tokens[:max_len]
         padded = np.zeros(max_len, np.int32)
-        padded[: len(tokens)] = tokens
-        return padded, np.arange(max_len) < len(tokens)
+        padded[: len(tokens)] = tokens[:max_len]
+        return padded
 
     def longest_prompt(self, text: str, num_state_dims: int | None = None) -> int:
         """The most tokens that `prompt` makes of this text before it cuts; with any state of so many dims where given.
@@ -112,6 +118,11 @@ def discretize(state: np.ndarray) -> np.ndarray:
     return np.digitize(state, np.linspace(-1, 1, _STATE_BINS + 1)[:-1]) - 1
 
 
+def state_text(state: np.ndarray) -> str:
+    """The bins of a normalised state as prompts write them."""
+    return " ".join(map(str, discretize(state)))
+
+
 def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer in the file `name`, or else `tokenizer.model` of the hub repository `name`; `bytes` is built in.
 
@@ -120,7 +131,7 @@ def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | No
 
     Raises FileNotFoundError where neither is there, ValueError where it is no tokenizer or has too many pieces.
     """
-    tokenizer = Tokenizer(_train([" "], 0) if name == BYTES else _read_model(name, offline), name)
+    tokenizer = Tokenizer(_train([" "], 0) if name == BYTES else _read_model(name, offline), name, offline)
     if max_vocab_size is not None and tokenizer.vocab_size > max_vocab_size:
         raise ValueError(
             f"tokenizer {name} has {tokenizer.vocab_size} pieces, the model's vocabulary only {max_vocab_size}: "
@@ -155,28 +166,12 @@ def _train(texts: Iterable[str], vocab_size: int) -> bytes:
 def _read_model(name: str, offline: bool) -> bytes:
     path = Path(name).expanduser()
     path = path / "tokenizer.model" if path.is_dir() else path
-    if not path.is_file():
-        told_so = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        path = _from_hub(name, offline or told_so)
-    return path.read_bytes()
-
-
-def _from_hub(name: str, offline: bool) -> Path:
+    if path.is_file():
+        return path.read_bytes()
     how = (
         "give the path of a SentencePiece model with --data.tokenizer (PaliGemma's is `tokenizer.model` of "
         "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
     )
-    if name.count("/") != 1 or name.startswith((".", "~", "/")) or name.endswith(".model"):
+    if name.endswith(".model"):
         raise FileNotFoundError(f"no tokenizer at {name}: {how}")
-    try:
-        import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
-    except ImportError as error:
-        raise FileNotFoundError(
-            f"tokenizer {name} is no file here, and huggingface_hub, which could fetch it from the hub, is not "
-            f"installed: pip install 'openpi_train[hub]', or {how}"
-        ) from error
-    try:
-        return Path(huggingface_hub.hf_hub_download(name, "tokenizer.model", local_files_only=offline))
-    except (OSError, ValueError) as error:  # the hub's errors derive from these
-        state = "offline and not cached" if offline else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise FileNotFoundError(f"cannot get tokenizer {name} from the hub ({state}): {how}") from error
+    return hub_file(name, "tokenizer.model", offline=offline, what="tokenizer", how=how).read_bytes()

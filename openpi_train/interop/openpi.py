@@ -1,140 +1,114 @@
-"""openpi's checkpoints, both ways: its `params` item to parameters under our paths, and ours to where it reads them.
+"""openpi's checkpoints: what lies in a step's directory, read in parts and written as its own reader expects.
 
-A checkpoint is a directory `<step>/params` that Orbax wrote, holding the tree {"params": {...}}; checkpoints of its
-training end every path in "value", released ones do not. Nothing is guessed: every parameter must be there, with its
-shape, and none may be left over. Read next: `models/pi0_names.py` for the names.
+    <step>/params/                       {"params": tree}; the trainer ends every path in "value", releases do not
+    <step>/train_state/                  what only training needs (`openpi_state.py`); releases have none
+    <step>/assets/<asset_id>/norm_stats.json
+
+Ours hold the same but `train_state` (`training/checkpoints/layout.py`). Read next: `models/pi0_names.py` for the names.
 """
 
-import difflib
-import re
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
-from openpi_train.interop.manifest import find_damage, has_manifest
+from openpi_train.data.files import write_json
+from openpi_train.interop.openpi_state import nested_state
+from openpi_train.interop.orbax_item import METADATA, open_item, save_item
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Leaves, Stored
 from openpi_train.models.base import ModelConfig
-from openpi_train.nn.params import flat_params, module_params, nested_params
+from openpi_train.nn.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
-# How many names an error message lists before it only counts.
-_MAX_LISTED = 8
+_PARAMS, _VALUE = "params/", "/value"
 
 
-def load_params(directory: str | Path, model: ModelConfig, allow_missing: str | None = None) -> dict[str, np.ndarray]:
-    """The checkpoint's parameters under `model`'s paths, float32 whatever type is stored.
-
-    Args:
-        directory: a step's directory, or the `params` directory in it.
-        model: says which parameters there must be.
-        allow_missing: a regular expression; parameters whose published name it matches may be absent.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint at `directory`.
-        ValueError: a parameter is missing, left over, or has another shape; all of them are named.
-        CheckpointError: the manifest beside it (where it is one of ours) says that it is damaged.
-    """
-    item = find_params_item(directory)
-    if has_manifest(item.parent) and (damage := find_damage(item.parent, below="params/")):
-        raise CheckpointError(f"{item.parent} cannot be used: {damage}")
-    stored = read_params_item(item)
-    expected = {model.public_name(path): (path, shape) for path, shape in parameter_shapes(model).items()}
-    may_miss = re.compile(allow_missing) if allow_missing else None
-    missing = [name for name in expected if name not in stored and not (may_miss and may_miss.fullmatch(name))]
-    unexpected = [name for name in stored if name not in expected]
-    misshapen = [
-        f"{name} is {stored[name].shape}, the model wants {shape}"
-        for name, (_, shape) in expected.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    if missing or unexpected or misshapen:
-        raise ValueError(_mismatch(item, missing, unexpected, misshapen))
-    return {path: stored[name] for name, (path, _) in expected.items() if name in stored}
+def recognises(place: Place) -> bool:
+    """Whether it is a step's directory, or the `params` directory in one."""
+    return any(folder.has(METADATA) for folder in (place / "params", place))
 
 
-def save_params(directory: str | Path, params: Mapping[str, Any], public_name: Callable[[str], str]) -> Path:
-    """Write `params` (by our paths) as `<directory>/params` in openpi's form; the item's path comes back.
-
-    Call it in one process. Raises FileExistsError rather than overwrite, ValueError where two paths share a name.
-    """
-    import orbax.checkpoint as ocp
-
-    item = Path(directory).resolve() / "params"
-    if item.exists():
-        raise FileExistsError(f"{item} exists already; choose another directory or move it away")
-    published = {public_name(path): np.asarray(value) for path, value in params.items()}
-    if len(published) < len(params):
-        raise ValueError(f"{len(params)} parameters are published under {len(published)} names; each needs its own")
-    tree = nested_params(published)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(item, {"params": tree})
-    return item
-
-
-def find_params_item(directory: str | Path) -> Path:
-    """The `params` item in a checkpoint's step directory, or `directory` where that is the item itself."""
-    given = Path(directory).expanduser().resolve()
-    for item in (given / "params", given):
-        if (item / "_METADATA").is_file():
-            return item
-    raise FileNotFoundError(
-        f"no checkpoint at {given}: neither it nor its `params` folder holds Orbax's _METADATA; "
-        f"give a step's directory (.../<step>) or the params directory in it"
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """A step's directory, or the `params` directory in one. Raises CheckpointError where it is none or damaged."""
+    del model  # its names are the published ones
+    step = place if (place / "params").has(METADATA) else place.parent
+    item = step / "params" if step is place else place
+    has_state = step is place and (step / "train_state").has(METADATA)
+    return Stored(
+        where=str(place),
+        format="openpi",
+        params=read_params(item),
+        train_state=without_value(open_item(step / "train_state")) if has_state else None,
+        norm_stats=read_norm_stats(step) if (step / "params").url == item.url else {},
     )
 
 
-def read_params_item(item: Path) -> dict[str, np.ndarray]:
-    """Every parameter of an item by published name, as float32 numpy arrays, on this host only.
+def read_params(item: Place) -> Leaves:
+    """The parameters of a `params` item by published name."""
+    leaves = open_item(item)
+    others = [name for name in leaves if not name.startswith(_PARAMS)]
+    if others or not leaves:
+        tops = sorted({name.partition("/")[0] for name in leaves})
+        raise CheckpointError(f"{item} is not in openpi's form: its top level holds {tops or 'nothing'}, not 'params'")
+    return without_value({name.removeprefix(_PARAMS): leaf for name, leaf in leaves.items()})
 
-    Raises ValueError where the item is damaged or of another form.
-    """
-    import orbax.checkpoint as ocp
 
-    # To numpy, explicitly: the stored shardings name devices of the machine that wrote them.
-    restore = ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(np.float32))
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(item).item_metadata
-        if metadata is None:
-            raise ValueError(f"{item} is damaged: Orbax cannot read what it holds; fetch it again")
-        stored = metadata.tree
-        if "params" not in stored:
-            raise ValueError(f"{item} is not in openpi's form: its top level holds {list(stored)}, not 'params'")
-        tree = {"params": stored["params"]}
-        restore_args = jax.tree.map(lambda _: restore, tree)
-        try:
-            tree = checkpointer.restore(item, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
-        except Exception as error:  # Orbax and tensorstore have many kinds
-            raise ValueError(f"{item} cannot be read, fetch it again: {type(error).__name__}: {error}") from error
-    flat = {name: np.asarray(leaf) for name, leaf in flat_params(tree["params"]).items()}
-    if all(name.endswith("/value") for name in flat):
-        flat = {name.removesuffix("/value"): leaf for name, leaf in flat.items()}
-    return flat
+def without_value(leaves: Leaves) -> Leaves:
+    """The leaves without the "value" in which openpi's trainer lets every parameter's path end."""
+    return {name.removesuffix(_VALUE): leaf for name, leaf in leaves.items()}
+
+
+def read_norm_stats(step: Place) -> dict[str, Any]:
+    """What each `assets/<asset_id>/norm_stats.json` of a checkpoint holds, by asset id."""
+    found = {}
+    if step.url.startswith("http"):
+        return found  # plain web servers list nothing
+    for name in step.names("assets/"):
+        folder, _, file = name.removeprefix("assets/").rpartition("/")
+        if file == "norm_stats.json":
+            try:
+                found[folder] = json.loads(step.read(name))
+            except ValueError as error:
+                raise CheckpointError(f"{step}/{name} is no JSON ({error}); fetch it again") from error
+    return found
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+    """Write a checkpoint as openpi's trainer does, for its `restore_params` and `restore_state`. In one process."""
+    del model
+    published = {f"{name}{_VALUE}": leaf.whole() for name, leaf in stored.params.items()}
+    save_item(directory / "params", {"params": nested_params(published)})
+    if stored.train_state is not None:
+        save_item(directory / "train_state", nested_state(stored.train_state, stored.params))
+    write_norm_stats(directory, stored.norm_stats)
+
+
+def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
+    """Write each `assets/<asset_id>/norm_stats.json`."""
+    for asset_id, content in norm_stats.items():
+        write_json(directory / "assets" / asset_id / "norm_stats.json", content)
+
+
+def parameter_names(model: ModelConfig) -> dict[str, str]:
+    """The published name of every parameter of `model` by our path. Raises ValueError where two share one."""
+    names = {path: model.public_name(path) for path in abstract_params(model)}
+    if len(set(names.values())) < len(names):
+        raise ValueError(
+            f"{len(names)} parameters are published under {len(set(names.values()))} names; each needs its own"
+        )
+    return names
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of `model` by our path; nothing is allocated."""
+    return {path: tuple(leaf.shape) for path, leaf in abstract_params(model).items()}
+
+
+def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and type of every parameter of `model` by our path; nothing is allocated."""
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
-    return {path: tuple(leaf.shape) for path, leaf in module_params(module).items()}
-
-
-def _mismatch(item: Path, missing: list[str], unexpected: list[str], misshapen: list[str]) -> str:
-    def listed(title: str, names: list[str]) -> list[str]:
-        if not names:
-            return []
-        more = [f"  ... and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
-        return [f"{title} ({len(names)}):", *(f"  {name}" for name in names[:_MAX_LISTED]), *more]
-
-    def with_closest(name: str) -> str:
-        closest = difflib.get_close_matches(name, unexpected, n=1)
-        return f"{name} (closest in the checkpoint: {closest[0]})" if closest else name
-
-    lines = [
-        f"{item} does not fit the model; check the model's variants and sizes against the checkpoint's",
-        *listed("missing in the checkpoint", [with_closest(name) for name in missing]),
-        *listed("in the checkpoint, unknown to the model", unexpected),
-        *listed("of another shape", misshapen),
-    ]
-    return "\n".join(lines)
+    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in module_params(module).items()}

@@ -1,13 +1,12 @@
-"""Start weights: where a run's first parameters come from. Read next: `openpi.py`, which reads the files."""
+"""Start weights: where a run's first parameters come from. Read next: `formats.py`, which opens the files."""
 
 import abc
 import dataclasses
 import logging
-from collections.abc import Mapping
 
-import numpy as np
-
+from openpi_train.interop.stored import Leaves
 from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -17,21 +16,31 @@ class WeightLoader(abc.ABC):
     """Named after openpi's field, so that `--weight-loader.params-path` pastes over."""
 
     @abc.abstractmethod
-    def load(self, model: ModelConfig) -> Mapping[str, np.ndarray]:
-        """Parameters by path; what is not in it keeps its fresh value. Raises ValueError, FileNotFoundError."""
+    def load(self, model: ModelConfig) -> Leaves:
+        """Parameters by path, opened but not read; what is not in it keeps its fresh value.
+
+        Raises CheckpointError.
+        """
+
+    def load_state(self, model: ModelConfig) -> Leaves | None:
+        """The whole training state to go on from, by our names (`openpi_state.state_leaves`); None: a new one."""
+        del model
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeightLoader(WeightLoader):
-    """The parameters of an openpi checkpoint, or of one of ours. An empty path starts from fresh weights.
+    """The parameters of a checkpoint of any form in `interop/formats.py`. An empty path starts from fresh weights.
 
     Every parameter must be there, save those that `model` adds for LoRA.
     """
 
-    # A checkpoint's step directory, or the `params` directory in it.
+    # A checkpoint: a directory, or an address in a bucket (gs://, s3://); what forms are read, docs/exchange.md says.
     params_path: str = ""
+    # Go on with its whole training state, too: step, optimizer and average; of ours or as openpi's trainer saves it.
+    continue_training: bool = False
 
-    def load(self, model: ModelConfig) -> Mapping[str, np.ndarray]:
+    def load(self, model: ModelConfig) -> Leaves:
         """All of the checkpoint's parameters, under our paths."""
         if not self.params_path:
             logger.warning(
@@ -39,11 +48,18 @@ class CheckpointWeightLoader(WeightLoader):
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
-        if "://" in self.params_path:
-            raise ValueError(
-                f"--weight-loader.params-path {self.params_path!r} is remote; copy it to a local or shared disk first, "
-                f"for instance: gcloud storage cp -r {self.params_path} <directory>"
-            )
-        from openpi_train.interop import openpi
+        from openpi_train.interop.formats import model_params, open_checkpoint
 
-        return openpi.load_params(self.params_path, model, allow_missing=r".*lora.*")
+        return model_params(open_checkpoint(self.params_path, model), model, may_miss=r".*lora.*")
+
+    def load_state(self, model: ModelConfig) -> Leaves | None:
+        """With `continue_training` the checkpoint's state; the learning rate's schedule goes on at its step."""
+        if not self.continue_training:
+            return None
+        if not self.params_path:
+            raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
+        from openpi_train.interop import openpi
+        from openpi_train.interop.formats import open_checkpoint
+        from openpi_train.interop.openpi_state import state_leaves
+
+        return state_leaves(open_checkpoint(self.params_path, model), openpi.parameter_names(model))

@@ -21,7 +21,8 @@ class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
-    is built: `velocity`, `denoise`, `sample`, `logits`, `value`, `log_prob`.
+    is built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
+    `velocity_and_log_probs`), `value`, `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -113,6 +114,16 @@ class ModelConfig(abc.ABC):
             "out; allowed: 1"
         ]
 
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
+        missing = needs - self.provides
+        if not missing:
+            return []
+        return [
+            f"objective {name} needs {', '.join(sorted(missing))}, which model {type(self).__name__} does not provide "
+            f"(it has: {', '.join(sorted(self.provides))})"
+        ]
+
     def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:
         """Tokens of a batch that others attend to, padding left out; None for a model of no tokens (the default)."""
         del batch, draws
@@ -128,6 +139,18 @@ class ModelConfig(abc.ABC):
     def public_name(self, path: str) -> str:
         """The name under which the parameter `path` is published in checkpoints (default: its own)."""
         return path
+
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        """What the model can say of a checkpoint that does not fit it, as sentences with what to do.
+
+        Of published names: those that the checkpoint lacks, those that the model does not know, those of other shapes.
+        """
+        del missing, extra, misshapen
+        return []
+
+    def without_lora(self) -> "ModelConfig":
+        """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
+        return self
 
     def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""

@@ -5,19 +5,15 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.data.text_lengths import rounded
-from openpi_train.models import pi0_names
+from openpi_train.models import pi0_names, prompted
 from openpi_train.models.base import ModelConfig, RowTransform
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.nn.activations import Stack
@@ -26,9 +22,8 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.types import ActionBatch, action_batch
-
-logger = logging.getLogger(__name__)
+from openpi_train.sharding.tensor import check_sizes
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +32,7 @@ class Pi0Config(ModelConfig):
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation"})
 
     # The flow time steers the action expert's norms, the state is spelled out in the prompt (pi0.5).
     pi05: bool = False
@@ -45,12 +40,18 @@ class Pi0Config(ModelConfig):
     action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 50
-    # The most tokens of a prompt; None means 48, or 200 with `pi05`. Rows are as long as the run's longest prompt.
+    # The most tokens of a prompt; None means 48, 200 with `pi05`, or 300, the chunk's tokens among them, if insulated.
+    # Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
     # That length, set when a run opens its data; None: max_token_len.
     used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # Whether the prompt holds the discretised state; None means as `pi05`.
     discrete_state_input: bool | None = None
+    # No gradient goes from the action expert into the language model, which learns to say the chunk as FAST tokens
+    # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
+    knowledge_insulation: bool = False
+    # With it, a FAST processor: a directory, or a repository on the Hugging Face hub.
+    fast_tokenizer: str = "physical-intelligence/fast"
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
@@ -68,7 +69,7 @@ class Pi0Config(ModelConfig):
     # Height and width of the images in pixels.
     image_size: int = 224
     # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the least with which the run fits its devices.
+    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
     remat: RematChoice = "auto"
     # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
     attention: Attention = "auto"
@@ -84,10 +85,9 @@ class Pi0Config(ModelConfig):
             if first != second:
                 problems.append(f"the experts attend jointly but {name} is {first} in `language`, {second} in `action`")
         for expert, config in self.experts.items():
-            if config.num_heads % config.num_kv_heads:
-                problems.append(f"{expert}: num_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
-            if config.head_dim % 2 or config.width % 2:
-                problems.append(f"{expert}: head_dim {config.head_dim} and width {config.width} must be even")
+            problems += config.check(expert)
+        if self.knowledge_insulation and not self.pi05:
+            problems.append("knowledge_insulation goes by pi0.5's prompt, which holds the state: set pi05, too")
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
@@ -109,6 +109,8 @@ class Pi0Config(ModelConfig):
         """`max_token_len` with its default filled in."""
         if self.max_token_len is not None:
             return self.max_token_len
+        if self.knowledge_insulation:
+            return 300
         return 200 if self.pi05 else 48
 
     @property
@@ -140,6 +142,7 @@ class Pi0Config(ModelConfig):
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
+            insulated=self.knowledge_insulation,
             dtype=self.compute_dtype,
             remat=self.used_remat,
             attention=self.attention,
@@ -151,49 +154,61 @@ class Pi0Config(ModelConfig):
         """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
         return "none" if self.remat == "auto" else self.remat
 
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        problems = super().check_objective(name, needs)
+        if self.knowledge_insulation and "insulation" not in needs:
+            problems.append(
+                f"--model.knowledge-insulation with objective {name}: its gradient does not reach the language model, "
+                "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
+            )
+        if "insulation" in needs and not self.knowledge_insulation:
+            problems.append(
+                f"objective {name} trains the language model by action tokens, which rows have only with "
+                "--model.knowledge-insulation: give that, or use FlowMatching (as pi05_bridge does)"
+            )
+        return problems
+
     def remat_choices(self) -> Mapping[str | None, "Pi0Config"]:
         names = get_args(Remat) if self.remat == "auto" else (self.remat,)
         return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-        return action_batch(
-            {
-                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
-                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-                "state": spec(jnp.float32, self.action_dim),
-                "prompt_tokens": spec(jnp.int32, self.prompt_length),
-                "prompt_mask": spec(jnp.bool_, self.prompt_length),
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
-                "dim_mask": spec(jnp.bool_, self.action_dim),
-                "row": spec(jnp.int32),
-            }
+        return prompted.batch_spec(
+            batch_size,
+            cameras,
+            image_size=self.image_size,
+            prompt_length=self.prompt_length,
+            action_horizon=self.action_horizon,
+            action_dim=self.action_dim,
+            token_masks=self.knowledge_insulation,
         )
 
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        # Imported here: image and tokenizer libraries are only needed where rows are made.
-        from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
-
-        return (
-            ResizeImages(self.image_size),
-            TokenizePrompt(tokenizer, self.prompt_limit, self.state_in_prompt, self.prompt_length),
-            PadDims(self.action_dim),
+        sizes: Any = {
+            "image_size": self.image_size,
+            "prompt_length": self.prompt_length,
+            "action_dim": self.action_dim,
+        }
+        if self.knowledge_insulation:
+            fast: Any = {"form": "pi05", "vocab_size": self.vocab_size}
+            return prompted.action_token_transforms(tokenizer, self.fast_tokenizer, **fast, **sizes)
+        return prompted.transforms(
+            tokenizer, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, **sizes
         )
 
     def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
-        lengths = [tokenizer.longest_prompt(text, self._dims_in_prompt(dims)) for text, dims in prompts]
-        longest = max(lengths, default=self.prompt_limit)
-        used = rounded(longest, self.prompt_limit)
-        logger.info(
-            "prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.prompt_limit
+        said = 0
+        if self.knowledge_insulation:
+            said = prompted.most_action_tokens(tokenizer, self.action_horizon, self.action_dim)
+        used = prompted.fitted_length(
+            tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, more=said
         )
         return self.with_text_length(used)
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
+        if self.knowledge_insulation:
+            return None
         return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
 
     def with_text_length(self, length: int) -> "Pi0Config":
@@ -208,6 +223,9 @@ class Pi0Config(ModelConfig):
     @property
     def parameter_groups(self) -> Mapping[str, str]:
         return pi0_names.GROUPS
+
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        return pi0_names.explain(self.pi05, missing, extra, misshapen)
 
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""
@@ -257,6 +275,8 @@ class Pi0Config(ModelConfig):
 
     def dead_prefix_flops(self, cameras: int, draws: int = 1) -> float:
         """What openpi computes beyond `flops_per_row`: the prefix in the last layer, past its keys and values."""
+        if self.knowledge_insulation:
+            return 0.0
         language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
         attention = 4 * (prefix + suffix) * language.num_heads * language.head_dim
         return prefix * (language.other_flops + attention)
@@ -264,7 +284,12 @@ class Pi0Config(ModelConfig):
     def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
         language, action = self.experts.values()
         prefix, suffix = self.num_tokens(cameras, draws)
-        attention = 4 * (prefix + suffix) ** 2 * language.num_heads * language.head_dim * language.depth
+        pairs = (prefix + suffix) ** 2
+        said = 0.0
+        if self.knowledge_insulation:
+            pairs -= prefix * suffix
+            said = prompted.scores_flops(self.prompt_length - 1, language.width, self.vocab_size)
+        attention = 4 * pairs * language.num_heads * language.head_dim * language.depth
         width, steps = action.width, draws * self.action_horizon
         heads = 2 * steps * self.action_dim * width  # multiply-adds
         if self.pi05:
@@ -277,12 +302,15 @@ class Pi0Config(ModelConfig):
             + prefix * language.flops_per_token()
             + suffix * action.flops_per_token()
             + attention
+            + said
             + 2 * heads
         )
 
     def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
         """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
         itemsize, total = self.compute_dtype.itemsize, 0.0
+        if self.knowledge_insulation:
+            total += prompted.scores_bytes(self.prompt_length - 1, self.vocab_size)
         for stack, attended_tokens, times in self._stacks(cameras, draws):
             total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
         return total
@@ -302,39 +330,14 @@ class Pi0Config(ModelConfig):
             "siglip.num_heads": self.siglip.num_heads,
             "siglip.mlp_dim": self.siglip.mlp_dim,
         }
-        wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tensor_devices)
-        if not wrong:
-            return []
-        common = math.gcd(*sizes.values())
-        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        return [f"--sharding.tensor-devices {tensor_devices} does not divide the model's {wrong}; allowed: {allowed}"]
+        return check_sizes(sizes, tensor_devices)
 
     def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        num_tokens, stacks = self.num_tokens(cameras, draws), []
-        for expert, tokens in zip(self.experts.values(), num_tokens, strict=True):
-            stack = Stack(
-                tokens=tokens,
-                width=expert.width,
-                depth=expert.depth,
-                mlp_dim=expert.mlp_dim,
-                query_dim=expert.num_heads * expert.head_dim,
-                key_dim=expert.num_kv_heads * expert.head_dim,
-                num_heads=expert.num_heads,
-                num_key_heads=expert.num_kv_heads,
-                gated=True,
-            )
-            stacks.append((stack, sum(num_tokens), 1))
-        tower, tokens = self.siglip, self.siglip.num_tokens(self.image_size)
-        stack = Stack(
-            tokens=tokens,
-            width=tower.width,
-            depth=tower.depth,
-            mlp_dim=tower.mlp_dim,
-            query_dim=tower.width,
-            key_dim=tower.width,
-            num_heads=tower.num_heads,
-            num_key_heads=tower.num_heads,
-            gated=False,
-        )
-        return [*stacks, (stack, tokens, cameras)]
+        num_tokens = self.num_tokens(cameras, draws)
+        experts = [
+            (Stack.of_decoder(expert, tokens), sum(num_tokens), 1)
+            for expert, tokens in zip(self.experts.values(), num_tokens, strict=True)
+        ]
+        tokens = self.siglip.num_tokens(self.image_size)
+        return [*experts, (Stack.of_tower(self.siglip, tokens), tokens, cameras)]

@@ -44,6 +44,41 @@ def public_name(path: str) -> str:
     return path
 
 
+def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+    """What to do about a checkpoint that does not fit a pi0 (or, with `pi05`, a pi0.5)."""
+    found = []
+    own, other = ("pi0.5", "pi0") if pi05 else ("pi0", "pi0.5")
+    if any(name.startswith(_TIME_MLP[own]) for name in missing) and any(
+        name.startswith(_TIME_MLP[other]) for name in extra
+    ):
+        flag = "--model.no-pi05" if pi05 else "--model.pi05"
+        found.append(f"the checkpoint is {other}'s and the model {own}: give {flag}, or a checkpoint of {own}")
+    elif (
+        missing
+        and not extra
+        and all(name.startswith((*_TIME_MLP.values(), *_HEADS)) or "_1/" in name for name in missing)
+    ):
+        found.append("the checkpoint has the language model and the image tower only: the action expert is missing")
+    action = [name for name in misshapen if "_1/" in name or name.startswith(_HEADS)]
+    language = [name for name in misshapen if name.startswith("PaliGemma/llm/") and name not in action]
+    if language:
+        found.append(
+            "the language expert has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+        )
+    if action:
+        found.append(
+            "the action expert or its heads have other sizes: --model.action-expert-variant, --model.action-expert, "
+            "--model.action-dim"
+        )
+    if any(name.startswith("PaliGemma/img/") and not name.startswith("PaliGemma/img/head") for name in misshapen):
+        found.append("the image tower has other sizes: --model.siglip, --model.image-size")
+    return found
+
+
+_TIME_MLP = {"pi0": "action_time_mlp", "pi0.5": "time_mlp"}
+_HEADS = ("action_in_proj", "action_out_proj", "state_proj")
+
+
 def _transformer_name(path: str) -> str:
     if path == "token_embedding":
         return "embedder/input_embedding"

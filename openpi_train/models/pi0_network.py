@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.nn.attention import Attention, block_mask
+from openpi_train.models.prompted import causal_tokens, embed_prefix
+from openpi_train.nn.attention import Attention, block_mask, order_mask
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
-from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
+from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.types import Observation
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
@@ -32,6 +33,7 @@ class Pi0(nnx.Module):
     Args:
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
         adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
+        insulated: no gradient goes from the action expert into the language expert (`objectives/insulated_flow.py`).
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
@@ -47,6 +49,7 @@ class Pi0(nnx.Module):
         action_dim: int,
         action_horizon: int,
         adaptive: bool,
+        insulated: bool = False,
         dtype: Any,
         remat: Remat,
         attention: Attention = "auto",
@@ -54,6 +57,7 @@ class Pi0(nnx.Module):
     ):
         self.action_horizon = action_horizon
         self.adaptive = adaptive
+        self.insulated = insulated
         width = action.width
         compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
         self.image_encoder = Siglip(siglip, image_size, language.width, **compute, rngs=rngs)
@@ -85,8 +89,31 @@ class Pi0(nnx.Module):
 
         `time` is 1 at noise and 0 at actions.
         """
+        if self.insulated:
+            return self.velocity_and_log_probs(observation, noisy_actions, time)[0]
         outputs = self.outputs(observation, noisy_actions, time, wanted=("action",))
         return self.read_out(outputs["action"], noisy_actions.shape)
+
+    def velocity_and_log_probs(
+        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> tuple[Float[Array, "b r h a"], Float[Array, "b n"], Bool[Array, "b n"]]:
+        """`velocity`; and of every prompt token but the first its log-probability, and whether none is likelier.
+
+        The language expert runs first, for its own tokens; the action expert then attends to the keys and values that
+        this made, and no gradient goes back through them.
+        """
+        prefix, prefix_mask = self.embed_prefix(observation)
+        num_prefix = prefix.shape[1]
+        mask, positions = self.layout(prefix_mask, time.shape[1], causal_tokens(observation, num_prefix))
+        outputs, cache = self.transformer.with_keys_and_values(
+            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
+        )
+        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
+        cache = jax.lax.stop_gradient(cache)
+        result = self.transformer({"action": suffix}, positions[:, num_prefix:], mask[:, num_prefix:], condition, cache)
+        said = outputs["language"][:, -observation.prompt_tokens.shape[1] : -1]
+        log_probs, is_best = self.transformer.log_probs(said, observation.prompt_tokens[:, 1:])
+        return self.read_out(result["action"], noisy_actions.shape), log_probs, is_best
 
     def outputs(
         self,
@@ -111,7 +138,7 @@ class Pi0(nnx.Module):
         """Actions that the flow leads to from `noise`, by `num_steps` Euler steps; the prefix is computed once."""
         prefix, prefix_mask = self.embed_prefix(observation)
         num_prefix = prefix.shape[1]
-        mask, positions = self.layout(prefix_mask, num_draws=1)
+        mask, positions = self.layout(prefix_mask, 1, causal_tokens(observation, num_prefix))
         cache = self.transformer.keys_and_values(
             {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
         )
@@ -132,18 +159,7 @@ class Pi0(nnx.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
-        slots = sorted(observation.images)
-        tokens, masks = [], []
-        if slots:
-            images = jnp.stack([float_images(observation.images[slot]) for slot in slots], axis=1)
-            b, cameras = images.shape[:2]
-            # One pass for all cameras. Rows stay outermost, so a batch cut over devices moves nowhere.
-            encoded = self.image_encoder(images.reshape(b * cameras, *images.shape[2:]))
-            tokens.append(encoded.reshape(b, cameras * encoded.shape[1], encoded.shape[2]))
-            masks += [jnp.repeat(observation.image_masks[slot][:, None], encoded.shape[1], axis=1) for slot in slots]
-        tokens.append(self.transformer.embed(observation.prompt_tokens))
-        masks.append(observation.prompt_mask)
-        return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
+        return embed_prefix(self.image_encoder, self.transformer, observation)
 
     @jax.named_scope("embed_suffix")
     def embed_suffix(
@@ -161,12 +177,15 @@ class Pi0(nnx.Module):
         tokens = self.action_time_mlp_out(hidden).reshape(flat)
         return jnp.concatenate([self.state_proj(state)[:, None], tokens], axis=1), {}
 
-    def layout(self, prefix_mask: Bool[Array, "b p"], num_draws: int) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
+    def layout(
+        self, prefix_mask: Bool[Array, "b p"], num_draws: int, causal: Bool[Array, "b p"] | None = None
+    ) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
         """Which token sees which, and every token's position, over prefix and suffix.
 
         The prefix sees itself; the state also the prefix; an action both and the actions of its own draw. Masked
         prefix tokens are seen by none and take up no position, and all draws stand at the same positions: so neither
-        an absent camera nor another draw can change a velocity.
+        an absent camera nor another draw can change a velocity. Causal tokens end the prefix: each sees what is before
+        it, and only those after it see it.
         """
         b, num_prefix = prefix_mask.shape
         num_state = 0 if self.adaptive else 1
@@ -179,10 +198,13 @@ class Pi0(nnx.Module):
             *(num_state + step for _ in range(num_draws) for step in range(self.action_horizon)),
         ]
 
-        valid = jnp.concatenate([prefix_mask, jnp.ones((b, len(offset)), bool)], axis=1)
-        place = jnp.cumsum(prefix_mask, axis=1, dtype=jnp.int32)
-        positions = jnp.concatenate([place - 1, place[:, -1:] + jnp.asarray(offset, jnp.int32)], axis=1)
-        return block_mask(valid, block, branch), positions
+        seen = prefix_mask if causal is None else prefix_mask & ~causal
+        mask = block_mask(jnp.concatenate([seen, jnp.ones((b, len(offset)), bool)], axis=1), block, branch)
+        if causal is not None:
+            mask = mask.at[:, :num_prefix, :num_prefix].set(order_mask(prefix_mask, causal))
+        start = seen.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        place = jnp.cumsum(prefix_mask, axis=1, dtype=jnp.int32) - 1
+        return mask, jnp.concatenate([place, start + jnp.asarray(offset, jnp.int32)], axis=1)
 
     @jax.named_scope("action_head")
     def read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:

@@ -1,4 +1,4 @@
-"""Bytes that a transformer stack keeps for its backward pass: an estimate, from shapes. Used by `models/pi0.py`.
+"""Bytes that a transformer stack keeps for its backward pass: an estimate, from shapes. Used by `models/`.
 
 Counts the arrays that reverse-mode differentiation saves under each rematerialisation policy, plus what the one layer
 that is being recomputed holds. The compiler fuses some of them away: the estimate is an upper one.
@@ -6,7 +6,9 @@ that is being recomputed holds. The compiler fuses some of them away: the estima
 
 import dataclasses
 
+from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat
+from openpi_train.nn.siglip import SiglipConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,36 @@ class Stack:
     num_heads: int
     num_key_heads: int
     gated: bool
+
+    @classmethod
+    def of_decoder(cls, sizes: GemmaConfig, tokens: int) -> "Stack":
+        """One expert of Gemma's decoder over so many tokens."""
+        return cls(
+            tokens=tokens,
+            width=sizes.width,
+            depth=sizes.depth,
+            mlp_dim=sizes.mlp_dim,
+            query_dim=sizes.num_heads * sizes.head_dim,
+            key_dim=sizes.num_kv_heads * sizes.head_dim,
+            num_heads=sizes.num_heads,
+            num_key_heads=sizes.num_kv_heads,
+            gated=True,
+        )
+
+    @classmethod
+    def of_tower(cls, sizes: SiglipConfig, tokens: int) -> "Stack":
+        """SigLIP's layers over the tokens of one image."""
+        return cls(
+            tokens=tokens,
+            width=sizes.width,
+            depth=sizes.depth,
+            mlp_dim=sizes.mlp_dim,
+            query_dim=sizes.width,
+            key_dim=sizes.width,
+            num_heads=sizes.num_heads,
+            num_key_heads=sizes.num_heads,
+            gated=False,
+        )
 
     def shared(self, tensor_devices: int) -> "Stack":
         """What one of a tensor group's devices has of it (`sharding/tensor.py`)."""

@@ -133,3 +133,13 @@ def block_mask(
     visible = block[None, :] <= block[:, None]
     visible &= (branch[None, :] == 0) | (branch[None, :] == branch[:, None])
     return jnp.asarray(visible) & valid[:, None, :] & valid[:, :, None]
+
+
+def order_mask(valid: Bool[Array, "b t"], causal: Bool[Array, "b t"]) -> Bool[Array, "b t t"]:
+    """Row i, column j: whether token i sees token j.
+
+    It does where both are valid and no causal token comes after i and up to j: causal tokens see what is before them,
+    and runs of others see each other (big_vision's `ar_mask`, which openpi uses).
+    """
+    block = jnp.cumsum(causal, axis=1, dtype=jnp.int32)
+    return (block[:, None, :] <= block[:, :, None]) & valid[:, None, :] & valid[:, :, None]

@@ -20,6 +20,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_layers, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.shard import spread, summed, take_rows, varies
+from openpi_train.nn.vocabulary import log_probs, logits
 from openpi_train.sharding.mesh import TENSOR
 
 Tokens = dict[str, Float[Array, "b _ _"]]
@@ -143,7 +144,7 @@ class Layer(nnx.Module):
         cache: Cache | None,
         wanted: Collection[str] | None = None,
     ) -> tuple[Tokens, Cache]:
-        """The experts' tokens after this layer, and the keys and values that were attended to (cached ones first).
+        """The experts' tokens after this layer, and their keys and values; cached ones are attended to as well.
 
         Of experts that are not `wanted` (None: all are) only keys and values are made.
         """
@@ -157,10 +158,11 @@ class Layer(nnx.Module):
             keys.append(key)
             values.append(value)
         key, value = rotate(jnp.concatenate(keys, axis=1), *angles), jnp.concatenate(values, axis=1)
+        own = key, value
+        if not wanted:
+            return {}, own
         if cache is not None:
             key, value = jnp.concatenate([cache[0], key], axis=1), jnp.concatenate([cache[1], value], axis=1)
-        if not wanted:
-            return {}, (key, value)
         if len(wanted) < len(spans):
             angles, mask = jax.tree.map(lambda x: _rows_of(wanted, spans, x), (angles, mask))
         query = rotate(jnp.concatenate(queries, axis=1), *angles)
@@ -178,7 +180,7 @@ class Layer(nnx.Module):
             normed, gate = expert.mlp_norm(x, conditions.get(name))
             result[name] = _residual(x, expert.mlp(normed), gate)
             start = stop
-        return result, (key, value)
+        return result, own
 
 
 class Gemma(nnx.Module):
@@ -186,6 +188,7 @@ class Gemma(nnx.Module):
 
     Args:
         configs: sizes by expert name; depth and head shape must agree.
+        vocab_size: tokens that it can embed; 0 makes no table.
         condition_widths: experts whose norms are adaptive, with the width of their condition.
         dtype: the type of activations; parameters are float32 and cast where they are used.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -207,9 +210,10 @@ class Gemma(nnx.Module):
         self.remat: Remat = remat
         first = configs[self.names[0]]
         self.head_dim = first.head_dim
-        self.token_embedding = nnx.Param(
-            nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
-        )
+        if vocab_size:
+            self.token_embedding = nnx.Param(
+                nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
+            )
         self.layers = stack_layers(
             lambda rngs: Layer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,
@@ -256,6 +260,27 @@ class Gemma(nnx.Module):
     ) -> Cache:
         """Keys and values of these tokens in every layer, so that later tokens can attend to them at no new cost."""
         return self._run(tokens, positions, mask, {}, None, wanted=(), caching=True)[1]
+
+    def with_keys_and_values(
+        self,
+        tokens: Mapping[str, Float[Array, "b _ _"]],
+        positions: Int[Array, "b t"],
+        mask: Bool[Array, "b t s"],
+        cache: Cache | None = None,
+    ) -> tuple[Tokens, Cache]:
+        """What calling it gives, and these tokens' own keys and values in every layer (those in `cache` left out)."""
+        outputs, own = self._run(tokens, positions, mask, {}, cache, wanted=None, caching=True)
+        return {name: self.final_norm[name](x, None)[0] for name, x in outputs.items()}, own
+
+    def logits(self, x: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+        """Scores of every token of the vocabulary, by the table that embeds them, float32."""
+        return logits(x, self.token_embedding.get_value())
+
+    def log_probs(
+        self, x: Float[Array, "b t d"], tokens: Int[Array, "b t"]
+    ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
+        """The log-probability of each of these tokens, float32, and whether none is likelier."""
+        return log_probs(x, self.token_embedding.get_value(), tokens)
 
     @jax.named_scope("gemma")
     def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching):

@@ -24,6 +24,15 @@ class GemmaConfig:
         """Whether query, key and value share one weight, as openpi has it where every query head has its own key."""
         return self.num_heads == self.num_kv_heads
 
+    def check(self, name: str) -> list[str]:
+        """What cannot be built, as sentences about the expert of this name."""
+        problems = []
+        if self.num_heads % self.num_kv_heads:
+            problems.append(f"{name}: num_heads {self.num_heads} is not a multiple of {self.num_kv_heads}")
+        if self.head_dim % 2 or self.width % 2:
+            problems.append(f"{name}: head_dim {self.head_dim} and width {self.width} must be even")
+        return problems
+
     def flops_per_token(self) -> float:
         """Forward FLOPs of one token in the weights of all layers, two per multiply-add, without adaptive norms."""
         return self.depth * (self.key_value_flops + self.other_flops)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.sharding.mesh import TENSOR
 
@@ -113,3 +113,15 @@ def spread(x: Float[Array, "*n"], weight: Array) -> Float[Array, "*n"]:
 def summed(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """The sum over a tensor group, which then has it in common; its gradient needs no sending (the operator g)."""
     return jax.lax.psum(x, TENSOR) if varies(x) else x
+
+
+def as_varied(x: Array, other: Array) -> Array:
+    """`x`, by jax's types as different between devices as `other` is: a loop wants one type before and after."""
+    axes = jax.typeof(other).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def on_all_devices(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Whether `flag` holds on all devices on which it may differ: the same answer on each, as loops that send need."""
+    axes = tuple(jax.typeof(flag).manual_axis_type.varying)
+    return jax.lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag

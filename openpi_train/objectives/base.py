@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
+from openpi_train.nn.augment import Augmentation
 from openpi_train.types import ActionBatch, Observation
 
 Norms = dict[str, Float[Array, ""]]
@@ -70,3 +71,8 @@ def element_mask(
 def draw_noise(keys: Key[Array, " b"], *shape: int) -> Float[Array, "b *shape"]:
     """Standard normal noise of this shape for every row."""
     return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+
+
+def augmented(batch: ActionBatch, augmentation: Augmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
+    """The batch with its images changed, each row's by its own key; with `keys` None, as evaluation sees them."""
+    return dataclasses.replace(batch, observation=augmentation(batch.observation, keys))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from openpi_train.keys import for_purpose
 from openpi_train.nn.augment import Augmentation, NoAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, draw_noise, element_mask
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, draw_noise, element_mask
 from openpi_train.objectives.noise_schedule import NoiseSchedule
 from openpi_train.types import ActionBatch, Observation
 
@@ -59,11 +59,11 @@ class Diffusion(Objective):
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean squared error."""
         assert keys is not None, "diffusion draws noise: it needs one key per row"
-        observation = self.augmentation(batch.observation, keys if train else None)
+        batch = augmented(batch, self.augmentation, keys if train else None)
         noise = draw_noise(for_purpose(keys, "noise"), self.num_draws, *batch.actions.shape[1:])
         last = self.noise_schedule.num_train_timesteps
         step = jax.vmap(lambda key: jax.random.randint(key, (self.num_draws,), 0, last))(for_purpose(keys, "time"))
-        return self.loss_at(model, dataclasses.replace(batch, observation=observation), norms, noise, step)
+        return self.loss_at(model, batch, norms, noise, step)
 
     @jax.named_scope("loss")
     def loss_at(

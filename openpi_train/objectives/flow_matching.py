@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key
 
 from openpi_train.keys import for_purpose
 from openpi_train.nn.augment import Augmentation, ImageAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, draw_noise, element_mask
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, draw_noise, element_mask
 from openpi_train.types import ActionBatch, Observation
 
 
@@ -64,8 +64,11 @@ class FlowMatching(Objective):
         return {"elements": self.num_flow_draws * jnp.maximum(self.element_mask(batch).sum(), 1.0)}
 
     @jax.named_scope("noise")
-    def draw(self, batch: ActionBatch, keys: Key[Array, " b"]) -> tuple[Float[Array, "b r h a"], Float[Array, "b r"]]:
+    def draw(
+        self, batch: ActionBatch, keys: Key[Array, " b"] | None
+    ) -> tuple[Float[Array, "b r h a"], Float[Array, "b r"]]:
         """Noise and time for every row and draw."""
+        assert keys is not None, "flow matching draws noise: it needs one key per row"
 
         def time(key):
             # Beta(alpha, 1) has the distribution function x**alpha, inverted here.
@@ -78,10 +81,8 @@ class FlowMatching(Objective):
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean squared velocity error."""
-        assert keys is not None, "flow matching draws noise: it needs one key per row"
         if self.augment:
-            observation = self.augmentation(batch.observation, keys if train else None)
-            batch = dataclasses.replace(batch, observation=observation)
+            batch = augmented(batch, self.augmentation, keys if train else None)
         noise, time = self.draw(batch, keys)
         return self.loss_at(model, batch, norms, noise, time)
 
@@ -103,9 +104,21 @@ class FlowMatching(Objective):
         time: Float[Array, "b r"],
     ) -> tuple[Float[Array, ""], Metrics]:
         """The loss for given noise and times; the observation is used as it is."""
-        actions = batch.actions[:, None]  # b 1 h a
+        noisy, wanted = self.path(batch.actions, noise, time)
+        return self.loss_of(batch, norms, model.velocity(batch.observation, noisy, time), wanted)
+
+    def path(
+        self, actions: Float[Array, "b h a"], noise: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> tuple[Float[Array, "b r h a"], Float[Array, "b r h a"]]:
+        """Where the flow from noise to actions is at these times, and its velocity there."""
+        actions = actions[:, None]  # b 1 h a
         t = time[:, :, None, None]
-        velocity = model.velocity(batch.observation, t * noise + (1 - t) * actions, time)
-        error = jnp.square(velocity.astype(jnp.float32) - (noise - actions))  # b r h a
+        return t * noise + (1 - t) * actions, noise - actions
+
+    def loss_of(
+        self, batch: ActionBatch, norms: Norms, velocity: Float[Array, "b r h a"], wanted: Float[Array, "b r h a"]
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """The loss for given velocities."""
+        error = jnp.square(velocity.astype(jnp.float32) - wanted)  # b r h a
         loss = (error * self.element_mask(batch)[:, None]).sum() / norms["elements"]
         return loss, {"loss": loss}

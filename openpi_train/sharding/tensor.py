@@ -8,12 +8,14 @@ out, and the factors of low-rank additions that have neither heads nor that widt
 Read next: `strategy.py`, which cuts by this, and `nn/shard.py: spread, summed`, which send.
 """
 
+import math
 import re
+from collections.abc import Mapping
 
 # By path in a stack of layers: the number of dims, the layers' first, and the dim to cut counted from the last.
 CUT_DIMS = (
     (r"experts/\w+/query/(weight|lora_a|lora_b)", 4, -3),  # layers HEADS in out
-    (r"experts/\w+/(key_value|query_key_value)/(weight|lora_a|lora_b)", 5, -3),  # layers 2-or-3 HEADS in out
+    (r"(experts/\w+/)?(key_value|query_key_value)/(weight|lora_a|lora_b)", 5, -3),  # layers 2-or-3 HEADS in out
     (r"experts/\w+/output/(weight|lora_a)", 4, -3),  # layers HEADS in out
     (r"experts/\w+/mlp/gate_up/(weight|lora_b)", 4, -1),  # layers 2 in WIDE
     (r"experts/\w+/mlp/down/(weight|lora_a)", 3, -2),  # layers WIDE out
@@ -39,3 +41,13 @@ def tensor_dim(path: str, shape: tuple[int, ...], tensor_devices: int) -> int | 
             is_cut = len(shape) == num_dims and shape[dim] % tensor_devices == 0
             return num_dims + dim if is_cut else None
     return None
+
+
+def check_sizes(sizes: Mapping[str, int], tensor_devices: int) -> list[str]:
+    """Why these sizes of a model, by field, cannot be shared out over so many devices, as sentences."""
+    wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tensor_devices)
+    if not wrong:
+        return []
+    common = math.gcd(*sizes.values())
+    allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    return [f"--sharding.tensor-devices {tensor_devices} does not divide the model's {wrong}; allowed: {allowed}"]

@@ -1,47 +1,262 @@
-"""The `convert` verb: a run's parameters as an openpi checkpoint directory. Read next: `interop/openpi.py`."""
+"""The `convert` verb: a checkpoint of one form into one of another, every key accounted for, outputs compared.
 
+Everything is written beside the target and read again before it gets its name: what is there is whole.
+Read next: `interop/formats.py` (the forms), `interop/parity.py` (the comparison), `docs/exchange.md`.
+"""
+
+import dataclasses
+import errno
 import logging
+import math
+import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from openpi_train.data.files import read_json
+import jax.numpy as jnp
+
+from openpi_train.data.files import set_aside, write_json
+from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop import openpi
+from openpi_train.interop import formats
+from openpi_train.interop.accounting import account
+from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Leaves, Stored, in_memory
+from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.training.checkpoints.step_dirs import StepDirs
-from openpi_train.training.rundir import changed_fields
+from openpi_train.training.rundir import changed_fields, package_versions
 
 logger = logging.getLogger(__name__)
 
+REPORT = "parity.json"
 
-def export(experiment: Experiment, step: int | None, out: Path, merge_lora: bool) -> Path:
-    """Write `<out>/params` and `<out>/assets` as openpi's reader expects them, from a run's checkpoint.
 
-    Args: `step` None takes the newest; `merge_lora` folds low-rank adapters into the weights, so that a plain model
-    loads them. Raises CheckpointError where there is no such checkpoint, UsageError where `out` exists.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `convert` was asked for; the fields are its flags.
+
+    `dtype` is the type of floating-point parameters in the result; `norm_stats` a file to put in, under `asset_id`;
+    `asset_id` alone renames the checkpoint's own.
     """
-    run = Path(experiment.checkpoint_base_dir) / experiment.name / experiment.exp_name
-    steps = StepDirs(run, keep_last=1, keep_period=None).complete() if run.is_dir() else []
-    if not steps or (step is not None and step not in steps):
-        raise CheckpointError(
-            f"{run} has no {'checkpoint' if step is None else f'checkpoint {step}'}; there are: {steps or 'none'}. "
-            "Choose with --exp-name, --checkpoint-base-dir and --step"
-        )
-    if out.exists():
-        raise UsageError(f"--out {out} exists; give a directory that does not")
-    source = run / str(steps[-1] if step is None else step)
+
+    source: str
+    target: Path
+    source_format: str | None = None
+    target_format: str | None = None
+    dtype: str | None = None
+    merge_lora: bool = False
+    params_only: bool = False
+    norm_stats: str | None = None
+    asset_id: str | None = None
+    overwrite: bool = False
+    outputs: bool = True
+
+
+def main(
+    request: Request, experiment: Experiment | None, parse_experiment: Callable[[str], Experiment], dry_run: bool
+) -> int:
+    """Convert, or with `dry_run` only account for every key. `experiment` None is what the source itself says."""
+    if experiment is None:
+        stored = formats.open_checkpoint(request.source, None, request.source_format)
+        if stored.experiment is None:
+            raise UsageError(
+                f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
+            )
+        experiment = parse_experiment(stored.experiment["name"])
+    conversion = plan(request, experiment)
+    print(conversion.summary())
+    if not dry_run:
+        print(conversion.run())
+    return 0
+
+
+def plan(request: Request, experiment: Experiment) -> "Conversion":
+    """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
-    changed = changed_fields(read_json(run / "experiment.json")["model"], as_json(model))
+    stored = formats.open_checkpoint(request.source, model, request.source_format)
+    _check_same_model(stored, model)
+    params = formats.model_params(stored, model)
+    left_out = []
+    if stored.train_state is not None and (request.params_only or request.merge_lora or request.dtype):
+        left_out = sorted(stored.train_state)
+        stored = dataclasses.replace(stored, train_state=None)
+    if request.target_format is None:
+        name = "openpi" if stored.format == "ours" else "ours"
+    else:
+        name = request.target_format
+    form = formats.named(name)
+    if form.write is None:
+        raise UsageError(f"--to {name}: this form is only read; allowed: {', '.join(_written())}")
+    wanted_model, wanted = model, params
+    if request.merge_lora:
+        if not any("lora" in path for path in params):
+            raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
+        whole = model.merge_lora({path: jnp.asarray(leaf.whole()) for path, leaf in params.items()})
+        wanted_model, wanted = model.without_lora(), {path: in_memory(value) for path, value in whole.items()}
+    if request.dtype is not None:
+        wanted = {path: leaf.cast(_dtype(request.dtype)) for path, leaf in wanted.items()}
+    published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
+    norm_stats = _norm_stats(request, stored)
+    _check_widths(norm_stats, model)
+    return Conversion(
+        request=request,
+        form=form,
+        model=model,
+        params=params,
+        wanted_model=wanted_model,
+        wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats),
+        left_out=left_out,
+        cameras=experiment.data.cameras,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A conversion that nothing stands against: what was opened, and what is to be written."""
+
+    request: Request
+    form: formats.Format
+    model: ModelConfig
+    params: Leaves
+    wanted_model: ModelConfig
+    wanted: Stored
+    left_out: list[str]
+    cameras: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all arrays in the result."""
+        leaves = [*self.wanted.params.values(), *(self.wanted.train_state or {}).values()]
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def summary(self) -> str:
+        """What is read and what is written, for the terminal."""
+        wanted, state = self.wanted, self.wanted.train_state
+        lines = [
+            f"from {wanted.where} ({wanted.format}): {len(self.params)} parameters, {num_values(self.params):,} values",
+            f"to {self.request.target} ({self.form.name}): {len(wanted.params)} parameters, "
+            f"{f'{len(state)} leaves of training state' if state else 'no training state'}, "
+            f"{self.size_bytes / 1e9:.3g} GB, norm stats: {', '.join(wanted.norm_stats) or 'none'}",
+        ]
+        if self.left_out:
+            lines.append(f"left out: {len(self.left_out)} leaves of training state")
+        return "\n".join(lines)
+
+    def run(self) -> Path:
+        """Write the target, read it again, compare, report. Nothing is left behind where that fails."""
+        target = self.request.target.absolute()
+        if target.exists() and not self.request.overwrite:
+            raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
+        _check_room(target, self.size_bytes)
+        draft = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            assert self.form.write is not None, "checked when it was planned"
+            self.form.write(draft, self.wanted, self.wanted_model)
+            report = self._checked(draft)
+            write_json(draft / REPORT, report)
+            if target.exists():
+                logger.info("--overwrite: what was in %s now lies in %s", target, set_aside(target, "replaced"))
+            draft.rename(target)
+        except Exception as error:  # Orbax and tensorstore have many kinds
+            if isinstance(error, CheckpointError | UsageError):
+                raise
+            full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+            what = "the disk is full; free some space" if full else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{target} could not be written: {what}. Nothing was left there") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return target
+
+    def _checked(self, draft: Path) -> dict[str, Any]:
+        """The report on what was written. Raises CheckpointError where it does not read back as what was meant."""
+        result = self.form.open(Place.of(draft), self.wanted_model)
+        params = formats.model_params(result, self.wanted_model)
+        again = compare_leaves(self.wanted.params, result.params)
+        if self.wanted.train_state is not None:
+            account(result.train_state or {}, self.wanted.train_state, where=f"the training state in {draft}")
+        if again["bit_equal"] != len(self.wanted.params):
+            raise CheckpointError(f"{again['at']} reads back with another value than was written; is the disk sound?")
+        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
+        outputs: Any = "not compared (--no-outputs)"
+        if self.request.outputs:
+            outputs = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
+        return {
+            "source": {"where": self.wanted.where, "format": self.wanted.format},
+            "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
+            "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": package_versions()},
+            "parameters": compare_leaves(source, result.params),
+            "merged_into_weights": sorted(source.keys() - result.params.keys()),
+            "training_state": {"leaves": len(result.train_state or {}), "left_out": self.left_out},
+            "norm_stats": sorted(result.norm_stats),
+            "outputs": outputs,
+        }
+
+
+def _written() -> list[str]:
+    return [form.name for form in formats.FORMATS if form.write is not None]
+
+
+def _dtype(name: str) -> Any:
+    return jnp.dtype(name)
+
+
+def _check_same_model(stored: Stored, model: ModelConfig) -> None:
+    """Raise UsageError where a checkpoint of ours says that it is another model's."""
+    if stored.experiment is None:
+        return
+    changed = changed_fields(stored.experiment["model"], as_json(model))
     if changed:
         listing = "\n".join(
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()
         )
-        raise UsageError(f"{run} was trained with another model; repeat its --model flags:\n{listing}")
-    params = openpi.load_params(source, model)
-    if merge_lora:
-        params = model.merge_lora(params)
-    openpi.save_params(out, params, model.public_name)
-    if (source / "assets").is_dir():
-        shutil.copytree(source / "assets", out / "assets")
-    logger.info("wrote %d parameters of %s to %s", len(params), source, out)
-    return out
+        raise UsageError(f"{stored.where} was trained with another model; repeat its --model flags:\n{listing}")
+
+
+def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
+    """What the result's norm stats are, by asset id."""
+    if request.norm_stats is not None:
+        if request.asset_id is None:
+            raise UsageError("--norm-stats needs --asset-id: the name under which they lie in assets/")
+        try:
+            return {**stored.norm_stats, request.asset_id: norm_stats_json(read_norm_stats(request.norm_stats))}
+        except (ValueError, OSError) as error:
+            raise UsageError(f"--norm-stats: {error}") from error
+    if request.asset_id is None:
+        return dict(stored.norm_stats)
+    if len(stored.norm_stats) != 1:
+        raise UsageError(
+            f"--asset-id {request.asset_id} renames the norm stats of a checkpoint that has one set; {stored.where} "
+            f"has {sorted(stored.norm_stats) or 'none'}: give the file to put in with --norm-stats"
+        )
+    return {request.asset_id: next(iter(stored.norm_stats.values()))}
+
+
+def _check_widths(norm_stats: dict[str, Any], model: ModelConfig) -> None:
+    """Raise CheckpointError where norm stats are wider than what the model takes."""
+    spec = model.batch_spec(1, ())
+    widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
+    for asset_id, content in norm_stats.items():
+        entries = content.get("norm_stats", {})
+        for name, width in widths.items():
+            if name not in entries or len(entries[name].get("mean", ())) > width:
+                has = f"{len(entries[name].get('mean', ()))} dims" if name in entries else "nothing"
+                raise CheckpointError(
+                    f"the norm stats {asset_id!r} hold {has} for {name!r}, the model takes {width}: they belong to "
+                    "another robot or model. Give others with --norm-stats and --asset-id"
+                )
+
+
+def _check_room(target: Path, needed: int) -> None:
+    """Raise CheckpointError where the disk has no room for so many bytes."""
+    folder = next(path for path in target.parents if path.exists())
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"{folder} cannot be written to; give yourself the right, or choose another target")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"not enough disk space in {folder}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
+        )

@@ -1,20 +1,31 @@
-"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`.
+"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`,
+`fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`.
+Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`,
+`fit_fast.py`.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, reported_as
 
+# (name, flags) -> the experiment.
+ParseExperiment = Callable[[str, Sequence[str]], Any]
 
-def main(argv: Sequence[str]) -> int:
+
+def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given, rest = parser.parse_known_args(argv)
+    if "experiment" in given:
+        given.experiment = parse_experiment(given.experiment, ["--exp-name", "data", *rest])
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     logs.configure(0)
     with reported_as(DataError):
         given.run(given)
@@ -23,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert")
+    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
@@ -61,6 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
     for form in (merge, convert):
         form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
+    fast = what.add_parser(
+        "fit-fast",
+        help="fit a FAST tokenizer to an experiment's action chunks",
+        epilog="Any field of the experiment may be set as in training: --data.datasets.0.source.path DIR",
+    )
+    fast.add_argument("experiment", help="a name from `list`, or file.py:name")
+    fast.add_argument("--out", type=Path, help="directory to make (default: where the experiment looks for it)")
+    fast.add_argument("--vocab-size", type=int, default=1024, help="the most tokens (%(default)s)")
+    fast.add_argument("--scale", type=float, default=10.0, help="steps of a coefficient in one unit (%(default)s)")
+    fast.add_argument("--max-chunks", type=int, default=50_000, help="of larger datasets (%(default)s)")
+    fast.set_defaults(run=_fit_fast)
     return parser
 
 
@@ -153,3 +175,14 @@ def _say_what_is_in(out: Path) -> None:
         f"wrote {out}: {len(layout.episode_ends)} episodes, {layout.episode_ends[-1]} control steps, every block read "
         f"back; tasks {tasks}; train from it with --dataset {out}"
     )
+
+
+def _fit_fast(given: argparse.Namespace) -> None:
+    from openpi_train.tools.fit_fast import fit
+
+    looked_for = getattr(given.experiment.model, "fast_tokenizer", "")
+    out = given.out or Path(looked_for).expanduser()
+    if not given.out and not out.is_absolute():
+        raise ValueError(f"the experiment's --model.fast-tokenizer is {looked_for or 'not there'}: give --out DIR")
+    fitted = fit(given.experiment, out, vocab_size=given.vocab_size, scale=given.scale, max_chunks=given.max_chunks)
+    print(fitted.text())

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
+from openpi_train.interop.accounting import account
+from openpi_train.interop.stored import Leaves, place
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, module_params
 from openpi_train.optim import LossScaling
@@ -60,10 +61,18 @@ def initial_state(
     # As openpi keeps them: nothing ever updates a frozen leaf, so it needs no float32 master copy.
     frozen = {path: leaf.astype(jnp.bfloat16) for path, leaf in leaves.items() if is_frozen(path)}
     params = {path: leaf for path, leaf in leaves.items() if path not in frozen}
+    rest = rest_of_state(optimizer, ema, loss_scaling, params)
+    return dataclasses.replace(rest, params=params, frozen=frozen)
+
+
+def rest_of_state(
+    optimizer: optax.GradientTransformation, ema: bool, loss_scaling: LossScaling | None, params: Params
+) -> TrainState:
+    """What lies around parameters at step 0, without them (traceable)."""
     return TrainState(
         step=jnp.int32(0),
-        params=params,
-        frozen=frozen,
+        params={},
+        frozen={},
         ema=jax.tree.map(jnp.copy, params) if ema else None,
         opt_state=optimizer.init(params),
         scale=loss_scaling.first() if loss_scaling else None,
@@ -92,38 +101,62 @@ def create_state(
     is_frozen: Any,
     ema: bool,
     seed: int,
-    weights: Mapping[str, np.ndarray] | None = None,
+    weights: Leaves | None = None,
 ) -> TrainState:
-    """The state on the devices, each shard made where it lives. `weights` replace the initial values by path.
+    """The state on the devices, each shard made or read where it lives. `weights`, by path, are not drawn but read.
 
     Every process must call it. Raises ValueError where `weights` name an unknown leaf or have another shape.
     """
+    make = functools.partial(initial_state, model, optimizer, is_frozen, ema, seed, layout.loss_scaling)
+    if not weights:
+        return _run_once(make, layout.shardings)
+    shapes: dict[str, Any] = {**layout.shapes.params, **layout.shapes.frozen}
+    shardings: dict[str, Any] = {**layout.shardings.params, **layout.shardings.frozen}
+    for path, leaf in weights.items():
+        if path not in shapes or shapes[path].shape != leaf.shape:
+            there = f"shape {shapes[path].shape}" if path in shapes else "no such parameter"
+            raise ValueError(f"start weights: {path} has shape {leaf.shape}; the model has {there}")
+    missing = {path: sharding for path, sharding in shardings.items() if path not in weights}
+
+    def drawn() -> Params:  # of all else nothing is computed: it is no output
+        state = make()
+        return {path: leaf for path, leaf in {**state.params, **state.frozen}.items() if path in missing}
+
+    leaves = _run_once(drawn, missing) if missing else {}
+    for path, leaf in weights.items():  # one after the other: the host holds no more than one
+        leaves[path] = place(leaf, shapes[path].dtype, shardings[path])
+    params = {path: leaves[path] for path in layout.shapes.params}
+    rest = functools.partial(rest_of_state, optimizer, ema, layout.loss_scaling)
+    cut = {field.name: getattr(layout.shardings, field.name) for field in dataclasses.fields(TrainState)}
+    around = _run_once(rest, tree_of(TrainState, **{**cut, "params": {}, "frozen": {}}), params)
+    return dataclasses.replace(around, params=params, frozen={path: leaves[path] for path in layout.shapes.frozen})
+
+
+def read_state(layout: StateLayout, leaves: Leaves, where: str) -> TrainState:
+    """The whole state from `leaves` (`openpi_state.state_leaves`), each shard read where it lives.
+
+    Every process must call it. Raises CheckpointError where they are not the leaves of this run's state.
+    """
+    shapes, shardings = _by_name(layout.shapes), _by_name(layout.shardings)
+    account(leaves, shapes, where=f"the training state of {where}", explain=lambda *_: [_SAME_TRAINING])
+    placed = [place(leaves[name], shape.dtype, shardings[name]) for name, shape in shapes.items()]
+    return jax.tree.unflatten(jax.tree.structure(layout.shapes), placed)
+
+
+_SAME_TRAINING = (
+    "to go on with it, model, optimizer, --freeze, and whether there is an average (--ema-decay) must be those that it "
+    "was saved with; to start from its parameters alone, leave out --weight-loader.continue-training"
+)
+
+
+def _by_name(state: TrainState) -> dict[str, Any]:
+    """The state's leaves by field and path; frozen parameters are among `params/`."""
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat)
+    return {re.sub("^frozen/", "params/", name): leaf for name, (_, leaf) in zip(names, flat, strict=True)}
+
+
+def _run_once(make: Any, shardings: Any, *arguments: Any) -> Any:
     # Runs once, so compile it quickly: LLVM's optimizations take eight times as long on the random number code.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    make = functools.partial(initial_state, model, optimizer, is_frozen, ema, seed, layout.loss_scaling)
-    state = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)()
-    if not weights:
-        return state
-    known = {**layout.shapes.params, **layout.shapes.frozen}
-    for path, value in weights.items():
-        if path not in known or known[path].shape != value.shape:
-            there = f"shape {known[path].shape}" if path in known else "no such parameter"
-            raise ValueError(f"start weights: {path} has shape {value.shape}; the model has {there}")
-
-    def put(tree: Params, shardings: Params) -> Params:
-        return {
-            path: _place(weights[path], leaf.dtype, shardings[path]) if path in weights else leaf
-            for path, leaf in tree.items()
-        }
-
-    params = put(state.params, layout.shardings.params)
-    return dataclasses.replace(
-        state,
-        params=params,
-        frozen=put(state.frozen, layout.shardings.frozen),
-        ema=put(state.ema, layout.shardings.ema) if state.ema and layout.shardings.ema else None,
-    )
-
-
-def _place(value: np.ndarray, dtype: Any, sharding: Any) -> jax.Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.asarray(value[index], dtype))
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)(*arguments)

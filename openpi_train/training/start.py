@@ -31,7 +31,7 @@ from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.epochs import in_steps, process_0_first
 from openpi_train.training.evaluate import Evaluator, held_out_batches
-from openpi_train.training.init import StateLayout, create_state
+from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 from openpi_train.training.prepare import Prepared, fit, prepare
@@ -208,8 +208,14 @@ def first_state(
             raise CheckpointError(str(error)) from error
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
         return state, meta
+    loader = experiment.weight_loader
+    if (leaves := loader.load_state(experiment.model)) is not None:
+        state = read_state(layout, leaves, where="--weight-loader.params-path")
+        feed.seek({**feed.position(), "step": int(state.step)})
+        logger.info("continuing the training that was saved at step %d", int(state.step))
+        return state, {}
     with reported_as(CheckpointError):
-        weights = experiment.weight_loader.load(experiment.model)
+        weights = loader.load(experiment.model)
     ema = experiment.ema_decay is not None
     state = create_state(
         layout, experiment.model, trainer.optimizer, experiment.is_frozen, ema, experiment.seed, weights

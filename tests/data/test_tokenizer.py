@@ -108,7 +108,8 @@ def test_the_hub_client_is_asked_offline_when_told_so(monkeypatch, tokenizer):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match="offline and not cached"):
         load_tokenizer("google/some")
-    assert calls == [("google/some", "tokenizer.model", flag) for flag in (False, True, True)]
+    # What the client keeps is taken without asking the hub.
+    assert calls == [("google/some", "tokenizer.model", only_kept) for only_kept in (True, False, True, True)]
 
 
 def test_a_file_of_another_kind_and_a_vocabulary_too_large_are_refused(tmp_path, tokenizer):

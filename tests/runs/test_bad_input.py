@@ -168,24 +168,24 @@ CASES = [
     ),
     case(
         "remote weights",
-        "debug --weight-loader.params-path gs://bucket/params",
+        "debug --weight-loader.params-path ftp://bucket/params",
         CHECKPOINT,
-        "'gs://bucket/params' is remote",
-        "copy it to a local or shared disk",
+        "ftp://bucket/params: addresses of ftp:// are not read",
+        "allowed: a path, or one of gs://",
     ),
     case(
         "nothing to convert",
-        "convert debug --out HERE/out --step 7",
+        "convert HERE/absent HERE/out",
         CHECKPOINT,
-        "has no checkpoint 7; there are: none",
-        "--checkpoint-base-dir",
+        "no checkpoint at",
+        "there is no such directory; check the path",
     ),
     case(
         "no weights",
         "debug --weight-loader.params-path HERE/absent",
         CHECKPOINT,
         "no checkpoint at",
-        "give a step's directory",
+        "there is no such directory",
     ),
 ]
 

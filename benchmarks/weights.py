@@ -1,0 +1,151 @@
+"""Start weights of full size: the most memory that a process takes to load its share, against the bytes of that share.
+
+A checkpoint of pi0's full shapes in float32 is written chunk by chunk, cut as a trainer on eight devices cuts it, with
+values that compress well. Then processes of one CPU device each load it as a run does, cut as by zero3, in bfloat16.
+Read next: `openpi_train/interop/stored.py` (`place`), `openpi_train/training/init.py`.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import ROOT, Cell, Spread, Table
+from openpi_train import registry
+from openpi_train.interop import openpi
+from openpi_train.interop.orbax_item import METADATA
+from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.launch.processes import free_port
+from openpi_train.models.base import ModelConfig
+
+CHUNKS = 8
+COLUMNS = ("processes", "checkpoint GB", "share of each MB", "seconds", "peak above start MB", "peak / share")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, understood."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks weights", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the model of `debug`, 2 processes")
+    parser.add_argument("--experiment", default="pi0_bridge_traj", help="whose model (pi0_bridge_traj: full pi0)")
+    parser.add_argument("--processes", type=int, default=8, help="processes of one device each (8)")
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help="parts in which each large array lies on disk (8)")
+    flags = parser.parse_args(argv)
+    if flags.quick:
+        flags.experiment, flags.processes = "debug", 2
+    return flags
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Write the checkpoint, load it, and say what that took."""
+    flags = parse(argv)
+    shapes = openpi.abstract_params(registry.load(flags.experiment).model)
+    total = sum(math.prod(leaf.shape) for leaf in shapes.values()) * 4
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "params", registry.load(flags.experiment).model, flags.chunks)
+        found = _load(Path(folder), flags)
+    row: list[Cell] = [flags.processes, total / 1e9, *(Spread(tuple(one[name] for one in found)) for name in found[0])]
+    row.append(Spread(tuple(one["peak_mb"] / one["share_mb"] for one in found)))
+    largest = max(math.prod(leaf.shape) for leaf in shapes.values()) * 4
+    notes = [
+        f"The largest array has {largest / 1e9:.3g} GB on disk, in {flags.chunks} chunks; a share is of all "
+        "parameters, in bfloat16. Peak: of resident memory, above what the process had before it opened the checkpoint."
+    ]
+    return [Table(f"Start weights: {flags.experiment}", COLUMNS, [row], notes)]
+
+
+def write(item: Path, model: ModelConfig, num_chunks: int) -> None:
+    """A `params` item of the model's shapes as Orbax lays it out, of which never more than a chunk is in memory."""
+    import tensorstore
+
+    entries, names = {}, openpi.parameter_names(model)
+    item.mkdir(parents=True)
+    for path, leaf in openpi.abstract_params(model).items():
+        keys = ["params", *names[path].split("/"), "value"]
+        described = [{"key": key, "key_type": 2} for key in keys]
+        entries[str(tuple(keys))] = {"key_metadata": described, "value_metadata": {"value_type": "jax.Array"}}
+        chunk = _chunk(leaf.shape, num_chunks)
+        metadata = {"shape": leaf.shape, "chunks": chunk, "dtype": "<f4", "compressor": {"id": "zstd", "level": 1}}
+        store = {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{'.'.join(keys)}/"}
+        spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "create": True}
+        array: Any = tensorstore.open(spec).result()
+        values = (np.arange(math.prod(chunk), dtype=np.uint16) % 251).astype(np.float32).reshape(chunk) / 251
+        for begin in np.ndindex(*(size // part for size, part in zip(leaf.shape, chunk, strict=True))):
+            array[tuple(slice(at * part, (at + 1) * part) for at, part in zip(begin, chunk, strict=True))] = values
+    (item / METADATA).write_text(json.dumps({"tree_metadata": entries, "use_zarr3": False}))
+
+
+def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The shape cut along its longest dim that can be, where it is large enough to be worth it."""
+    dims = [dim for dim, size in enumerate(shape) if size % parts == 0]
+    if not dims or math.prod(shape) < 1 << 20:
+        return shape
+    longest = max(dims, key=lambda dim: shape[dim])
+    return tuple(size // parts if dim == longest else size for dim, size in enumerate(shape))
+
+
+def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
+    """What each process found."""
+    words = [sys.executable, "-m", "benchmarks.weights", str(folder), flags.experiment, f"127.0.0.1:{free_port()}"]
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    children = [
+        subprocess.Popen(
+            [*words, str(index), str(flags.processes)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for index in range(flags.processes)
+    ]
+    said = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise RuntimeError("a process that loads failed; what it said is above")
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def load_share(folder: Path, name: str, coordinator: str, process: int, processes: int) -> dict[str, float]:
+    """Load as one process of a run, and measure."""
+    import jax
+    import optax
+
+    from openpi_train.runtime import session
+    from openpi_train.runtime.world import WorldFlags, find_world
+    from openpi_train.sharding.mesh import make_mesh
+    from openpi_train.sharding.strategy import Plan
+    from openpi_train.training.init import create_state, lay_out
+
+    flags = WorldFlags(coordinator=coordinator, num_processes=processes, process_id=process)
+    session.start(find_world(flags, {}), devices_per_process=1)
+    model = dataclasses.replace(registry.load(name).model)
+    plan = Plan(mesh=make_mesh(processes), strategy="zero3")
+    rule, everything = optax.identity(), lambda path: True  # as frozen parameters: bfloat16, and nothing beside them
+    layout = lay_out(model, rule, everything, False, plan)
+    with jax.set_mesh(plan.real_mesh):
+        jax.block_until_ready(jax.numpy.zeros(1))
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before, started = _resident_mb("VmRSS"), time.monotonic()
+        weights = CheckpointWeightLoader(params_path=str(folder / "params")).load(model)
+        state = create_state(layout, model, rule, everything, False, 0, weights)
+        jax.block_until_ready(state)
+        seconds, peak = time.monotonic() - started, _resident_mb("VmHWM")
+    share = sum(shard.data.nbytes for leaf in state.frozen.values() for shard in leaf.addressable_shards)
+    session.stop(60)
+    return {"share_mb": share / 1e6, "seconds": seconds, "peak_mb": peak - before}
+
+
+def _resident_mb(field: str) -> float:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, f"/proc/self/status has no {field}"
+    return int(found[1]) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    place, named, address, index, count = sys.argv[1:]
+    print(json.dumps(load_share(Path(place), named, address, int(index), int(count))))

@@ -1,0 +1,115 @@
+"""Every key of a checkpoint accounted for: what a model needs against what there is; none dropped, none invented.
+
+Read next: `formats.py`, which opens checkpoints.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.runtime.exits import CheckpointError
+
+# How many names an error lists of one kind before it only counts.
+_LISTED = 8
+
+
+# What a model can say of names that are missing, names that it does not know, and names of another shape.
+Explain = Callable[[list[str], list[str], list[str]], list[str]]
+
+
+def account(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    where: str,
+    may_miss: str | None = None,
+    explain: Explain | None = None,
+) -> None:
+    """Return where the leaves that were found are those that are expected, by name, shape and kind of number.
+
+    Floating-point types of another width are of one kind: they are cast where they are placed.
+
+    Args:
+        found, expected: anything with a shape and a dtype, by name.
+        where: what the error calls the checkpoint.
+        may_miss: a regular expression; expected names that match it wholly may be absent.
+        explain: what the model can say about a difference, as sentences with what to do (`ModelConfig.explain`).
+
+    Raises:
+        CheckpointError: with all differences, the closest names, and what to do.
+    """
+    optional = re.compile(may_miss) if may_miss else None
+    missing = [name for name in expected if name not in found and not (optional and optional.fullmatch(name))]
+    extra = [name for name in found if name not in expected]
+    both = [name for name in expected if name in found]
+    misshapen = [name for name in both if tuple(found[name].shape) != tuple(expected[name].shape)]
+    other_kind = [name for name in both if _kind(found[name]) != _kind(expected[name])]
+    if not (missing or extra or misshapen or other_kind):
+        return
+    advice = [*_explain(missing, extra, both), *(explain(missing, extra, misshapen) if explain else [])]
+    lines = [
+        f"{where} does not fit the model: of {len(expected)} leaves that it needs, "
+        f"{len(both) - len(set(misshapen) | set(other_kind))} are there as they should be",
+        *_listed("missing in the checkpoint", [_with_closest(name, extra) for name in missing]),
+        *_listed("in the checkpoint, unknown to the model", extra),
+        *_listed(
+            "of another shape",
+            [
+                f"{name} is {tuple(found[name].shape)}, the model wants {tuple(expected[name].shape)}"
+                for name in misshapen
+            ],
+        ),
+        *_listed(
+            "of another kind of number",
+            [f"{name} is {found[name].dtype}, the model wants {expected[name].dtype}" for name in other_kind],
+        ),
+        *(
+            f"  -> {sentence}"
+            for sentence in advice or ["compare the model's variants and sizes with the checkpoint's"]
+        ),
+    ]
+    raise CheckpointError("\n".join(lines))
+
+
+def _kind(leaf: Any) -> str:
+    dtype = np.dtype(leaf.dtype)
+    # ml_dtypes' floats, bfloat16 among them, are of numpy's kind "V".
+    return "f" if dtype.kind in "fV" else "i" if dtype.kind in "iu" else dtype.kind
+
+
+def _explain(missing: list[str], extra: list[str], both: list[str]) -> list[str]:
+    """What can be said of any model."""
+    if not both:
+        return ["not one name is the model's: this is another model's checkpoint, or one of another form"]
+    lora = [name for name in extra if "lora" in name]
+    if lora and len(lora) == len(extra) and not missing:
+        return [
+            f"these {len(lora)} are LoRA factors and the model has none: choose the model's LoRA variants, "
+            "or fold the factors into the weights first with `convert --merge-lora`"
+        ]
+    if all("lora" in name for name in both) and missing:
+        return [
+            "the checkpoint holds LoRA factors only: they need the weights that they were trained on, in one checkpoint"
+        ]
+    if missing and all("lora" in name for name in missing) and not extra:
+        return [
+            "the checkpoint has no LoRA factors, the model wants them: choose its plain variants; as start weights of "
+            "a LoRA run it can be given as it is (--weight-loader.params-path)"
+        ]
+    return []
+
+
+def _with_closest(name: str, extra: list[str]) -> str:
+    closest = difflib.get_close_matches(name, extra, n=1)
+    return f"{name} (closest in the checkpoint: {closest[0]})" if closest else name
+
+
+def _listed(title: str, lines: Iterable[str]) -> list[str]:
+    lines = list(lines)
+    if not lines:
+        return []
+    more = [f"  ... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines[:_LISTED]), *more]

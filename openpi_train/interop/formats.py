@@ -1,0 +1,123 @@
+"""Forms in which checkpoints come, as a table; which one a place holds is seen from its content.
+
+A new form is a row: how it is recognised, opened and written. What it opens is names to leaves (`stored.py`), so that
+start weights, `convert` and their accounting are the same for all. Read next: `stored.py`, `accounting.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from openpi_train.interop import openpi, ours
+from openpi_train.interop.accounting import account
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Leaves, Stored
+from openpi_train.models.base import ModelConfig
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """A form of checkpoints.
+
+    Attributes:
+        name: what `--from` and `--to` call it.
+        summary: one line of help: what such a checkpoint looks like.
+        recognises: whether a place holds one; looks at few files.
+        open: what it holds, by published names; the model is given where it is known, for forms with other layouts.
+        write: writes one into a directory that does not exist yet; None where it is only read.
+    """
+
+    name: str
+    summary: str
+    recognises: Callable[[Place], bool]
+    open: Callable[[Place, ModelConfig | None], Stored]
+    write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
+
+
+# The first that recognises a place has it.
+FORMATS: tuple[Format, ...] = (
+    Format(
+        name="ours",
+        summary="a run's directory, or a step's in it (params/, meta.json, manifest.json)",
+        recognises=ours.recognises,
+        open=ours.open_checkpoint,
+        write=ours.write,
+    ),
+    Format(
+        name="openpi",
+        summary="openpi's: a step's directory, or the params directory in it (_METADATA)",
+        recognises=openpi.recognises,
+        open=openpi.open_checkpoint,
+        write=openpi.write,
+    ),
+)
+
+
+def named(name: str) -> Format:
+    """The format of this name. Raises UsageError with the known ones."""
+    for one in FORMATS:
+        if one.name == name:
+            return one
+    raise UsageError(f"unknown format {name!r}; allowed: {', '.join(one.name for one in FORMATS)}")
+
+
+def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
+    """What the checkpoint at `where` (a path or an address) holds; `name` chooses the format, None looks.
+
+    Raises CheckpointError where there is none, or it is damaged.
+    """
+    place = Place.of(where)
+    _refuse_what_is_none(place)
+    if name is not None:
+        form = named(name)
+        if not form.recognises(place):
+            raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
+        return form.open(place, model)
+    for form in FORMATS:
+        if form.recognises(place):
+            return form.open(place, model)
+    known = "\n".join(f"  {form.name}: {form.summary}" for form in FORMATS)
+    raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+
+
+def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None) -> Leaves:
+    """The parameters of `stored` by our path: each that `model` needs, and no other. Raises CheckpointError.
+
+    `may_miss` is a regular expression of published names that may be absent.
+    """
+    shapes = openpi.abstract_params(model)
+    paths = {name: path for path, name in openpi.parameter_names(model).items()}
+    expected = {name: shapes[path] for name, path in paths.items()}
+    account(stored.params, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
+    return {paths[name]: leaf for name, leaf in stored.params.items()}
+
+
+def _refuse_what_is_none(place: Place) -> None:
+    """Say what is there instead of a checkpoint, where that can be seen without knowing any format."""
+    if place.local is None:
+        return
+    if not place.local.exists():
+        raise CheckpointError(f"no checkpoint at {place}: there is no such directory; check the path")
+    if ".orbax-checkpoint-tmp" in place.local.name:
+        raise CheckpointError(f"{place} is half a checkpoint: its save was cut off. Take another step of that run")
+    try:
+        empty = place.local.is_dir() and not any(place.local.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be read: {error.strerror}; give yourself the right to read it"
+        ) from error
+    if empty:
+        raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy cut off?")
+
+
+def _contents(place: Place) -> str:
+    if place.local is None:
+        return ""
+    if not place.local.is_dir():
+        return ": it is a file"
+    names = sorted(path.name for path in place.local.iterdir())
+    if half := [name for name in names if ".orbax-checkpoint-tmp" in name]:
+        return f": {half[0]} is half a checkpoint, its save was cut off; take another step"
+    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return f": it holds {shown}"

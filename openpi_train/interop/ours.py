@@ -1,0 +1,91 @@
+"""Checkpoints of this project's runs, read for exchange: a step's directory, or a run's, whose newest step is taken.
+
+Their parameters lie as openpi publishes them, so any reader of openpi's reads them too; beside them lie `meta.json`
+and `manifest.json`. Training itself saves and restores elsewhere (`training/checkpoints/store.py`).
+"""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+
+from openpi_train.data.files import write_json
+from openpi_train.interop import openpi
+from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
+from openpi_train.interop.openpi_state import our_items, published_state
+from openpi_train.interop.orbax_item import METADATA, open_item, save_item
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored import Stored
+from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import nested_params
+from openpi_train.runtime.exits import CheckpointError
+
+META = "meta.json"
+
+
+def recognises(place: Place) -> bool:
+    """Whether it is a step's directory of ours, its `params`, or a run's directory."""
+    return any(folder.has(META) or folder.has(MANIFEST) for folder in _steps(place)) or place.has("experiment.json")
+
+
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """A step, its `params`, or the newest step of a run. On a disk its checksums are checked.
+
+    Each process checks a share of the files. The training state is translated where the model is known, else left out.
+    Raises CheckpointError where it is none, or damaged.
+    """
+    step = next((folder for folder in _steps(place) if (folder / "params").has(METADATA)), None)
+    if step is None:
+        step = _newest(place)
+    if not step.has(MANIFEST):
+        raise CheckpointError(
+            f"{step} is half a checkpoint: {MANIFEST}, which is written last, is missing. Take another step of that run"
+        )
+    if step.local:
+        share, shares = jax.process_index(), jax.process_count()
+        if damage := find_damage(step.local, share=share, shares=shares, below="params/"):
+            raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
+    try:
+        meta = json.loads(step.read(META)) if step.has(META) else {}
+    except ValueError as error:
+        raise CheckpointError(f"{step}/{META} is no JSON ({error}); fetch it again") from error
+    params, state = openpi.read_params(step / "params"), None
+    if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
+        state = published_state(open_item(step / "train_state"), params, openpi.parameter_names(model))
+    return Stored(
+        where=str(step),
+        format="ours",
+        params=params,
+        train_state=state,
+        norm_stats=openpi.read_norm_stats(step),
+        experiment=meta.get("experiment"),
+    )
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
+    """Write a checkpoint as a run of ours saves it, manifest last. In one process."""
+    params, state = stored.params, None
+    if stored.train_state is not None:
+        assert model is not None, "a training state is translated by its model's names"
+        params, state = our_items(stored, openpi.parameter_names(model))
+    save_item(directory / "params", {"params": nested_params({name: leaf.whole() for name, leaf in params.items()})})
+    if state is not None:
+        save_item(directory / "train_state", nested_params({name: leaf.whole() for name, leaf in state.items()}))
+    openpi.write_norm_stats(directory, stored.norm_stats)
+    write_json(directory / META, {"source": stored.where, "experiment": stored.experiment})
+    write_manifest(directory)
+
+
+def _steps(place: Place) -> tuple[Place, ...]:
+    return (place, place.parent) if place.url.endswith("/params") else (place,)
+
+
+def _newest(run: Place) -> Place:
+    names = (
+        run.names() if run.local is None else [path.relative_to(run.local).as_posix() for path in run.local.glob("*/*")]
+    )
+    steps = [int(match[1]) for name in names if (match := re.fullmatch(rf"(\d+)/{MANIFEST}", name))]
+    if not steps:
+        raise CheckpointError(f"{run} is a run without a checkpoint; the first is saved after --save-interval steps")
+    return run / str(max(steps))

@@ -1,0 +1,99 @@
+"""Tokens one after the other from a language model, in one loop that is compiled: a token costs one token's work.
+
+Read next: `pi0_fast_network.py`, which says what the prompt is.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from openpi_train.keys import for_purpose
+from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.shard import as_varied, on_all_devices
+from openpi_train.types import pytree
+
+# (scores of the next token, its number) -> the token.
+Choose = Callable[[Float[Array, "b v"], Int[Array, ""]], Int[Array, " b"]]
+# What stands behind the last token of a row.
+PADDING = 0
+
+
+@pytree
+class Prompt:
+    """Embedded tokens that others are to follow.
+
+    `mask` says which token sees which, `seen` which of them those that follow see, and `next_position` where the first
+    of those stands. `last` is the token that the first one follows.
+    """
+
+    tokens: Float[Array, "b p d"]
+    positions: Int[Array, "b p"]
+    mask: Bool[Array, "b p p"]
+    seen: Bool[Array, "b p"]
+    last: Int[Array, " b"]
+    next_position: Int[Array, " b"]
+
+
+def choose_likeliest(scores: Float[Array, "b v"], index: Int[Array, ""]) -> Int[Array, " b"]:
+    """The token with the highest score."""
+    del index
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def choose_at(temperature: float, keys: Key[Array, " b"]) -> Choose:
+    """Draws from the softmax of scores / `temperature`, a row by its own key; 0 takes the likeliest.
+
+    Raises ValueError where the temperature is below 0.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature {temperature} must be at least 0; 0 takes the likeliest token")
+    if temperature == 0:
+        return choose_likeliest
+
+    def choose(scores: Array, index: Array) -> Array:
+        drawn = jax.vmap(jax.random.fold_in, (0, None))(for_purpose(keys, "token"), index)
+        return jax.vmap(jax.random.categorical)(drawn, scores / temperature).astype(jnp.int32)
+
+    return choose
+
+
+@jax.named_scope("decode")
+def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, choose: Choose) -> Int[Array, "b n"]:
+    """The `max_tokens` tokens that follow each prompt; behind the token `end` there is padding.
+
+    It stops as soon as all rows of all devices have ended. The transformer has one expert. Keys and values of the
+    prompt are made once, and those of a token when it is there.
+    """
+    (name,) = transformer.names
+    outputs, known = transformer.with_keys_and_values({name: prompt.tokens}, prompt.positions, prompt.mask)
+    b, p, _ = prompt.tokens.shape
+    x = jnp.take_along_axis(outputs[name], prompt.last[:, None, None], axis=1)  # b 1 d
+    cache = jax.tree.map(lambda kept: jnp.pad(kept, ((0, 0), (0, 0), (0, max_tokens), (0, 0), (0, 0))), known)
+    chosen = as_varied(jnp.full((b, max_tokens), PADDING, jnp.int32), x)
+    ended = as_varied(jnp.zeros(b, bool), x)
+
+    def goes_on(carry):
+        index, *_, all_ended = carry
+        return (index < max_tokens) & ~all_ended
+
+    def step(carry):
+        index, x, cache, chosen, ended, _ = carry
+        token = jnp.where(ended, PADDING, choose(transformer.logits(x)[:, 0], index))
+        chosen = jax.lax.dynamic_update_slice_in_dim(chosen, token[:, None], index, axis=1)
+        ended |= token == end
+        # The prompt, the tokens so far, and itself.
+        follows = jnp.broadcast_to(jnp.arange(max_tokens + 1) < index, (b, max_tokens + 1)).at[:, -1].set(True)
+        seen = jnp.concatenate([prompt.seen, follows], axis=1)[:, None]  # b 1 p+n+1
+        embedded = {name: transformer.embed(token[:, None])}
+        positions = (prompt.next_position + index)[:, None]
+        outputs, own = transformer.with_keys_and_values(embedded, positions, seen, cache)
+
+        def put(kept, new):
+            return jax.lax.dynamic_update_slice_in_dim(kept, new, p + index, axis=2)
+
+        return index + 1, outputs[name], jax.tree.map(put, cache, own), chosen, ended, on_all_devices(ended.all())
+
+    carry = (jnp.int32(0), x, cache, chosen, ended, jnp.array(False))
+    return jax.lax.while_loop(goes_on, step, carry)[3]

@@ -1,0 +1,137 @@
+"""pi0-FAST: a vision-language model that says action chunks as tokens (Pertsch et al. 2025).
+
+Follows openpi's `models/pi0_fast.py` at 15a9616. Where we differ: an absent camera has no tokens (and keeps its
+positions, over which training counts), and decoding by default continues at the positions of training.
+
+Read next: `pi0_fast.py`, which describes and builds this, `decoding.py`, `objectives/next_token.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from openpi_train.models.decoding import Prompt, choose_at, choose_likeliest, decode
+from openpi_train.models.prompted import causal_tokens, embed_prefix
+from openpi_train.nn.attention import Attention, order_mask
+from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.gemma_sizes import GemmaConfig
+from openpi_train.nn.layers import Remat
+from openpi_train.nn.siglip import Siglip, SiglipConfig
+from openpi_train.types import Observation
+
+# The token that ends a chunk: PaliGemma's end of text.
+END = 1
+
+Decoding = Literal["as_trained", "as_openpi"]
+# Tokens that were decoded, padded, to normalised actions.
+ReadActions = Callable[[Int[Array, "b n"]], Float[Array, "b h a"]]
+
+
+class Pi0Fast(nnx.Module):
+    """The network. Tokens: images and the first part of the prompt, which see each other, then the rest one by one.
+
+    Args:
+        language: sizes of the language model.
+        slots: every camera slot of the model; positions are counted as if all were there.
+        dtype: type of the activations.
+        decoding: positions and sight of decoded tokens, as `Pi0FastConfig.decoding` says.
+        max_decoded_tokens: the most tokens that an action chunk is given.
+        read_actions: makes actions of decoded tokens.
+        remat, attention: how the backward pass and attention are computed; no result depends on it.
+    """
+
+    def __init__(
+        self,
+        *,
+        language: GemmaConfig,
+        siglip: SiglipConfig,
+        image_size: int,
+        vocab_size: int,
+        slots: Sequence[str],
+        dtype: Any,
+        decoding: Decoding,
+        max_decoded_tokens: int,
+        read_actions: ReadActions,
+        remat: Remat,
+        attention: Attention = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.slots = tuple(sorted(slots))
+        self.tokens_per_image = siglip.num_tokens(image_size)
+        self.decoding: Decoding = decoding
+        self.max_decoded_tokens = max_decoded_tokens
+        self.read_actions = read_actions
+        compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
+        self.image_encoder = Siglip(siglip, image_size, language.width, **compute, rngs=rngs)
+        self.transformer = Gemma({"language": language}, vocab_size, {}, **compute, rngs=rngs)
+
+    def token_log_probs(self, observation: Observation) -> tuple[Float[Array, "b n"], Bool[Array, "b n"]]:
+        """Of every prompt token but the first: its log-probability after those before it, and whether none is likelier.
+
+        float32; n is one less than the prompt's tokens.
+        """
+        return self.transformer.log_probs(self.activations(observation), observation.prompt_tokens[:, 1:])
+
+    def logits(self, observation: Observation) -> Float[Array, "b n v"]:
+        """Scores for every prompt token but the first, from those before it, float32; large: for tests and few rows."""
+        return self.transformer.logits(self.activations(observation))
+
+    def activations(self, observation: Observation) -> Float[Array, "b n d"]:
+        """The last activations at every prompt token but the last, each of which predicts the next."""
+        tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
+        causal = causal_tokens(observation, valid.shape[1])
+        positions = jnp.broadcast_to(self.positions(observation), valid.shape)
+        mask = order_mask(valid, jnp.zeros_like(valid) if causal is None else causal)
+        outputs = self.transformer({"language": tokens[:, :-1]}, positions[:, :-1], mask[:, :-1, :-1])["language"]
+        return outputs[:, 1 - observation.prompt_tokens.shape[1] :]
+
+    def sample_tokens(
+        self, observation: Observation, keys: Key[Array, " b"] | None = None, temperature: float = 0.0
+    ) -> Int[Array, "b n"]:
+        """The tokens that follow the first part of each prompt, to the end of the chunk, then padding.
+
+        What comes one by one in `observation` is not looked at. `keys`, one per row, are for temperatures above 0.
+        """
+        choose = choose_likeliest if keys is None else choose_at(temperature, keys)
+        if keys is None and temperature:
+            raise ValueError(f"temperature {temperature} draws tokens: give one key per row, or temperature 0")
+        limit = self.max_decoded_tokens
+        return decode(self.transformer, self.prompt(observation), max_tokens=limit, end=END, choose=choose)
+
+    def sample_actions(
+        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
+    ) -> Float[Array, "b h a"]:
+        """The likeliest action chunk, token by token. Noise and steps are for flow models: here nothing is drawn."""
+        del noise, num_steps
+        return self.read_actions(self.sample_tokens(observation))
+
+    def prompt(self, observation: Observation) -> Prompt:
+        """The part of the observation that decoding starts from."""
+        tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
+        causal = causal_tokens(observation, valid.shape[1])
+        valid = valid if causal is None else valid & ~causal
+        last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
+        if self.decoding == "as_openpi":
+            # It counts what is valid, leaves out one position, and looks at that many of the last tokens, valid or not.
+            count = valid.sum(axis=1, dtype=jnp.int32)
+            positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+            index = jnp.arange(valid.shape[1])
+            seen = (index > (last - count)[:, None]) & (index <= last[:, None])
+            next_position = count + 1
+        else:
+            positions = jnp.broadcast_to(self.positions(observation), valid.shape)
+            seen = valid
+            next_position = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
+        mask = order_mask(valid, jnp.zeros_like(valid))
+        return Prompt(tokens=tokens, positions=positions, mask=mask, seen=seen, last=last, next_position=next_position)
+
+    def positions(self, observation: Observation) -> Int[np.ndarray, " p"]:
+        """Every token's position: over all slots, those of absent cameras too, then over the prompt."""
+        place = np.arange(self.tokens_per_image)
+        images = [self.slots.index(slot) * self.tokens_per_image + place for slot in sorted(observation.images)]
+        start = len(self.slots) * self.tokens_per_image
+        return np.concatenate([*images, start + np.arange(observation.prompt_tokens.shape[1])]).astype(np.int32)

@@ -1,0 +1,73 @@
+"""Knowledge insulation: flow matching trains the action expert alone, action tokens the language model.
+
+Driess et al. 2025, "Knowledge Insulating Vision-Language-Action Models": the expert sees the language model's keys and
+values, and no gradient goes back through them. So the language model is trained to say the same chunk as FAST tokens,
+which the expert does not see. Read next: `models/pi0_network.py`, where the gradient stops.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.objectives.next_token import NextToken
+from openpi_train.types import ActionBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsulatedFlow(Objective):
+    """`flow_weight` x flow matching + `token_weight` x next-token prediction, in one pass over images and prompt.
+
+    The two losses share no parameter, so that 1 and 1 will mostly do.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"velocity", "insulation"})
+
+    # The loss of the action expert, and how images are changed for both.
+    flow: FlowMatching = dataclasses.field(default_factory=FlowMatching)
+    # How much the action expert's loss counts.
+    flow_weight: float = 1.0
+    # How much the language model's loss counts.
+    token_weight: float = 1.0
+    # In the language model's loss every row counts the same, or every token.
+    mean_over: Literal["rows", "tokens"] = "rows"
+
+    def __post_init__(self):
+        if not (0 < self.flow_weight < math.inf and 0 < self.token_weight < math.inf):
+            raise ValueError(
+                f"flow_weight {self.flow_weight} and token_weight {self.token_weight} must both be above 0: without "
+                "its loss the action expert, or the language model, is not trained"
+            )
+
+    @property
+    def draws_per_row(self) -> int:
+        """The flow draws."""
+        return self.flow.draws_per_row
+
+    @property
+    def tokens(self) -> NextToken:
+        """The language model's loss."""
+        return NextToken(mean_over=self.mean_over)
+
+    def norms(self, batch: ActionBatch) -> Norms:
+        """Those of both losses."""
+        return {**self.flow.norms(batch), **self.tokens.norms(batch)}
+
+    def loss(
+        self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """This micro-batch's share of the weighted sum, and of its parts."""
+        if train and self.flow.augment:
+            batch = augmented(batch, self.flow.augmentation, keys)
+        noise, time = self.flow.draw(batch, keys)
+        noisy, wanted = self.flow.path(batch.actions, noise, time)
+        policy: Any = model
+        velocity, log_probs, is_best = policy.velocity_and_log_probs(batch.observation, noisy, time)
+        flow_loss, _ = self.flow.loss_of(batch, norms, velocity, wanted)
+        token_loss, metrics = self.tokens.loss_of(batch, norms, log_probs, is_best)
+        loss = self.flow_weight * flow_loss + self.token_weight * token_loss
+        return loss, metrics | {"loss": loss, "flow_loss": flow_loss, "token_loss": token_loss}

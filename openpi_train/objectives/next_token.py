@@ -1,0 +1,65 @@
+"""Next-token prediction: the loss of pi0-FAST, and of any model whose actions or words are tokens.
+
+Formula: openpi's `models/pi0_fast.py` (`compute_loss`, at 15a9616): the mean over rows of each row's mean of -log p.
+Where we differ: the mean is taken over the whole optimizer batch, and rows that only fill it do not count.
+Read next: `nn/vocabulary.py`, which makes the log-probabilities.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Key
+
+from openpi_train.nn.augment import ImageAugmentation
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
+from openpi_train.types import ActionBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextToken(Objective):
+    """Cross entropy of the tokens that `token_loss_mask` marks, each after those before it.
+
+    Of the model it asks `token_log_probs(observation)`: for every prompt token but the first, its log-probability
+    float32 [b, n], and whether none is likelier, bool [b, n].
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"logits"})
+
+    # What counts the same: every row, however many tokens it has (openpi), or every token.
+    mean_over: Literal["rows", "tokens"] = "rows"
+    # How strongly images are changed.
+    augmentation: ImageAugmentation = dataclasses.field(default_factory=ImageAugmentation)
+    # Change training images at all.
+    augment: bool = True
+
+    def weights(self, batch: ActionBatch) -> Float[Array, "b n"]:
+        """How much every prompt token but the first counts. A row without any valid step is filler and never does."""
+        marked = batch.observation.token_loss_mask
+        assert marked is not None, "these rows have no token_loss_mask: their model's `transforms` must make one"
+        counts = (marked[:, 1:] & batch.action_mask.any(axis=1, keepdims=True)).astype(jnp.float32)
+        return counts if self.mean_over == "tokens" else counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+
+    def norms(self, batch: ActionBatch) -> Norms:
+        """How many tokens count, or how many rows have some."""
+        return {"tokens": jnp.maximum(self.weights(batch).sum(), 1.0)}
+
+    def loss(
+        self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """This micro-batch's share of the mean cross entropy, and of the share of tokens that are the likeliest."""
+        if train and self.augment:
+            batch = augmented(batch, self.augmentation, keys)
+        policy: Any = model
+        return self.loss_of(batch, norms, *policy.token_log_probs(batch.observation))
+
+    @jax.named_scope("loss")
+    def loss_of(
+        self, batch: ActionBatch, norms: Norms, log_probs: Float[Array, "b n"], is_best: Bool[Array, "b n"]
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """The loss for given log-probabilities."""
+        weights = self.weights(batch)
+        loss = -(weights * log_probs).sum() / norms["tokens"]
+        return loss, {"loss": loss, "token_accuracy": (weights * is_best).sum() / norms["tokens"]}

@@ -1,0 +1,122 @@
+"""The `convert` verb: both ways without a bit lost, types and LoRA as asked, a report on what was found."""
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from exchanged import EXPERT, LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
+
+from openpi_train import cli
+from openpi_train.experiment import as_json
+from openpi_train.interop import openpi, ours
+from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop.parity import compare_outputs
+from openpi_train.tools.convert import Request, plan
+
+
+def convert(source, target, experiment=TINY, **flags):
+    """The result, opened, and its report."""
+    path = plan(Request(source=str(source), target=target, **flags), experiment).run()
+    return open_checkpoint(path, experiment.model), json.loads((path / "parity.json").read_text())
+
+
+def same(leaves, arrays):
+    assert leaves.keys() == arrays.keys()
+    for name, leaf in leaves.items():
+        assert leaf.dtype == arrays[name].dtype
+        np.testing.assert_array_equal(leaf.whole(), arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize("experiment", [TINY, tiny(language=LORA, action_expert=LORA)], ids=["plain", "lora"])
+def test_all_comes_back_bit_for_bit(tmp_path, experiment):
+    params = made_up(experiment)
+    paths = {name: path for path, name in openpi.parameter_names(experiment.model).items()}
+    state = training_state(params, lambda name: not experiment.is_frozen(paths[name]))
+    for name in state:  # as trainers of others do, both values of a frozen parameter are one
+        if experiment.is_frozen(paths.get(name.removeprefix("params/"), "")):
+            state[name] = params[name.removeprefix("params/")]
+    source = write(tmp_path / "5", params, train_state=as_stored(state).params)
+    between, first = convert(source, tmp_path / "ours", experiment, outputs=False)
+    back, second = convert(tmp_path / "ours", tmp_path / "6", experiment)
+    assert (between.format, back.format) == ("ours", "openpi")
+    same(back.params, params)
+    same(back.train_state, state)
+    assert back.norm_stats == {"robot": STATS}
+    for report in (first, second):
+        assert report["parameters"] == {
+            "leaves": len(params),
+            "bit_equal": len(params),
+            "largest_difference": 0.0,
+            "at": None,
+        }
+        assert report["training_state"] == {"leaves": len(state), "left_out": []}
+    assert first["outputs"] == "not compared (--no-outputs)"
+    assert second["outputs"]["velocity"]["largest_difference"] == 0.0
+    assert second["outputs"]["velocity"]["largest_value"] > 0
+
+
+def test_rounding_is_reported_where_another_type_is_asked_for(tmp_path):
+    params = made_up()
+    source = write(tmp_path / "5", params, train_state=as_stored(training_state(params)).params)
+    result, report = convert(source, tmp_path / "half", dtype="bfloat16", asset_id="mine")
+    same(result.params, {name: value.astype(ml_dtypes.bfloat16) for name, value in params.items()})
+    largest = max(
+        np.abs(value - value.astype(ml_dtypes.bfloat16).astype(np.float32)).max() for value in params.values()
+    )
+    assert report["parameters"]["largest_difference"] == pytest.approx(float(largest))
+    assert (
+        0 < report["outputs"]["velocity"]["largest_difference"] < 0.1 * report["outputs"]["velocity"]["largest_value"]
+    )
+    assert len(report["training_state"]["left_out"]) == len(training_state(params))
+    assert result.train_state is None and list(result.norm_stats) == ["mine"]
+
+
+def test_merged_factors_compute_what_they_did_apart(tmp_path):
+    experiment = tiny(language=LORA, action_expert=LORA)
+    params = made_up(experiment)
+    source = write(tmp_path / "5", params)
+    path = plan(
+        Request(source=str(source), target=tmp_path / "6", merge_lora=True, target_format="openpi"), experiment
+    ).run()
+    report = json.loads((path / "parity.json").read_text())
+    plain = tiny(language=EXPERT, action_expert=EXPERT)
+    assert model_params(open_checkpoint(path), plain.model)  # accounts for every key
+    assert report["merged_into_weights"] == sorted(name for name in params if "lora" in name)
+    found = report["outputs"]["velocity"]
+    assert found["largest_difference"] < 1e-4 * found["largest_value"]  # sums in another order, in float32
+    assert report["parameters"]["largest_difference"] > 0.01  # factors did change the weights
+
+
+def test_the_comparison_sees_a_wrong_weight():
+    params = as_stored(made_up()).params
+    paths = {name: path for path, name in openpi.parameter_names(TINY.model).items()}
+    right = {paths[name]: leaf for name, leaf in params.items()}
+    wrong = {**right, "action_out_proj/bias": right["action_out_proj/bias"].map(lambda bias: bias + np.float32(0.5))}
+    found = compare_outputs((TINY.model, right), (TINY.model, wrong), TINY.data.cameras)["velocity"]
+    assert found["largest_difference"] == pytest.approx(0.5, abs=1e-5)
+    assert found["shape"] == [2, 1, TINY.model.action_horizon, TINY.model.action_dim]
+
+
+def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
+    experiment = tiny()
+    file = tmp_path / "mine.py"
+    file.write_text("from exchanged import TINY as mine\n")
+    stored = as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment))))
+    ours.write(tmp_path / "5", stored, None)
+    words = ["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--experiment", f"{file}:mine"]
+    assert cli.run([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "(ours): 50 parameters" in said and "norm stats: robot" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.run([*words, "--no-outputs"]) == 0
+    assert open_checkpoint(tmp_path / "out").format == "openpi"
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out")]) == 2
+    assert "was trained with another model; repeat its --model flags" in capsys.readouterr().err
+
+
+def test_whose_model_it_is_must_be_said(tmp_path, capsys):
+    source = write(tmp_path / "5", {"a": jnp.zeros(2)})
+    assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 2
+    assert "does not say whose model it is: name an experiment with --experiment" in capsys.readouterr().err

@@ -1,0 +1,32 @@
+"""Arrays in chunks: any part of one is read, with few chunks in memory at a time."""
+
+import json
+
+import numpy as np
+import pytest
+import tensorstore
+
+from openpi_train.interop import orbax_item
+from openpi_train.interop.place import Place
+
+VALUES = np.arange(7 * 10, dtype=np.float32).reshape(7, 10)
+
+
+@pytest.fixture
+def leaf(tmp_path):
+    metadata = {"shape": VALUES.shape, "chunks": (3, 4), "dtype": "<f4"}
+    store = {"driver": "ocdbt", "base": f"{tmp_path.as_uri()}/", "path": "params.w/"}
+    tensorstore.open({"driver": "zarr", "kvstore": store, "metadata": metadata, "create": True}).result()[...] = VALUES
+    keys = [{"key": key, "key_type": 2} for key in ("params", "w")]
+    entry = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array"}}
+    (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"": entry}}))
+    return orbax_item.open_item(Place.of(tmp_path))["params/w"]
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1 << 20])
+def test_parts_that_lie_across_chunks_are_put_together(leaf, monkeypatch, limit, tmp_path):
+    monkeypatch.setattr(orbax_item, "_CHUNKS_BYTES", limit)
+    leaf = orbax_item.open_item(Place.of(tmp_path))["params/w"]
+    assert (leaf.shape, leaf.chunk) == (VALUES.shape, (3, 4))
+    for part in (np.s_[0:7, 0:10], np.s_[2:4, 3:9], np.s_[3:6, 4:8], np.s_[6:7, 9:10], np.s_[2:2, 0:3]):
+        np.testing.assert_array_equal(leaf.read(part), VALUES[part])
