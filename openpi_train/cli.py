@@ -116,7 +116,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
     import tyro
 
     from openpi_train.choice import moved, on_dataset, source_of
-    from openpi_train.experiment import Experiment
+    from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
     wants_help = any(word in ("-h", "--help") for word in argv)
@@ -134,7 +134,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = on_dataset(default, source)
     return tyro.cli(
         Experiment,
-        default=default,
+        default=of_one_length(default, argv),
         args=list(argv),
         prog=f"python -m openpi_train {name}",
         # A blank line between lines: the help would run them together.

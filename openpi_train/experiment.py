@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from openpi_train.data.config import DataConfig
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
-from openpi_train.optim import AdamW, LossScaling, LRSchedule, OptimizerConfig
+from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.mesh import does_not_divide
@@ -33,12 +34,12 @@ _AT_LEAST_1 = (
     "save_interval",
     "keep_last",
 )
-_AT_LEAST_1 += ("keep_period", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
+_AT_LEAST_1 += ("keep_period", "num_epochs", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
 _AT_LEAST_1 += ("data.text_lengths",)
 _AT_LEAST_1 += ("local_checkpoints.interval",)
 _AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
 _AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
-_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "profile": 0}
+_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "eval.num_train_rows": 0, "profile": 0}
 _LEAST |= {"sharding.min_shard_mib": 0}
 
 
@@ -50,6 +51,8 @@ class EvalConfig:
     interval: int = 1_000
     # Held-out rows per evaluation (rounded up to whole batches; fewer where there are fewer).
     num_rows: int = 256
+    # Training rows, always the same, of which the open-loop action error is measured, too.
+    num_train_rows: int = 0
     # Denoising steps of the sampler that the open-loop action error uses.
     num_sample_steps: int = 10
 
@@ -89,6 +92,8 @@ class Experiment:
     loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
     # Decay of the exponential moving average of the trainable parameters; None keeps none.
     ema_decay: float | None = 0.99
+    # How that decay is reached.
+    ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     # What to keep fixed, beside what the model keeps fixed itself (LoRA): a regex of parameter paths, or a name of the
     # model's own: `vision`, `language`, or `backbone`, which is both and leaves the action expert to train.
     freeze: str | None = None
@@ -111,6 +116,8 @@ class Experiment:
     reference_batch_size: int | None = None
     # Optimizer steps of the whole run.
     num_train_steps: int = 30_000
+    # Passes over the training samples in place of num_train_steps, which follows from it; None: as many as those make.
+    num_epochs: int | None = None
     # Data worker processes per training process; 0 reads in threads, auto begins there and adds what is waited for.
     num_workers: int | Literal["auto"] = "auto"
 
@@ -144,6 +151,8 @@ class Experiment:
     wandb_enabled: bool = False
     # Also write TensorBoard event files.
     tensorboard: bool = True
+    # Also write logs.json.txt, with diffusion_policy's names.
+    logs_json: bool = False
     # How long the processes of the run wait for each other.
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
     # The project at Weights & Biases.
@@ -245,6 +254,7 @@ class Experiment:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        problems += self.ema_warmup.check(self.ema_decay)
         if self.sharding.strategy == "replicated" and (self.fsdp_devices or 1) > 1:
             problems.append(
                 f"--sharding.strategy replicated cuts nothing over --fsdp-devices {self.fsdp_devices}: give zero1, "
@@ -264,6 +274,14 @@ class Experiment:
             except re.error as error:
                 problems.append(f"--freeze {self.freeze!r} is no regular expression: {error}")
         return problems
+
+
+def of_one_length(experiment: Experiment, argv: Sequence[str]) -> Experiment:
+    """The experiment without its `num_epochs` where the command line has steps. Raises UsageError where it has both."""
+    flags = {word.split("=", 1)[0].replace("_", "-") for word in argv}
+    if flags >= {"--num-train-steps", "--num-epochs"}:
+        raise UsageError("--num-train-steps and --num-epochs both say how long the run is: give one of them")
+    return dataclasses.replace(experiment, num_epochs=None) if "--num-train-steps" in flags else experiment
 
 
 def _are_nested(one: Path, other: Path) -> bool:

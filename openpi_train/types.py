@@ -56,15 +56,16 @@ class Observation:
 
     `images` and `image_masks` are keyed by the model's camera slots (`base_0_rgb`, ...). A slot that no robot of
     the run has is simply absent: it costs no tokens. Images are uint8 as shipped, or float32 in [-1, 1].
-    `state` is normalised and padded to the model's action width.
+    `state` is normalised and padded to the model's action width. A model that sees several control steps has them on
+    an axis `o` behind the rows', the present one last.
 
     A model of tokens has two masks over the prompt more. `token_ar_mask` marks those that come one by one: each sees
     all before it, while those without it see each other. `token_loss_mask` marks those that are to be predicted.
     """
 
-    images: dict[str, UInt8[Array, "b height width 3"] | Float[Array, "b height width 3"]]
+    images: dict[str, UInt8[Array, "b *o height width 3"] | Float[Array, "b *o height width 3"]]
     image_masks: dict[str, Bool[Array, " b"]]
-    state: Float[Array, "b s"]
+    state: Float[Array, "b *o s"]
     prompt_tokens: Int[Array, "b t"]
     prompt_mask: Bool[Array, "b t"]
     token_ar_mask: Bool[Array, "b t"] | None = None

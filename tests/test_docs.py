@@ -72,6 +72,11 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
     file.write_text(python_blocks(ROOT / "docs" / "extending.md"))
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
+    stores = {"six_tasks": "arms_14", "pusht/pusht_cchi_v7_replay": "push_t"}
+    for name, fixture in stores.items():
+        store = file.parent / "data" / f"{name}.zarr"
+        store.parent.mkdir(parents=True, exist_ok=True)
+        store.symlink_to(ROOT / "tests" / "data" / "zarr" / "fixtures" / f"{fixture}.zarr")
     file.with_name("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32}')
     registry.load(f"{file}:try7")
     yield sys.modules["my_runs"]

@@ -40,13 +40,24 @@ class Unnormalize:
 
 @dataclasses.dataclass(frozen=True)
 class ResizeImages:
-    """Bring every `image/<slot>` to size x size pixels, padded with black."""
+    """Bring every `image/<slot>` to height x width pixels, padded with black; without `width` it is a square."""
 
-    size: int
+    height: int
+    width: int | None = None
 
     def __call__(self, row: Row) -> Row:
+        width = self.height if self.width is None else self.width
         images = {name: value for name, value in row.items() if name.startswith("image/")}
-        return row | {name: resize_with_pad(value, self.size, self.size) for name, value in images.items()}
+        return row | {name: resize_with_pad(value, self.height, width) for name, value in images.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoPrompt:
+    """For a model that reads no text: `prompt` -> no `prompt_tokens` and `prompt_mask` at all, arrays of length 0."""
+
+    def __call__(self, row: Row) -> Row:
+        rest = {name: value for name, value in row.items() if name != "prompt"}
+        return rest | {"prompt_tokens": np.zeros(0, np.int32), "prompt_mask": np.zeros(0, bool)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +116,20 @@ class PadDims:
                 f"set --model.action-dim {value.shape[-1]} or more"
             )
         return np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)])
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactDims:
+    """For a model that pads nothing: adds a full `dim_mask`; ValueError where `state` or `actions` have other dims."""
+
+    action_dim: int
+    state_dim: int
+
+    def __call__(self, row: Row) -> Row:
+        for name, width, flag in (("actions", self.action_dim, "action-dim"), ("state", self.state_dim, "state-dim")):
+            if name in row and row[name].shape[-1] != width:
+                raise ValueError(
+                    f"the robot's {name} has {row[name].shape[-1]} dims, the model takes {width} and pads none: "
+                    f"set --model.{flag} {row[name].shape[-1]}"
+                )
+        return row | {"dim_mask": np.ones(self.action_dim, bool)} if "actions" in row else row

@@ -21,7 +21,7 @@ class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
-    is built: `velocity`, `sample`, `epsilon`, `logits` (the module's `token_log_probs`), `insulation` (its
+    is built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
     `velocity_and_log_probs`), `value`, `log_prob`.
     """
 

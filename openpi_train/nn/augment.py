@@ -6,6 +6,7 @@ and ColorJitter); ours are drawn per row and done in one resampling instead of t
 Read next: `objectives/flow_matching.py`, which calls it in the training step.
 """
 
+import abc
 import dataclasses
 
 import jax
@@ -15,13 +16,86 @@ from jaxtyping import Array, Float, Key, UInt8
 
 from openpi_train.keys import for_purpose
 from openpi_train.nn.siglip import float_images
+from openpi_train.types import Observation
 
+Images = dict[str, UInt8[Array, "b *o _ _ 3"] | Float[Array, "b *o _ _ 3"]]
 # Rec. 601 luma: what a colour's brightness is to the eye.
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageAugmentation:
+class Augmentation(abc.ABC):
+    """What training changes in the images of each row at random, and what evaluation and serving see in its place."""
+
+    def __call__(self, observation: Observation, keys: Key[Array, " b"] | None) -> Observation:
+        """The observation with changed images; with `keys` None, as evaluation sees it."""
+        images = self.fixed(observation.images) if keys is None else self.augment(observation.images, keys)
+        return dataclasses.replace(observation, images=images)
+
+    @abc.abstractmethod
+    def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
+        """The changed images by slot. `keys` holds one key per row."""
+
+    def fixed(self, images: Images) -> Images:
+        """The images by slot that evaluation sees (default: the same)."""
+        return images
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomCrop(Augmentation):
+    """A crop of fixed size, the same for all steps of a row's history: anywhere in training, in the centre otherwise.
+
+    Raises ValueError in a call with images that are smaller.
+    """
+
+    # Height and width of the crop in pixels.
+    height: int
+    width: int
+
+    @jax.named_scope("augment")
+    def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
+        """Each camera of each row has a place of its own for the crop."""
+        result = {}
+        for slot, image in images.items():
+            rows, columns = self._room(slot, image)
+
+            def crop(one: Array, key: Array, rows: int = rows, columns: int = columns) -> Array:
+                top, left = jax.random.randint(key, (2,), 0, jnp.array([rows + 1, columns + 1]))
+                starts = [0] * (one.ndim - 3) + [top, left, 0]
+                return jax.lax.dynamic_slice(one, starts, (*one.shape[:-3], self.height, self.width, 3))
+
+            result[slot] = jax.vmap(crop)(image, for_purpose(keys, f"augment/{slot}"))
+        return result
+
+    def fixed(self, images: Images) -> Images:
+        result = {}
+        for slot, image in images.items():
+            top, left = (room // 2 for room in self._room(slot, image))
+            result[slot] = image[..., top : top + self.height, left : left + self.width, :]
+        return result
+
+    def _room(self, slot: str, image: Array) -> tuple[int, int]:
+        """How many pixels higher and wider than the crop the images of a camera are."""
+        rows, columns = image.shape[-3] - self.height, image.shape[-2] - self.width
+        if rows < 0 or columns < 0:
+            raise ValueError(
+                f"{slot}: images of {image.shape[-3]} x {image.shape[-2]} pixels are smaller than the crop of "
+                f"{self.height} x {self.width}: lower --objective.augmentation.height and .width"
+            )
+        return rows, columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoAugmentation(Augmentation):
+    """Images as they are."""
+
+    def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
+        del keys
+        return images
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageAugmentation(Augmentation):
     """How strongly images are changed.
 
     `crop_scale` and `rotation_degrees` apply to all cameras but wrist cameras (slots with "wrist" in their name), whose
@@ -41,11 +115,7 @@ class ImageAugmentation:
     saturation: float = 0.5
 
     @jax.named_scope("augment")
-    def augment(
-        self,
-        images: dict[str, UInt8[Array, "b height width 3"] | Float[Array, "b height width 3"]],
-        keys: Key[Array, " b"],
-    ) -> dict[str, Float[Array, "b height width 3"]]:
+    def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
         """The changed images by slot, float32 in [-1, 1]. `keys` holds one key per row."""
         result = {}
         for slot, image in images.items():

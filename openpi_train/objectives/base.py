@@ -4,11 +4,13 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from openpi_train.nn.augment import ImageAugmentation
-from openpi_train.types import ActionBatch
+from openpi_train.nn.augment import Augmentation
+from openpi_train.types import ActionBatch, Observation
 
 Norms = dict[str, Float[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
@@ -41,9 +43,36 @@ class Objective(abc.ABC):
         `keys` holds one key per row. `train` switches augmentation; evaluation uses the same formula without it.
         """
 
+    def sample_actions(
+        self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
+    ) -> Float[Array, "b h a"]:
+        """Normalised actions drawn with a model that was trained so, from `noise`, in `num_steps` denoising steps.
 
-def augmented(batch: ActionBatch, augmentation: ImageAugmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
-    """The batch with its images changed, each row's by its own key."""
-    assert keys is not None, "changing images draws numbers: it needs one key per row"
-    images = augmentation.augment(batch.observation.images, keys)
-    return dataclasses.replace(batch, observation=dataclasses.replace(batch.observation, images=images))
+        Default: the model's own sampler. `keys`, one per row, are for samplers that draw more noise on their way.
+        """
+        del keys
+        return model.sample_actions(observation, noise, num_steps)
+
+
+def element_mask(
+    batch: ActionBatch, *, mask_action_dims: bool = False, mask_padded_steps: bool = True
+) -> Float[Array, "b h a"]:
+    """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts.
+
+    Args: whether the dims beyond the robot's own, and the steps outside the episode, are left out.
+    """
+    steps = batch.action_mask
+    if not mask_padded_steps:
+        steps = jnp.broadcast_to(steps.any(axis=1, keepdims=True), steps.shape)
+    mask = jnp.broadcast_to(steps[:, :, None], batch.actions.shape).astype(jnp.float32)
+    return mask * batch.dim_mask[:, None, :] if mask_action_dims else mask
+
+
+def draw_noise(keys: Key[Array, " b"], *shape: int) -> Float[Array, "b *shape"]:
+    """Standard normal noise of this shape for every row."""
+    return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+
+
+def augmented(batch: ActionBatch, augmentation: Augmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
+    """The batch with its images changed, each row's by its own key; with `keys` None, as evaluation sees them."""
+    return dataclasses.replace(batch, observation=augmentation(batch.observation, keys))

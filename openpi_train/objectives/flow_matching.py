@@ -15,9 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from openpi_train.keys import for_purpose
-from openpi_train.nn.augment import ImageAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
-from openpi_train.types import ActionBatch
+from openpi_train.nn.augment import Augmentation, ImageAugmentation
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, draw_noise, element_mask
+from openpi_train.types import ActionBatch, Observation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class FlowMatching(Objective):
     mask_padded_steps: bool = True
     # Times are Beta(time_alpha, 1): above 1 they favour the noisy end.
     time_alpha: float = 1.5
-    # How strongly images are changed.
-    augmentation: ImageAugmentation = dataclasses.field(default_factory=ImageAugmentation)
+    # How images are changed.
+    augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)
     # Change training images at all.
     augment: bool = True
 
@@ -56,14 +56,8 @@ class FlowMatching(Objective):
         return self.num_flow_draws
 
     def element_mask(self, batch: ActionBatch) -> Float[Array, "b h a"]:
-        """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts."""
-        steps = batch.action_mask
-        if not self.mask_padded_steps:
-            steps = jnp.broadcast_to(steps.any(axis=1, keepdims=True), steps.shape)
-        mask = jnp.broadcast_to(steps[:, :, None], batch.actions.shape).astype(jnp.float32)
-        if self.mask_action_dims:
-            mask *= batch.dim_mask[:, None, :]
-        return mask
+        """1 where an element of `actions` counts, else 0."""
+        return element_mask(batch, mask_action_dims=self.mask_action_dims, mask_padded_steps=self.mask_padded_steps)
 
     def norms(self, batch: ActionBatch) -> Norms:
         """How many elements count, times the draws per row."""
@@ -75,26 +69,30 @@ class FlowMatching(Objective):
     ) -> tuple[Float[Array, "b r h a"], Float[Array, "b r"]]:
         """Noise and time for every row and draw."""
         assert keys is not None, "flow matching draws noise: it needs one key per row"
-        horizon, dims = batch.actions.shape[1:]
-
-        def normal(key):
-            return jax.random.normal(key, (self.num_flow_draws, horizon, dims), jnp.float32)
 
         def time(key):
             # Beta(alpha, 1) has the distribution function x**alpha, inverted here.
             return jax.random.uniform(key, (self.num_flow_draws,), jnp.float32) ** (1 / self.time_alpha)
 
-        noise = jax.vmap(normal)(for_purpose(keys, "noise"))
+        noise = draw_noise(for_purpose(keys, "noise"), self.num_flow_draws, *batch.actions.shape[1:])
         return noise, jax.vmap(time)(for_purpose(keys, "time")) * 0.999 + 0.001
 
     def loss(
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean squared velocity error."""
-        if train and self.augment:
-            batch = augmented(batch, self.augmentation, keys)
+        if self.augment:
+            batch = augmented(batch, self.augmentation, keys if train else None)
         noise, time = self.draw(batch, keys)
         return self.loss_at(model, batch, norms, noise, time)
+
+    def sample_actions(
+        self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
+    ) -> Float[Array, "b h a"]:
+        """Where the model's flow leads from `noise`."""
+        if self.augment:
+            observation = self.augmentation(observation, None)
+        return super().sample_actions(model, observation, noise, keys, num_steps)
 
     @jax.named_scope("loss")
     def loss_at(

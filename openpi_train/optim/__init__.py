@@ -1,6 +1,7 @@
 """Schedules, optimizers and loss scaling as values. Read next: `schedules.py`, `base.py`, `loss_scale.py`."""
 
 from openpi_train.optim.base import OptimizerConfig
+from openpi_train.optim.ema import EmaWarmup
 from openpi_train.optim.loss_scale import LossScale, LossScaling
 from openpi_train.optim.muon import Muon
 from openpi_train.optim.optimizers import OPTIMIZERS, SGD, Adafactor, AdamW, Lion, named_optimizer
@@ -11,6 +12,7 @@ __all__ = [
     "SGD",
     "Adafactor",
     "AdamW",
+    "EmaWarmup",
     "LRSchedule",
     "Lion",
     "LossScale",

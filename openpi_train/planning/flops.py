@@ -8,7 +8,8 @@ _RECOMPUTED = "rematted_computation"
 
 
 def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
-    """Two per multiply-add of every `dot_general`, those in loops as often as they run, on all devices together.
+    """Two per multiply-add of every matrix product and convolution (those with padding included), in loops as often as
+    they run, on all devices together.
 
     With recomputation, or without: the model's own work, forward and backward.
     """
@@ -20,11 +21,22 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             total += 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+        elif equation.primitive.name == "conv_general_dilated":
+            total += _convolution_flops(equation)
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 total += _runs(equation) * product_flops(inner, recomputed=recomputed)
     return total
+
+
+def _convolution_flops(equation: Any) -> float:
+    """Of one convolution: each output is made of as many products as its kernel has weights for it, less the zeros that
+    a dilated input has between its numbers (the gradient of a stride).
+    """
+    kernel, params = equation.invars[1].aval.shape, equation.params
+    weights = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
+    return 2 * equation.outvars[0].aval.size * weights / math.prod(params["lhs_dilation"])
 
 
 def _runs(equation: Any) -> int:

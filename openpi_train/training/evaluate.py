@@ -8,7 +8,7 @@ the baseline predicts, for every dim, the mean of the evaluated actions themselv
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -50,13 +50,15 @@ class Evaluator:
         batches: Iterable[Any],
         num_sample_steps: int,
         stop_requested: Callable[[], bool] = lambda: False,
+        train_batches: Iterable[Any] = (),
     ):
         """`batches` are global arrays; rows that only fill the last batch have an all-False `action_mask`.
 
+        Of `train_batches`, rows of the training split, only the action error is measured.
         `stop_requested` is asked after every batch, equally often on all processes.
         """
         self._trainer = trainer
-        self._batches = list(batches)
+        self._batches, self._train_batches = list(batches), list(train_batches)
         self._stop_requested = stop_requested
         self._programs = {
             "norms": lambda batch, index: trainer.objective.norms(batch),
@@ -72,7 +74,8 @@ class Evaluator:
         return bool(self._batches)
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """`val/loss`, `val/action_mse`, their `_ema` forms where the run keeps an average, and the baseline.
+        """`val/loss`, `val/action_mse`, `train/action_mse`, their `_ema` forms where the run keeps an average, and
+        the baseline.
 
         Every process must call it. Empty where there is no held-out row, or where it was to stop before the end.
         """
@@ -105,18 +108,22 @@ class Evaluator:
         norms = {name: np.float32(norm) for name, norm in self._sum("norms").items()}
         values = {"val/loss": float(self._sum("loss", params, frozen, norms))}
         if "sample" in self._trainer.model.provides:
-            error, count = self._sum("action error", params, frozen)
-            values["val/action_mse"] = float(error / count)
+            for split, batches in (("val", self._batches), ("train", self._train_batches)):
+                if batches:
+                    error, count = self._sum("action error", params, frozen, batches=batches)
+                    values[f"{split}/action_mse"] = float(error / count)
         return values
 
-    def _sum(self, name: str, *arguments: Any) -> Any:
-        """The sum of what a program returns over all batches, in float64 on the host. Raises _Stopped if asked to.
+    def _sum(self, name: str, *arguments: Any, batches: Sequence[Any] | None = None) -> Any:
+        """The sum of what a program returns over all batches (default: the held-out ones), in float64 on the host.
+
+        Raises _Stopped if asked to.
 
         Each batch is waited for: with dozens of programs under way, CPU devices of several processes wait for each
         other for ever, each for a collective that the other has not begun (seen with jax 0.10.2).
         """
         parts = []
-        for index, batch in enumerate(self._batches):
+        for index, batch in enumerate(self._batches if batches is None else batches):
             inputs = (*arguments, batch, np.int32(index))
             parts.append(jax.device_get(self._program(name, inputs)(*inputs)))
             if self._stop_requested():
@@ -162,7 +169,7 @@ def _action_error(trainer: Trainer, num_steps: int, params: Params, frozen: Para
         model: Any = merge_module(trainer.graphdef, params)
         keys = _keys(trainer, batch, start, "validation/sample")
         noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
-        actions = model.sample_actions(batch.observation, noise, num_steps)
+        actions = trainer.objective.sample_actions(model, batch.observation, noise, keys, num_steps)
         mask = _own_elements(batch)
         return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
 

@@ -44,6 +44,7 @@ class Metrics:
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
+        steps_per_epoch: also write `logs.json.txt`; None for not.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Metrics:
         tensorboard: bool = False,
         wandb_project: str | None = None,
         wandb_config: Mapping[str, Any] | None = None,
+        steps_per_epoch: float | None = None,
     ):
         self._writers: list[Writer] = []
         self.wandb_id: str | None = None
@@ -67,6 +69,8 @@ class Metrics:
             wandb = Wandb(path, wandb_project, wandb_config or {})
             self.wandb_id = wandb.run_id
             self._writers.append(wandb)
+        if steps_per_epoch is not None:
+            self._writers.append(LogsJson(path / "logs.json.txt", resume_step, steps_per_epoch))
         self._writers.append(JsonLines(path / "metrics.jsonl", resume_step))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -108,6 +112,42 @@ class JsonLines:
                 f"{self._file.path}: {len(left.splitlines())} lines could not be written ({self._file.problem}). The "
                 f"last checkpoint is whole. Free some space, and append them if you need them:\n{left.rstrip()}"
             )
+
+
+# Their name there, and ours, the first one that is known.
+_LOGS_JSON = {
+    "train_loss": ("loss",),
+    "lr": ("learning_rate",),
+    "val_loss": ("val/loss_ema", "val/loss"),
+    "train_action_mse_error": ("train/action_mse_ema", "train/action_mse"),
+    "val_action_mse_error": ("val/action_mse_ema", "val/action_mse"),
+}
+
+
+class LogsJson:
+    """`logs.json.txt`: JSON lines with the names of diffusion_policy's log, for programs that read that.
+
+    A line per log interval and one per evaluation, of the averaged weights where the run keeps an average.
+    `global_step` counts from 0, and `epoch` too.
+    """
+
+    def __init__(self, path: pathlib.Path, resume_step: int, steps_per_epoch: float):
+        self._lines, self._steps_per_epoch = JsonLines(path, resume_step), steps_per_epoch
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Append a line, where any of the values has a name there."""
+        known = {
+            theirs: next(values[name] for name in ours if name in values)
+            for theirs, ours in _LOGS_JSON.items()
+            if any(name in values for name in ours)
+        }
+        if known:
+            index = max(step - 1, 0)
+            self._lines.log(step, {**known, "global_step": index, "epoch": int(index / self._steps_per_epoch)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
 
 
 def require_writers(*, tensorboard: bool, wandb: bool) -> None:

@@ -126,6 +126,7 @@ def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Tra
         seed=experiment.seed,
         grad_accum=experiment.grad_accum,
         ema_decay=experiment.ema_decay,
+        ema_warmup=experiment.ema_warmup,
         loss_scaling=_loss_scaling(experiment),
     )
 

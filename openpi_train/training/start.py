@@ -17,17 +17,19 @@ from openpi_train.data.feed import Feed
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json
 from openpi_train.data.opened import OpenedData, in_text_lengths, open_data, open_windows, prompts
+from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
-from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
+from openpi_train.runtime import logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.epochs import in_steps, process_0_first
 from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
@@ -60,7 +62,10 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         overwrite=experiment.overwrite,
     )
     with phase("preparing the run", abandonable=True):
-        experiment = fit(experiment, request)
+        experiment = in_steps(fit(experiment, request))
+        request = dataclasses.replace(
+            request, experiment={**request.experiment, "num_train_steps": experiment.num_train_steps}
+        )
         prepared = prepare(experiment, world)
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
         collectives = selftest.measure()
@@ -128,7 +133,7 @@ def start(
         recorder=recorder,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        metrics=make_metrics(experiment, directory, int(state.step)),
+        metrics=make_metrics(experiment, directory, int(state.step), data.train.num_samples),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
         ),
@@ -150,11 +155,8 @@ def open_data_in_turn(experiment: Experiment) -> OpenedData:
 
     Raises DataError where the others find rows of other shapes: another tokenizer, or other instructions.
     """
-    if jax.process_index() != 0:
-        agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
-    data = open_run_data(experiment)
-    if jax.process_index() == 0:
-        agree.barrier("process 0 has opened the data", experiment.timeouts.data_s)
+    with process_0_first("has opened the data", experiment.timeouts.data_s):
+        data = open_run_data(experiment)
     shapes = gather("the shapes of a row", data.row_shapes)
     for index, other in enumerate(shapes):
         if other != shapes[0]:
@@ -224,15 +226,25 @@ def first_state(
 @phase("reading the held-out rows")
 def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -> Evaluator:
     """The held-out rows, on the devices for the whole run."""
+
+    def first_rows(rows: Rows, count: int) -> list[Any]:
+        feed = Feed(rows, batch_size=experiment.batch_size, sharding=trainer.plan.batch)
+        batches = held_out_batches(feed, experiment.batch_size, min(count, rows.num_samples))
+        feed.close()
+        return batches
+
     batches: list[Any] = []
     if data.validation is not None:
-        feed = Feed(data.validation, batch_size=experiment.batch_size, sharding=trainer.plan.batch)
-        num_rows = min(experiment.eval.num_rows, data.validation.num_samples)
-        batches = held_out_batches(feed, experiment.batch_size, num_rows)
-        feed.close()
+        batches = first_rows(data.validation, experiment.eval.num_rows)
     else:
         logger.warning("no episode is held out: there will be no held-out loss (--data.validation-fraction)")
-    return Evaluator(trainer, batches, experiment.eval.num_sample_steps, preempt.stop_requested)
+    return Evaluator(
+        trainer,
+        batches,
+        experiment.eval.num_sample_steps,
+        preempt.stop_requested,
+        train_batches=first_rows(data.train, experiment.eval.num_train_rows),
+    )
 
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
@@ -248,8 +260,8 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
     )
 
 
-def make_metrics(experiment: Experiment, directory: Path, resume_step: int) -> Metrics:
-    """The writers that the experiment asks for."""
+def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_samples: int) -> Metrics:
+    """The writers that the experiment asks for; `num_samples` are those of an epoch."""
     return Metrics(
         directory,
         process_index=jax.process_index(),
@@ -257,6 +269,7 @@ def make_metrics(experiment: Experiment, directory: Path, resume_step: int) -> M
         tensorboard=experiment.tensorboard,
         wandb_project=experiment.project_name if experiment.wandb_enabled else None,
         wandb_config=as_json(experiment),
+        steps_per_epoch=num_samples / experiment.batch_size if experiment.logs_json else None,
     )
 
 

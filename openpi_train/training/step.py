@@ -19,7 +19,7 @@ from openpi_train.keys import row_keys
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
-from openpi_train.optim import LossScale, LossScaling, learning_rate
+from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
 from openpi_train.training.state import TrainState
@@ -46,6 +46,7 @@ class Trainer:
     seed: int
     grad_accum: int = 1
     ema_decay: float | None = None
+    ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     loss_scaling: LossScaling | None = None
 
     def compile_step(self, state_shardings: Any, state: Any, batch: Any) -> StepFunction:
@@ -75,7 +76,7 @@ class Trainer:
             grads, metrics = self.accumulate(state, batch, norms)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
-        new = Update(self.optimizer, self.plan, self.ema_decay)(state, grads, finite)
+        new = Update(self.optimizer, self.plan, self.ema_decay, self.ema_warmup)(state, grads, finite)
         new = dataclasses.replace(new, step=state.step + 1, scale=self.next_scale(state, finite))
         return new, {
             **metrics,

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array, Bool
 
 from openpi_train.nn.params import Params
+from openpi_train.optim import EmaWarmup
 from openpi_train.sharding.strategy import DEVICE_MEMORY, HOST_MEMORY, Plan
 from openpi_train.training.state import TrainState
 
@@ -30,27 +31,29 @@ class Update:
     optimizer: optax.GradientTransformation
     plan: Plan
     ema_decay: float | None
+    ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
 
     def __call__(self, state: TrainState, grads: Params, finite: Bool[Array, ""]) -> TrainState:
         """`state` with the next parameters, moments and average; all as they were where not `finite`."""
         update = self._at_once if self.plan.offload == "none" else self._in_turn
-        return dataclasses.replace(state, **update({name: getattr(state, name) for name in _FIELDS}, grads, finite))
+        fields = {name: getattr(state, name) for name in _FIELDS}
+        return dataclasses.replace(state, **update(fields, grads, finite, state.step))
 
-    def _at_once(self, fields: dict[str, Any], grads: Params, finite: Any) -> dict[str, Any]:
+    def _at_once(self, fields: dict[str, Any], grads: Params, finite: Any, step: Any) -> dict[str, Any]:
         with jax.named_scope("optimizer"):
             updates, opt_state = self.optimizer.update(grads, fields["opt_state"], fields["params"])
             params = optax.apply_updates(fields["params"], updates)
         ema = fields["ema"]
         if ema is not None:
             with jax.named_scope("ema"):
-                decay = self.ema_decay or 0.0
+                decay = self.ema_warmup.decay(self.ema_decay or 0.0, step)
                 ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         new = {"params": params, "opt_state": opt_state, "ema": ema}
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, fields)
 
-    def _in_turn(self, fields: dict[str, Any], grads: Params, finite: Any) -> dict[str, Any]:
+    def _in_turn(self, fields: dict[str, Any], grads: Params, finite: Any, step: Any) -> dict[str, Any]:
         """`_at_once`, traced as a whole and evaluated parameter by parameter: so both compute the same bits."""
-        inputs = fields, grads, finite
+        inputs = fields, grads, finite, step
         on_devices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
         values = jax.tree.leaves(inputs)
         program = _OnDemand(jax.make_jaxpr(self._at_once)(*on_devices), values.__getitem__)

@@ -20,6 +20,21 @@ def test_products_count_as_often_as_their_loop_runs():
     assert product_flops(both.jaxpr) == 3 * forward
 
 
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4)])
+def test_convolutions_count_forward_and_backward(stride, groups):
+    def convolve(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (stride,), "VALID", feature_group_count=groups)
+
+    x, kernel = jnp.zeros((2, 8, 21)), jnp.zeros((12, 8 // groups, 3))
+    forward = 2 * 2 * 12 * ((21 - 3) // stride + 1) * (8 // groups) * 3
+    assert product_flops(jax.make_jaxpr(convolve)(x, kernel).jaxpr) == forward
+    of_kernel = jax.make_jaxpr(jax.grad(lambda kernel: convolve(x, kernel).sum()))(kernel).jaxpr
+    assert product_flops(of_kernel) == 2 * forward
+    # That of the input has padding, whose zeros count: three weights for each of 21 places, not of 19 (or 10 of 20).
+    of_input = jax.make_jaxpr(jax.grad(lambda x: convolve(x, kernel).sum()))(x).jaxpr
+    assert product_flops(of_input) == pytest.approx(forward * (1 + 21 / 19), rel=0.06)
+
+
 def test_recomputed_products_count_again():
     def twice(x, weight):
         return jnp.tanh(jnp.tanh(x @ weight) @ weight).sum()

@@ -11,7 +11,7 @@ import strategies
 import toy
 from checkpoint_process import SAVED_WITH
 
-from openpi_train.optim import OPTIMIZERS, LRSchedule
+from openpi_train.optim import OPTIMIZERS, EmaWarmup, LRSchedule
 from openpi_train.planning.memory import DoesNotFit, predict, require_host
 from openpi_train.planning.traffic import collectives
 from openpi_train.runtime.exits import UsageError
@@ -38,7 +38,8 @@ def prepare(devices: int, accum: int, offload: str, min_shard_mib: float = LARGE
         rule = optimizer.create(LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-2).create())
         trainer = dataclasses.replace(trainer, optimizer=rule)
         layout = lay_out(CONFIG, rule, CONFIG.frozen, True, plan)
-    return dataclasses.replace(trainer, plan=plan), layout.under(plan)
+    # By the third step, before which these runs change places, the average keeps something of itself.
+    return dataclasses.replace(trainer, plan=plan, ema_warmup=EmaWarmup(power=0.75)), layout.under(plan)
 
 
 def start(trainer, layout):

@@ -1,0 +1,248 @@
+"""The config of a diffusion policy (Chi et al. 2023): cameras, sizes, and which network denoises.
+
+Defaults are RoboTwin's (`policy/DP/diffusion_policy/config/robot_dp_14.yaml`, branch stable_2.0), names are
+diffusion_policy's where it has them. Read next: `diffusion_policy_network.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+from openpi_train.data.normalize import Form
+from openpi_train.data.windows import WindowShape
+from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.diffusion_policy_network import DiffusionPolicy
+from openpi_train.nn.denoising_transformer import DenoisingTransformer, transformer_flops
+from openpi_train.nn.resnet import Pooling, ResNet18, num_features, resnet_activations, resnet_flops
+from openpi_train.nn.unet1d import ConditionalUnet1d, unet_flops
+from openpi_train.types import ActionBatch, action_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnetSizes:
+    """Sizes of the 1-D UNet."""
+
+    # Width of each level; the horizon is halved from one to the next.
+    widths: tuple[int, ...] = (256, 512, 1024)
+    # Steps that a convolution sees.
+    kernel_size: int = 5
+    # Groups of the group norms.
+    num_groups: int = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """Sizes of the transformer (defaults: diffusion_policy's image tasks)."""
+
+    width: int = 256
+    depth: int = 8
+    num_heads: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiffusionPolicyConfig(ModelConfig):
+    """A diffusion policy from images and states. `horizon` actions begin with the first of the observed steps."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
+
+    # Numbers of an action: those of the robot, none is padded.
+    action_dim: int = 14
+    # Numbers of a state; None: as many as of an action.
+    state_dim: int | None = None
+    # Steps of a chunk.
+    action_horizon: int = 8
+    # Steps of the observation, the present one last.
+    n_obs_steps: int = 3
+    # How many actions of a chunk are executed, from the present step on.
+    n_action_steps: int = 6
+    # Camera slots, those of the run's robots.
+    cameras: tuple[str, ...] = ("head_camera",)
+    # Size of the images in pixels.
+    image_height: int = 240
+    image_width: int = 320
+    # One image encoder for all cameras, or one for each.
+    share_encoder: bool = False
+    # What becomes of an encoder's last feature map: its mean, or keypoints and a linear layer.
+    pooling: Pooling = "average"
+    # Keypoints of spatial_softmax.
+    num_keypoints: int = 32
+    # Widths of the encoder's stages (ResNet-18's).
+    encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
+    # Which network denoises.
+    denoiser: Literal["unet", "transformer"] = "unet"
+    # Sizes of the UNet.
+    unet: UnetSizes = dataclasses.field(default_factory=UnetSizes)
+    # Sizes of the transformer.
+    transformer: TransformerSizes = dataclasses.field(default_factory=TransformerSizes)
+    # Width of the diffusion step's encoding in the UNet.
+    diffusion_step_embed_dim: int = 128
+    # The diffusion step that flow matching's time 1 stands for.
+    num_diffusion_steps: int = 100
+    # It reads no text.
+    vocab_size: Annotated[int, tyro.conf.Suppress] = 512
+
+    def __post_init__(self):
+        problems = []
+        for name in ("action_dim", "action_horizon", "n_obs_steps", "n_action_steps", "image_height", "image_width"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        if self.n_obs_steps - 1 + self.n_action_steps > self.action_horizon:
+            problems.append(
+                f"a chunk of {self.action_horizon} steps begins with the first of {self.n_obs_steps} observed ones, so "
+                f"that {self.action_horizon - self.n_obs_steps + 1} can be executed, not n_action_steps "
+                f"{self.n_action_steps}"
+            )
+        unit = 2 ** (len(self.unet.widths) - 1)
+        if self.denoiser == "unet" and self.action_horizon % unit:
+            problems.append(
+                f"action_horizon {self.action_horizon} must be a multiple of {unit}: a UNet of {len(self.unet.widths)} "
+                "levels halves it from one to the next"
+            )
+        if self.transformer.width % (2 * self.transformer.num_heads):
+            problems.append(
+                f"transformer.width {self.transformer.width} is not a multiple of twice its "
+                f"{self.transformer.num_heads} heads"
+            )
+        groups = self.unet.num_groups
+        if any(width % groups or width % 8 for width in self.unet.widths):
+            problems.append(f"unet.widths {self.unet.widths} must be multiples of num_groups {groups} and of 8")
+        if any(width % 16 for width in self.encoder_widths):
+            problems.append(f"encoder_widths {self.encoder_widths} must be multiples of 16, the channels of a group")
+        if problems:
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    @property
+    def window(self) -> WindowShape:
+        """The observed steps, and a chunk that begins with the first of them (diffusion_policy's sampler)."""
+        return WindowShape(
+            horizon=self.action_horizon,
+            history=self.n_obs_steps,
+            first_action=1 - self.n_obs_steps,
+            pad_before=self.n_obs_steps - 1,
+            pad_after=self.n_action_steps - 1,
+        )
+
+    @property
+    def normalization(self) -> Form:
+        """To [-1, 1], to which the samplers limit actions."""
+        return "min_max"
+
+    @property
+    def used_state_dim(self) -> int:
+        """`state_dim` with its default filled in."""
+        return self.action_dim if self.state_dim is None else self.state_dim
+
+    @property
+    def condition_width(self) -> int:
+        """Numbers of the condition of each observation step."""
+        features = num_features(self.pooling, self.encoder_widths, self.num_keypoints)
+        return len(self.cameras) * features + self.used_state_dim
+
+    def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
+        names = ["shared"] if self.share_encoder and self.cameras else self.cameras
+        encoders = {
+            name: ResNet18(self.pooling, widths=self.encoder_widths, num_keypoints=self.num_keypoints, rngs=rngs)
+            for name in names
+        }
+        return DiffusionPolicy(encoders, self._build_denoiser(rngs), self.num_diffusion_steps)
+
+    def _build_denoiser(self, rngs: nnx.Rngs) -> ConditionalUnet1d | DenoisingTransformer:
+        if self.denoiser == "unet":
+            return ConditionalUnet1d(
+                self.action_dim,
+                self.n_obs_steps * self.condition_width,
+                widths=self.unet.widths,
+                kernel_size=self.unet.kernel_size,
+                num_groups=self.unet.num_groups,
+                step_width=self.diffusion_step_embed_dim,
+                rngs=rngs,
+            )
+        return DenoisingTransformer(
+            self.action_dim,
+            self.condition_width,
+            horizon=self.action_horizon,
+            num_obs_steps=self.n_obs_steps,
+            width=self.transformer.width,
+            depth=self.transformer.depth,
+            num_heads=self.transformer.num_heads,
+            rngs=rngs,
+        )
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+        if sorted(cameras) != sorted(self.cameras):
+            raise ValueError(
+                f"the model has encoders for the cameras {', '.join(sorted(self.cameras)) or '(none)'}, the run's "
+                f"robots fill {', '.join(sorted(cameras)) or '(none)'}: set --model.cameras {' '.join(sorted(cameras))}"
+            )
+
+        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        history = () if self.n_obs_steps == 1 else (self.n_obs_steps,)
+        return action_batch(
+            {
+                **{
+                    f"image/{slot}": spec(jnp.uint8, *history, self.image_height, self.image_width, 3)
+                    for slot in cameras
+                },
+                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
+                "state": spec(jnp.float32, *history, self.used_state_dim),
+                "prompt_tokens": spec(jnp.int32, 0),
+                "prompt_mask": spec(jnp.bool_, 0),
+                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.action_horizon),
+                "dim_mask": spec(jnp.bool_, self.action_dim),
+                "row": spec(jnp.int32),
+            }
+        )
+
+    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        # Imported here: image libraries are only needed where rows are made.
+        from openpi_train.data.transforms import ExactDims, NoPrompt, ResizeImages
+
+        del tokenizer
+        return (
+            ResizeImages(self.image_height, self.image_width),
+            NoPrompt(),
+            ExactDims(self.action_dim, self.used_state_dim),
+        )
+
+    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
+        """Forward FLOPs in convolutions and matrix products, of images as they are stored (crops take less)."""
+        images = cameras * self.n_obs_steps * resnet_flops(self.image_height, self.image_width, self.encoder_widths)
+        if self.denoiser == "unet":
+            width, unet = self.n_obs_steps * self.condition_width, self.unet
+            one = unet_flops(
+                self.action_horizon,
+                self.action_dim,
+                width,
+                unet.widths,
+                unet.kernel_size,
+                self.diffusion_step_embed_dim,
+            )
+        else:
+            sizes = self.transformer.width, self.transformer.depth
+            one = transformer_flops(
+                self.action_horizon, self.action_dim, self.condition_width, self.n_obs_steps, *sizes
+            )
+        return images + draws * one
+
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        """Bytes of what convolutions and norms read, in float32."""
+        del tensor_devices
+        images = (
+            cameras * self.n_obs_steps * resnet_activations(self.image_height, self.image_width, self.encoder_widths)
+        )
+        if self.denoiser == "unet":
+            levels = [self.action_horizon / 2**level * width for level, width in enumerate(self.unet.widths)]
+            chunk = 24.0 * math.fsum(levels)
+        else:
+            sizes = self.transformer
+            chunk = sizes.depth * (self.action_horizon + self.n_obs_steps) * 20.0 * sizes.width
+        return 4.0 * (images + draws * chunk)

@@ -1,0 +1,80 @@
+"""The network of a diffusion policy: images and states of the last steps to a condition, noisy actions to cleaner ones.
+
+Read next: `diffusion_policy.py`, which describes and builds it, `objectives/diffusion.py`, which trains and samples it.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from openpi_train.nn.denoising_transformer import DenoisingTransformer
+from openpi_train.nn.resnet import ResNet18
+from openpi_train.nn.siglip import float_images
+from openpi_train.nn.unet1d import ConditionalUnet1d
+from openpi_train.types import Observation
+
+
+class DiffusionPolicy(nnx.Module):
+    """Image encoders and a denoising network.
+
+    Args:
+        encoders: by camera slot; the one named "shared" is for all others.
+        denoiser: from (noisy chunks, diffusion steps, condition per observation step) to a chunk.
+        num_diffusion_steps: the diffusion step that flow time 1, pure noise, stands for.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, ResNet18],
+        denoiser: ConditionalUnet1d | DenoisingTransformer,
+        num_diffusion_steps: int,
+    ):
+        self.encoders = nnx.Dict(encoders)
+        self.denoiser = denoiser
+        self.num_diffusion_steps = num_diffusion_steps
+
+    @jax.named_scope("encode")
+    def encode(self, observation: Observation) -> Float[Array, "b o e"]:
+        """What the denoiser is told of each observation step: features of every camera, sorted by slot, then the state.
+
+        An absent camera's features are zeros.
+        """
+        features = []
+        for slot in sorted(observation.images):
+            encoder = self.encoders[slot if slot in self.encoders else "shared"]
+            images = float_images(observation.images[slot])
+            images = images if images.ndim == 5 else images[:, None]  # b o height width 3
+            found = encoder(images.reshape(-1, *images.shape[2:])).reshape(*images.shape[:2], -1)
+            features.append(jnp.where(observation.image_masks[slot][:, None, None], found, 0.0))
+        state = observation.state
+        return jnp.concatenate([*features, state if state.ndim == 3 else state[:, None]], axis=-1)
+
+    def denoise(
+        self, condition: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]
+    ) -> Float[Array, "b r h a"]:
+        """What the network was trained to tell of `noisy_actions` at a diffusion step, float32; r draws of each row."""
+        b, draws = step.shape
+        repeated = jnp.repeat(condition, draws, axis=0)
+        found = self.denoiser(noisy_actions.reshape(b * draws, *noisy_actions.shape[2:]), step.reshape(-1), repeated)
+        return found.reshape(noisy_actions.shape)
+
+    def velocity(
+        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+    ) -> Float[Array, "b r h a"]:
+        """For flow matching: d x_t / d t; `time` is 1 at noise and 0 at actions."""
+        return self.denoise(self.encode(observation), noisy_actions, time * self.num_diffusion_steps)
+
+    def sample_actions(
+        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
+    ) -> Float[Array, "b h a"]:
+        """Where the flow leads from `noise`, by Euler steps, with a network that flow matching trained."""
+        condition, size = self.encode(observation), 1.0 / num_steps
+
+        def euler(index, actions):
+            time = jnp.full((len(actions), 1), self.num_diffusion_steps * (1.0 - index * size))
+            return actions - size * self.denoise(condition, actions[:, None], time)[:, 0]
+
+        return jax.lax.fori_loop(0, num_steps, euler, noise.astype(jnp.float32))

@@ -1,0 +1,151 @@
+"""ResNet-18 with group norms, and what becomes of its last feature map: the image encoder of diffusion policies.
+
+The network is torchvision's `resnet18` (He et al. 2016) with every batch norm replaced by a group norm of 16 channels
+per group, as diffusion_policy does (`model/vision/multi_image_obs_encoder.py` at 5ba07ac): averaging weights (EMA) does
+not go with batch statistics. Read next: `models/diffusion_policy_network.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+Pooling = Literal["average", "spatial_softmax"]
+
+# Of torchvision's resnet18: blocks of a stage, and of ResNets in general the width of the first stage.
+_BLOCKS = 2
+_WIDTH = 64
+_CHANNELS_PER_GROUP = 16
+# torch's, for all norms, and for weights of convolutions and linear layers: evenly in +-1 / sqrt(inputs).
+EPSILON = 1e-5
+TORCH_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+def group_norm(channels: int, num_groups: int, *, rngs: nnx.Rngs) -> nnx.GroupNorm:
+    """torch's group norm over the last axis."""
+    return nnx.GroupNorm(channels, num_groups=num_groups, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
+
+
+def _norm(channels: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
+    return group_norm(channels, channels // _CHANNELS_PER_GROUP, rngs=rngs)
+
+
+def _conv(inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
+    # torchvision's initial weights for convolutions before a ReLU.
+    init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+    kernel = (size, size)
+    return nnx.Conv(inputs, outputs, kernel, stride, padding=size // 2, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+class BasicBlock(nnx.Module):
+    """Two convolutions beside a short cut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs):
+        self.conv_1 = _conv(inputs, outputs, 3, stride, rngs)
+        self.norm_1 = _norm(outputs, rngs)
+        self.conv_2 = _conv(outputs, outputs, 3, 1, rngs)
+        self.norm_2 = _norm(outputs, rngs)
+        self.changes_shape = stride > 1 or inputs != outputs
+        if self.changes_shape:
+            self.shortcut = _conv(inputs, outputs, 1, stride, rngs)
+            self.shortcut_norm = _norm(outputs, rngs)
+
+    def __call__(self, x: Float[Array, "b height width c"]) -> Float[Array, "b h2 w2 d"]:
+        hidden = nnx.relu(self.norm_1(self.conv_1(x)))
+        hidden = self.norm_2(self.conv_2(hidden))
+        return nnx.relu(hidden + (self.shortcut_norm(self.shortcut(x)) if self.changes_shape else x))
+
+
+class ResNet18(nnx.Module):
+    """Images to features. `widths` are those of the four stages; a test's may be smaller.
+
+    With `average`, the mean of the last feature map: `widths[-1]` numbers, 512 in ResNet-18. With `spatial_softmax`,
+    what `SpatialSoftmax` makes of it.
+    """
+
+    def __init__(
+        self,
+        pooling: Pooling = "average",
+        *,
+        widths: Sequence[int] = (_WIDTH, 128, 256, 512),
+        num_keypoints: int = 32,
+        rngs: nnx.Rngs,
+    ):
+        self.stem = _conv(3, widths[0], 7, 2, rngs)
+        self.stem_norm = _norm(widths[0], rngs)
+        blocks, inputs = [], widths[0]
+        for stage, outputs in enumerate(widths):
+            for block in range(_BLOCKS):
+                blocks.append(BasicBlock(inputs, outputs, 2 if stage and not block else 1, rngs=rngs))
+                inputs = outputs
+        self.blocks = nnx.List(blocks)
+        self.head = SpatialSoftmax(inputs, num_keypoints, rngs=rngs) if pooling == "spatial_softmax" else None
+
+    @jax.named_scope("resnet")
+    def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b d"]:
+        """The features of images in [-1, 1], of any size."""
+        x = nnx.relu(self.stem_norm(self.stem(images)))
+        x = _max_pool(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(axis=(1, 2)) if self.head is None else self.head(x)
+
+
+def num_features(pooling: Pooling, widths: Sequence[int], num_keypoints: int) -> int:
+    """How many features a `ResNet18` gives for an image."""
+    return widths[-1] if pooling == "average" else 2 * num_keypoints
+
+
+def resnet_flops(height: int, width: int, widths: Sequence[int]) -> float:
+    """Forward FLOPs for one image, two per multiply-add, in the convolutions."""
+    rows, columns = -(-height // 2), -(-width // 2)
+    total, inputs = 2.0 * rows * columns * 49 * 3 * widths[0], widths[0]
+    rows, columns = -(-rows // 2), -(-columns // 2)
+    for stage, outputs in enumerate(widths):
+        if stage:
+            rows, columns = -(-rows // 2), -(-columns // 2)
+            total += 2.0 * rows * columns * inputs * outputs  # the short cut
+        total += 2.0 * rows * columns * 9 * outputs * (inputs + (2 * _BLOCKS - 1) * outputs)
+        inputs = outputs
+    return total
+
+
+def resnet_activations(height: int, width: int, widths: Sequence[int]) -> float:
+    """Numbers that the backward pass reads of one image: inputs of convolutions and of norms."""
+    total = 2.0 * height * width / 4 * widths[0]
+    for stage, outputs in enumerate(widths):
+        total += 4 * _BLOCKS * (height / 4 / 2**stage) * (width / 4 / 2**stage) * outputs
+    return total
+
+
+class SpatialSoftmax(nnx.Module):
+    """Keypoints: each of `num_keypoints` maps, softmaxed over the pixels, to its mean place; then a linear layer.
+
+    Places are (x, y) in [-1, 1], x to the right and y down. robomimic's (`models/base_nets.py:
+    SpatialSoftmax`, with the linear layer of its `VisualCore`; Finn et al. 2016), as in diffusion_policy's hybrids.
+    """
+
+    def __init__(self, channels: int, num_keypoints: int, *, rngs: nnx.Rngs):
+        self.maps = nnx.Linear(channels, num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)  # a convolution of one pixel
+        self.outputs = nnx.Linear(2 * num_keypoints, 2 * num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)
+
+    def __call__(self, features: Float[Array, "b height width c"]) -> Float[Array, "b d"]:
+        return self.outputs(expected_places(self.maps(features)).reshape(features.shape[0], -1))
+
+
+def expected_places(maps: Float[Array, "b height width k"]) -> Float[Array, "b k 2"]:
+    """The mean place (x, y) in [-1, 1] of each map's softmax over its pixels."""
+    b, height, width, keypoints = maps.shape
+    share = jax.nn.softmax(maps.reshape(b, height * width, keypoints), axis=1).reshape(maps.shape)
+    x = jnp.einsum("bhwk,w->bk", share, jnp.linspace(-1.0, 1.0, width))
+    y = jnp.einsum("bhwk,h->bk", share, jnp.linspace(-1.0, 1.0, height))
+    return jnp.stack([x, y], axis=-1)
+
+
+def _max_pool(x: Float[Array, "b height width c"]) -> Float[Array, "b h2 w2 c"]:
+    """The largest of 3 x 3, every second pixel."""
+    window, strides, padding = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding)

@@ -1,0 +1,149 @@
+"""The conditional 1-D UNet of diffusion policies: along the steps of an action chunk, steered by FiLM.
+
+Number for number the network of diffusion_policy (`model/diffusion/conditional_unet1d.py` at 5ba07ac, with
+`cond_predict_scale`; Chi et al. 2023). Read next: `denoising_transformer.py`, its alternative, and
+`models/diffusion_policy_network.py`, which has either.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from openpi_train.nn.layers import sincos_encoding
+from openpi_train.nn.resnet import TORCH_INIT, group_norm
+
+_linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
+_conv = functools.partial(nnx.Conv, kernel_init=TORCH_INIT)
+# Angles fall from the diffusion step itself to a ten-thousandth of it (Vaswani et al. 2017).
+_MIN_PERIOD, _MAX_PERIOD = 2 * np.pi, 2e4 * np.pi
+
+
+def encode_step(step: Float[Array, " n"], width: int) -> Float[Array, "n d"]:
+    """Sines and cosines of a diffusion step, a number from 0 to the count of them."""
+    return sincos_encoding(step, width, _MIN_PERIOD, _MAX_PERIOD)
+
+
+class ConvBlock(nnx.Module):
+    """Convolution along the steps, group norm, Mish."""
+
+    def __init__(self, inputs: int, outputs: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs):
+        self.conv = _conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, rngs=rngs)
+        self.norm = group_norm(outputs, num_groups, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "n h c"]) -> Float[Array, "n h d"]:
+        return jax.nn.mish(self.norm(self.conv(x)))
+
+
+class FilmBlock(nnx.Module):
+    """Two `ConvBlock`s beside a short cut; between them the condition scales and shifts every channel (FiLM)."""
+
+    def __init__(
+        self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs
+    ):
+        self.block_1 = ConvBlock(inputs, outputs, kernel_size, num_groups, rngs=rngs)
+        self.block_2 = ConvBlock(outputs, outputs, kernel_size, num_groups, rngs=rngs)
+        self.film = _linear(condition_width, 2 * outputs, rngs=rngs)
+        self.shortcut = _conv(inputs, outputs, (1,), rngs=rngs) if inputs != outputs else None
+
+    def __call__(self, x: Float[Array, "n h c"], condition: Float[Array, "n e"]) -> Float[Array, "n h d"]:
+        scale, shift = jnp.split(self.film(jax.nn.mish(condition))[:, None], 2, axis=-1)  # n 1 d
+        hidden = scale * self.block_1(x) + shift
+        return self.block_2(hidden) + (x if self.shortcut is None else self.shortcut(x))
+
+
+class ConditionalUnet1d(nnx.Module):
+    """From noisy action chunks, diffusion steps and a condition to what the objective asks for, of the chunks' shape.
+
+    Args:
+        action_dim: numbers of an action.
+        condition_width: numbers of the condition.
+        widths: of the levels, the first at full length; each halves the steps of the one before.
+        step_width: of the diffusion step's encoding, which joins the condition.
+
+    Raises ValueError in a call with a horizon that cannot be halved so often.
+    """
+
+    def __init__(
+        self,
+        action_dim: int,
+        condition_width: int,
+        *,
+        widths: Sequence[int],
+        kernel_size: int = 5,
+        num_groups: int = 8,
+        step_width: int = 128,
+        rngs: nnx.Rngs,
+    ):
+        self.step_width, self.shortest = step_width, 2 ** (len(widths) - 1)
+        self.step_in = _linear(step_width, 4 * step_width, rngs=rngs)
+        self.step_out = _linear(4 * step_width, step_width, rngs=rngs)
+        width = condition_width + step_width
+
+        def blocks(*sizes: int) -> Any:
+            return nnx.List(
+                [FilmBlock(*pair, width, kernel_size, num_groups, rngs=rngs) for pair in itertools.pairwise(sizes)]
+            )
+
+        def change_length(kind: type[nnx.Conv] | type[nnx.ConvTranspose], size: int, width: int) -> nnx.Module:
+            padding = 1 if kind is nnx.Conv else "SAME"
+            return kind(width, width, (size,), 2, padding=padding, kernel_init=TORCH_INIT, rngs=rngs)
+
+        self.down = nnx.List([blocks(a, b, b) for a, b in itertools.pairwise([action_dim, *widths])])
+        self.shorten = nnx.List([change_length(nnx.Conv, 3, width) for width in widths[:-1]])
+        self.middle = blocks(*[widths[-1]] * 3)
+        self.up = nnx.List([blocks(2 * b, a, a) for a, b in list(itertools.pairwise(widths))[::-1]])
+        self.lengthen = nnx.List([change_length(nnx.ConvTranspose, 4, width) for width in widths[-2::-1]])
+        self.last_block = ConvBlock(widths[0], widths[0], kernel_size, 8, rngs=rngs)
+        self.outputs = _conv(widths[0], action_dim, (1,), rngs=rngs)
+
+    @jax.named_scope("unet")
+    def __call__(
+        self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n ..."]
+    ) -> Float[Array, "n h a"]:
+        """`condition` is flattened; `step` is the diffusion step."""
+        if noisy.shape[1] % self.shortest:
+            raise ValueError(
+                f"a horizon of {noisy.shape[1]} steps cannot be halved {len(self.shorten)} times; use a multiple of "
+                f"{self.shortest}, or fewer --model.unet.widths"
+            )
+        encoded = self.step_out(jax.nn.mish(self.step_in(encode_step(step, self.step_width))))
+        condition = jnp.concatenate([encoded, condition.reshape(len(condition), -1)], axis=-1)
+        x, passed = noisy, []
+        for level, (first, second) in enumerate(self.down):
+            x = second(first(x, condition), condition)
+            passed.append(x)
+            x = self.shorten[level](x) if level < len(self.shorten) else x
+        for block in self.middle:
+            x = block(x, condition)
+        for (first, second), lengthen in zip(self.up, self.lengthen, strict=True):
+            x = first(jnp.concatenate([x, passed.pop()], axis=-1), condition)
+            x = lengthen(second(x, condition))
+        return self.outputs(self.last_block(x))
+
+
+def unet_flops(
+    horizon: int, action_dim: int, condition_width: int, widths: Sequence[int], kernel_size: int, step_width: int
+) -> float:
+    """Forward FLOPs for one chunk, two per multiply-add, in convolutions and linear layers."""
+    total = 8.0 * step_width**2
+
+    def block(inputs: int, outputs: int, steps: float) -> float:
+        convs = kernel_size * outputs * (inputs + outputs) + (inputs != outputs) * inputs * outputs
+        return steps * convs + (condition_width + step_width) * 2 * outputs
+
+    for level, (a, b) in enumerate(itertools.pairwise([action_dim, *widths])):
+        steps = horizon / 2**level
+        total += block(a, b, steps) + block(b, b, steps)
+        if level:
+            total += steps * 3 * a**2 + 2 * steps * 4 * a**2 / 2  # to this length and back
+            total += block(2 * b, a, steps) + block(a, a, steps)
+    total += 2 * block(widths[-1], widths[-1], horizon / 2 ** (len(widths) - 1))
+    total += horizon * widths[0] * (kernel_size * widths[0] + action_dim)
+    return 2 * total

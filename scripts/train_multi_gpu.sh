@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Train a diffusion policy on the zarr store of a RoboTwin task, on several GPUs of this host; the arguments are those of
+# the older script of this name:
+#
+#   ./scripts/train_multi_gpu.sh <task> <setting> <episodes> <seed> <GPUs> [GPU numbers: 0,2] [--dry-run] [-- flags ...]
+#
+# The store is data/<task>.zarr (or with a dash for _), else data/<task>-<setting>-<episodes>.zarr; its action dims choose
+# between robot_dp_10, robot_dp_14 and robot_dp_16. The run is called <task>-<setting>-<episodes>_seed<seed>; it goes on
+# where it stopped. What follows -- is added. Environment: DATA (data), PYTHON (python).
+set -euo pipefail
+
+usage() {
+    echo "train_multi_gpu.sh: $1" >&2
+    echo "usage: $0 <task> <setting> <episodes> <seed> <GPUs> [GPU numbers] [--dry-run] [-- flags ...]" >&2
+    exit 2
+}
+
+[ $# -ge 5 ] || usage "five arguments are needed, $# given"
+task=$1 setting=$2 episodes=$3 seed=$4 gpus=$5
+shift 5
+if [[ "${1:-}" =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+    export CUDA_VISIBLE_DEVICES=$1
+    listed=${1//[^,]/}
+    [ $((${#listed} + 1)) = "$gpus" ] || usage "$gpus GPUs, but the numbers $1"
+    shift
+fi
+if [ "${1:-}" = "--dry-run" ]; then
+    dry_run=(--dry-run)
+    shift
+else
+    dry_run=()
+fi
+[ $# -eq 0 ] || [ "$1" = "--" ] || usage "put -- before flags of the experiment, not '$1'"
+shift $(($# > 0 ? 1 : 0))
+
+name=$task-$setting-$episodes
+data=${DATA:-data}
+store=$data/$name.zarr
+for one in "$data/$task.zarr" "$data/${task//_/-}.zarr"; do
+    [ -e "$one" ] && store=$one && break
+done
+
+exec "${PYTHON:-python}" -m openpi_train launch local --processes "$gpus" "${dry_run[@]}" -- \
+    robot_dp --exp-name "${name}_seed$seed" --seed "$seed" --dataset "$store" --resume "$@"

@@ -1,0 +1,172 @@
+"""The diffusion policy as a model: what it takes, what it gives, what is refused, and how both objectives train it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from openpi_train.data.transforms import ExactDims
+from openpi_train.keys import row_keys
+from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
+from openpi_train.nn.augment import RandomCrop
+from openpi_train.objectives.diffusion import Diffusion
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.types import ActionBatch, Observation
+
+ROWS = 4
+CONFIG = DiffusionPolicyConfig(
+    action_dim=3,
+    state_dim=2,
+    cameras=("front", "wrist"),
+    image_height=10,
+    image_width=12,
+    encoder_widths=(16,),
+    unet=UnetSizes(widths=(16,)),
+    diffusion_step_embed_dim=8,
+    n_obs_steps=2,
+    n_action_steps=4,
+    share_encoder=True,
+)
+CROP = RandomCrop(height=8, width=8)
+
+
+def rows(seed=0):
+    rng = np.random.default_rng(seed)
+    images = {slot: jnp.asarray(rng.integers(0, 256, (ROWS, 2, 10, 12, 3)), jnp.uint8) for slot in CONFIG.cameras}
+    return ActionBatch(
+        observation=Observation(
+            images=images,
+            image_masks={slot: jnp.ones(ROWS, bool) for slot in CONFIG.cameras},
+            state=jnp.asarray(rng.normal(size=(ROWS, 2, 2)), jnp.float32),
+            prompt_tokens=jnp.zeros((ROWS, 0), jnp.int32),
+            prompt_mask=jnp.zeros((ROWS, 0), bool),
+        ),
+        actions=jnp.asarray(rng.uniform(-1, 1, (ROWS, 8, 3)), jnp.float32),
+        action_mask=jnp.asarray(np.arange(8) < [[8], [8], [5], [0]]),
+        dim_mask=jnp.ones((ROWS, 3), bool),
+        row=jnp.arange(ROWS, dtype=jnp.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return CONFIG.build(nnx.Rngs(0))
+
+
+def test_rows_are_what_the_config_says():
+    spec = CONFIG.batch_spec(ROWS, CONFIG.cameras)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), rows()
+    )
+    window = CONFIG.window
+    assert (window.history, window.first_action, window.pad_before, window.pad_after) == (2, -1, 1, 3)
+    with pytest.raises(
+        ValueError, match=r"cameras front, wrist, the run's robots fill front: set --model.cameras front"
+    ):
+        CONFIG.batch_spec(ROWS, ["front"])
+
+
+def test_dims_are_never_padded():
+    exact, row = ExactDims(3, 2), {"actions": np.zeros((8, 3)), "state": np.zeros((2, 2))}
+    assert exact(row)["dim_mask"].all()
+    with pytest.raises(
+        ValueError, match=r"actions has 4 dims, the model takes 3 and pads none: set --model.action-dim 4"
+    ):
+        exact(row | {"actions": np.zeros((8, 4))})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unet": UnetSizes(widths=(16, 16, 16)), "action_horizon": 10}, "action_horizon 10 must be a multiple of 4"),
+        ({"n_action_steps": 8}, "so that 7 can be executed, not n_action_steps 8"),
+        ({"encoder_widths": (20,)}, "must be multiples of 16"),
+        ({"transformer": TransformerSizes(width=10)}, "width 10 is not a multiple of twice its 4 heads"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
+    observation = rows().observation
+    encode = jax.jit(lambda observation: model.encode(observation))
+    features = encode(observation)
+    assert features.shape == (ROWS, 2, 2 * 16 + 2) and list(model.encoders) == ["shared"]
+    images = dict(observation.images, wrist=observation.images["front"])
+    same = encode(dataclasses.replace(observation, images=images))
+    np.testing.assert_array_equal(same[..., :16], same[..., 16:32])
+    masks = dict(observation.image_masks, wrist=jnp.zeros(ROWS, bool))
+    absent = encode(dataclasses.replace(observation, image_masks=masks))
+    assert not absent[..., 16:32].any() and (absent[..., :16] == features[..., :16]).all()
+    own = nnx.eval_shape(lambda: dataclasses.replace(CONFIG, share_encoder=False).build(nnx.Rngs(0)))
+    assert sorted(own.encoders) == ["front", "wrist"]
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Diffusion(augmentation=CROP, num_draws=2), FlowMatching(augmentation=CROP)],
+    ids=lambda o: type(o).__name__,
+)
+def test_shares_add_up_filler_counts_for_nothing_and_evaluation_repeats_itself(model, objective):
+    batch = rows()
+    norms, keys = objective.norms(batch), row_keys(0, 1, batch.row)
+    real_rows = 3 * 8 * 3 if isinstance(objective, Diffusion) else (8 + 8 + 5) * 3
+    assert norms["elements"] == real_rows * objective.draws_per_row
+
+    def loss(batch, keys, train):
+        return objective.loss(model, batch, norms, keys, train=train)[0]
+
+    run = jax.jit(loss, static_argnames="train")
+    halves = [jax.tree.map(lambda leaf, part=part: leaf[part], (batch, keys)) for part in (slice(0, 2), slice(2, 4))]
+    assert sum(run(*half, train=True) for half in halves) == pytest.approx(
+        float(run(batch, keys, train=True)), rel=1e-5
+    )
+    filled = dataclasses.replace(batch, actions=batch.actions.at[3].set(7.0))
+    assert run(filled, keys, train=True) == run(batch, keys, train=True)
+    assert run(batch, keys, train=False) == run(batch, keys, train=False) != run(batch, keys, train=True)
+
+
+def test_crops_are_anywhere_in_training_by_the_row_alone_and_in_the_centre_else():
+    height, width = 10, 12
+    place = jnp.arange(height)[:, None, None] * 100 + jnp.arange(width)[None, :, None]
+    images = {"front": jnp.broadcast_to(place, (200, 2, height, width, 3)).astype(jnp.float32)}
+    keys = row_keys(0, 0, jnp.arange(200))
+    found = CROP.augment(images, keys)["front"]
+    assert found.shape == (200, 2, 8, 8, 3)
+    np.testing.assert_array_equal(found[:, 0], found[:, 1])  # all steps of a history alike
+    corners = np.asarray(found[:, 0, 0, 0, 0])
+    assert set(corners) == {100 * top + left for top in range(3) for left in range(5)}
+    np.testing.assert_array_equal(np.diff(found[:, 0, 0, :, 0], axis=-1), 1)
+    half = CROP.augment({"front": images["front"][:100]}, keys[100:])["front"]
+    np.testing.assert_array_equal(half, found[100:])
+    np.testing.assert_array_equal(CROP.fixed(images)["front"][0, 0, 0, 0], [102.0] * 3)
+    with pytest.raises(ValueError, match="10 x 12 pixels are smaller than the crop of 11 x 8"):
+        dataclasses.replace(CROP, height=11).fixed(images)
+
+
+def test_sampling_follows_the_row_keys_and_ends_within_the_limits(model):
+    batch, objective = rows(), Diffusion(augmentation=CROP)
+    keys = row_keys(0, 0, batch.row)
+    noise = jax.random.normal(jax.random.key(1), batch.actions.shape)
+    sample = jax.jit(lambda observation, noise, keys: objective.sample_actions(model, observation, noise, keys, 5))
+    found = sample(batch.observation, noise, keys)
+    assert found.shape == batch.actions.shape and float(jnp.abs(found).max()) <= 1 + 1e-6
+    other = sample(batch.observation, noise, keys.at[0].set(keys[1]))
+    assert (other[1:] == found[1:]).all() and (other[0] != found[0]).any()
+
+
+def test_the_transformer_denoises_too():
+    config = dataclasses.replace(
+        CONFIG, denoiser="transformer", transformer=TransformerSizes(width=16, depth=1, num_heads=2)
+    )
+    shapes = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
+
+    def run(model, batch):
+        return model.velocity(batch.observation, batch.actions[:, None], jnp.full((ROWS, 1), 0.5))
+
+    assert jax.eval_shape(run, shapes, rows()).shape == (ROWS, 1, 8, 3)
