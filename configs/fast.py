@@ -35,7 +35,8 @@ pi0_fast_bridge = Experiment(
 """pi0-FAST (2.9 B parameters) on BridgeData V2's own pose deltas, in chunks of 10, at openpi's sizes for LIBERO.
 
 Command: python -m openpi_train pi0_fast_bridge --exp-name x --fsdp-devices 8
-Start weights: --weight-loader.params-path <pi0_fast_base>/params. Time and result: not yet measured.
+Start weights: --weight-loader.params-path <pi0_fast_base>/params.
+Hardware: 60 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 pi0_fast_bridge_lora = dataclasses.replace(
