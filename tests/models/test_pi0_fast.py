@@ -90,7 +90,10 @@ def test_decoding_says_what_the_whole_sequence_makes_likeliest(fast):
     for row in range(2):
         tokens[row, first[row, 0] : first[row, 0] + steps] = said[row]
     whole = dataclasses.replace(
-        seen, prompt_tokens=jnp.asarray(tokens), prompt_mask=place < first + steps, token_ar_mask=follows
+        seen,
+        prompt_tokens=jnp.asarray(tokens),
+        prompt_mask=jnp.asarray(place < first + steps),
+        token_ar_mask=jnp.asarray(follows),
     )
     is_best = np.asarray(jax.jit(lambda params: model(params).token_log_probs(whole)[1])(params))
     ended = np.cumsum(said == 1, axis=1) - (said == 1) > 0  # behind the end there is padding

@@ -1,0 +1,43 @@
+"""pi0-FAST and the insulated pi0.5, each trained on two processes, resumed on one, as a run of one process gives it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import losses, openpi_train, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+RUNS = Path(__file__).with_name("fast_runs.py")
+CUT = "--sharding.strategy zero3 --sharding.min-shard-mib 0".split()
+
+
+@pytest.fixture(scope="module")
+def fast_tokenizer(tmp_path_factory):
+    base = tmp_path_factory.mktemp("tokenizer")
+    flags = ("--vocab-size", "300", "--out", base / "fast", "--assets-base-dir", base / "assets")
+    done = openpi_train("data", "fit-fast", f"{RUNS}:fast", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out chunks of 28 values" in done.stdout and "use it with --model.fast-tokenizer" in done.stdout
+    return base / "fast"
+
+
+@pytest.mark.parametrize("experiment", ["fast", "insulated"])
+def test_two_processes_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, experiment):
+    flags = (f"{RUNS}:{experiment}", "--model.fast-tokenizer", fast_tokenizer)
+    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", "25", processes=2, devices=2)
+    plan = json.loads((tmp_path / "two" / "runs" / experiment / "x" / "plan.json").read_text())
+    assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
+    # 50 steps in all: the second half on one process with one device.
+    train(tmp_path / "two", *flags, "--resume")
+    train(tmp_path / "one", *flags)
+    resumed, expected = losses(tmp_path / "two", experiment), losses(tmp_path / "one", experiment)
+    assert set(resumed) == set(expected) == set(range(1, 51))
+    # Sums in another order: float32's rounding at first, then what Adam's division by small moments makes of it.
+    np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-5)
+    np.testing.assert_allclose([*resumed.values()], [*expected.values()], rtol=1e-2)
+    assert expected[50] < 0.9 * expected[1]
+    lines = (tmp_path / "two" / "runs" / experiment / "x" / "metrics.jsonl").read_text().splitlines()
+    last = [line for line in map(json.loads, lines) if line.get("step") == 50]
+    assert any(0 <= line.get("token_accuracy", -1) <= 1 for line in last)
+    assert any(line.get("val/loss", 0) > 0 and line.get("val/action_mse", 0) > 0 for line in last)
