@@ -15,7 +15,7 @@ BENCHMARKS = {
     "step_time": "training steps with 3, 2 and 1 present cameras, against a step that computes what openpi computes",
     "traffic": "bytes that the compiled step sends between devices, against each strategy's formula; compiles only",
     "feed": "loader samples/s with 0, 1 and 2 worker processes, from RLDS and LeRobot data (against its own loader)",
-    "weights": "memory and time in which processes load their shares of start weights of full size",
+    "weights": "memory and time in which processes load their shares of start weights",
     "checkpoint": "how long a save holds up training, synchronous and asynchronous",
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",

@@ -29,7 +29,7 @@ pi0_bridge_traj = Experiment(
 """Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the present one.
 
 Command: python -m openpi_train pi0_bridge_traj --exp-name x --fsdp-devices 8
-Hardware: 67 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
+Hardware: 66 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
 Time and result: not yet measured.
 """
 

@@ -113,23 +113,25 @@ def parse_experiment(name: str, argv: Sequence[str]):
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
-    default = registry.load(name)
     import tyro
 
+    from openpi_train.choice import moved, on_dataset, source_of
     from openpi_train.experiment import Experiment
     from openpi_train.optim import named_optimizer
 
-    if any(word in ("-h", "--help") for word in argv):
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    if wants_help:
         print(_process_parser().format_help() + _base_parser().format_help())
     base, argv = _base_parser().parse_known_args(argv)
-    dataset = base.dataset
+    source = None if base.dataset is None else source_of(base.dataset)
+    default = registry.load(name, lambda own: source or moved(own, argv), any_dims=wants_help)
     if base.deepspeed is not None:
         given = argv if base.optimizer is None else [*argv, "--optimizer", base.optimizer]
         base, argv = _base_parser().parse_known_args(_from_deepspeed(base.deepspeed, given))
     if base.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(base.optimizer, default.optimizer))
-    if dataset is not None:
-        default = _on_dataset(default, dataset)
+    if source is not None:
+        default = on_dataset(default, source)
     return tyro.cli(
         Experiment,
         default=default,
@@ -138,16 +140,6 @@ def parse_experiment(name: str, argv: Sequence[str]):
         # A blank line between lines: the help would run them together.
         description=registry.description(name).replace("\n", "\n\n"),
     )
-
-
-def _on_dataset(experiment, path: str):
-    """The experiment on the dataset at `path` alone, with its first dataset's robot and norm stats of its own."""
-    from openpi_train.data.formats import source_at
-
-    with reported_as(DataError):
-        source = source_at(path)
-    first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
-    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))
 
 
 def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
@@ -186,12 +178,12 @@ def stats(argv: Sequence[str]) -> int:
     from openpi_train.tools.stats import stats_table
 
     with reported_as(DataError):
-        print(stats_table(experiment.data, horizon=experiment.model.action_horizon, assets_dir=experiment.assets_dir))
+        print(stats_table(experiment.data, shape=experiment.model.window, assets_dir=experiment.assets_dir))
     return 0
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack|fit-fast`: make a dataset, index or repack one, fit a FAST tokenizer to it."""
+    """`data prepare|index|repack|merge|convert|fit-fast`: make, index or join datasets, fit a FAST tokenizer to one."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)

@@ -34,10 +34,12 @@ _AT_LEAST_1 = (
     "keep_last",
 )
 _AT_LEAST_1 += ("keep_period", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
+_AT_LEAST_1 += ("data.text_lengths",)
 _AT_LEAST_1 += ("local_checkpoints.interval",)
 _AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
 _AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
 _LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "profile": 0}
+_LEAST |= {"sharding.min_shard_mib": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +245,11 @@ class Experiment:
             problems.append("--resume and --overwrite exclude each other: continue the run, or move it aside?")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             problems.append(f"--ema-decay {self.ema_decay} must lie in [0, 1); None keeps no average")
+        if self.sharding.strategy == "replicated" and (self.fsdp_devices or 1) > 1:
+            problems.append(
+                f"--sharding.strategy replicated cuts nothing over --fsdp-devices {self.fsdp_devices}: give zero1, "
+                "zero2, zero3 or hsdp, or leave --fsdp-devices out"
+            )
         if self.ema_decay is None and self.sharding.offload == "optimizer+ema":
             problems.append(
                 "--sharding.offload optimizer+ema with --ema-decay None: there is no average; use optimizer"

@@ -11,12 +11,17 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
+
+logger = logging.getLogger(__name__)
 
 CONFIGS = "openpi_train_configs"
 
@@ -69,16 +74,22 @@ def read_entries(file: Path) -> list[Entry]:
     return result
 
 
-def load(name: str) -> "Experiment":
+def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, any_dims: bool = False) -> "Experiment":
     """The experiment of this name, or of `path/to/file.py:name`.
 
-    Raises UnknownName with the closest names, FileNotFoundError, or ValueError where it is no Experiment.
+    Where the name stands for several (`choice.py`), that for their own dataset, or for what `on` makes of it; with
+    `any_dims` the first of them, which has the fields of all.
+
+    Raises UnknownName with the closest names, FileNotFoundError, DataError where no experiment is for the dataset, or
+    ValueError where it is no Experiment.
     """
+    from openpi_train.choice import ByActionDim
     from openpi_train.experiment import Experiment
 
     if ".py" in name:
         file, _, attribute = name.partition(":")
-        experiment = getattr(_import_file(Path(file)), attribute, None) if attribute else None
+        module = _import_file(Path(file))
+        experiment = getattr(module, attribute, None) if attribute else None
         if experiment is None:
             names = ", ".join(entry.name for entry in read_entries(Path(file))) or "none with a description below it"
             raise UnknownName(f"{name!r}: give the experiment as file.py:name; {file} has {names}")
@@ -89,6 +100,14 @@ def load(name: str) -> "Experiment":
             raise UnknownName(unknown(name, known, "experiment"))
         module = importlib.import_module(f"{_configs_package()}.{known[name].file.stem}")
         experiment, short = getattr(module, name), name
+    if isinstance(experiment, ByActionDim):
+        if any_dims:
+            return next(iter(experiment.experiments.values()))
+        dims, chosen = experiment.choose(name, on)
+        names = [key for key, value in vars(module).items() if value is chosen]
+        short = names[0] if names else f"{short}_{dims}"
+        logger.info("%s: the dataset has %d action dims, so this is %s", name, dims, short)
+        experiment = chosen
     if not isinstance(experiment, Experiment):
         raise ValueError(f"{name!r} is a {type(experiment).__name__}, not an Experiment")
     return dataclasses.replace(experiment, name=short)

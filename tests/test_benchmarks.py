@@ -86,6 +86,16 @@ def test_feed_measures_lerobot_data_and_says_how_to_have_lerobots_own_loader_bes
 
 
 @pytest.mark.slow
+def test_weights_sets_the_peak_against_the_share(quick):
+    (row,) = rows(quick, "Start weights")
+    assert row["processes"] == 2
+    for peak, share, ratio in zip(
+        row["peak above start MB"], row["share of each MB"], row["peak / share"], strict=True
+    ):
+        assert share == pytest.approx(1.76 / 2, rel=0.01)  # 440,704 parameters, none large enough to be cut
+        assert ratio == pytest.approx(peak / share)
+
+
 def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
     found = rows(quick, "Checkpoint")
     assert [(row["state"], row["save"]) for row in found] == [

@@ -21,7 +21,7 @@ from openpi_train import cli, registry
 from openpi_train.data import opened
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.windows import Windows
+from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.keys import row_keys
 from openpi_train.tools import convert, doctor, plan, stats
 from openpi_train.tools import data as data_tool
@@ -94,7 +94,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_fit_fast"]}
+    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_merge", "_convert", "_fit_fast"]}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)
@@ -199,7 +199,7 @@ def test_readme_has_a_line_for_every_file_and_no_other():
 
 def test_documented_robot_and_source_give_rows(my_runs, tmp_path):
     robot = my_runs.Gantry()
-    windows = Windows(source=FakeData(image_height=8, image_width=8).open(), robot=robot, horizon=4)
+    windows = Windows(source=FakeData(image_height=8, image_width=8).open(), robot=robot, shape=WindowShape(horizon=4))
     state, actions, real = windows.chunks(np.arange(len(windows)))
     # The gripper is absolute; relative positions come back, and the last step of an episode stays where it is.
     absolute = robot.from_model(actions, state)
@@ -218,7 +218,7 @@ def test_documented_robot_and_source_give_rows(my_runs, tmp_path):
         (folder / "task.txt").write_text(f"task {number}\n")
     source = my_runs.NpyFolders(path=str(tmp_path))
     dataset = Dataset(source=source, robot=my_runs.try8.data.datasets[0].robot)
-    (windows,) = opened.open_windows(DataConfig(datasets=(dataset,), validation_fraction=0.0), horizon=2)
+    (windows,) = opened.open_windows(DataConfig(datasets=(dataset,), validation_fraction=0.0), WindowShape(horizon=2))
     assert len(windows) == 8
     row = windows.row(4)
     np.testing.assert_array_equal(row["image/base_0_rgb"], frames[1][1])

@@ -59,6 +59,12 @@ def experiment() -> Experiment:
             1,
             "--sharding.offload optimizer.ema with --ema-decay None",
         ),
+        (
+            {"sharding": ShardingConfig(strategy="replicated"), "fsdp_devices": 2},
+            4,
+            "--sharding.strategy replicated cuts nothing over --fsdp-devices 2",
+        ),
+        ({"sharding": ShardingConfig(min_shard_mib=-1)}, 1, "--sharding.min-shard-mib -1 must be at least 0"),
         ({"freeze": "("}, 1, "--freeze .* is no regular expression"),
     ],
 )

@@ -16,6 +16,7 @@ ROWS = (
     {"models"},
     {"objectives", "interop"},
     {"experiment"},
+    {"choice"},
     {"registry", "planning", "elastic"},
     {"training"},
     {"tools"},

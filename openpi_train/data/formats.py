@@ -1,4 +1,4 @@
-"""Which format a dataset on disk has. Read next: `rlds/source.py`, `lerobot/source.py`."""
+"""Which format a dataset on disk has. Read next: `rlds/source.py`, `lerobot/source.py`, `zarr/source.py`."""
 
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.layout import is_lerobot
@@ -6,15 +6,21 @@ from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.schema import find_version
 from openpi_train.data.source import SourceConfig
+from openpi_train.data.zarr import Zarr
+from openpi_train.data.zarr.store import is_zarr
 
 
 def source_at(path: str) -> SourceConfig:
     """The source for the dataset at `path`, told by its metadata. Raises FileNotFoundError where there is none."""
     if is_lerobot(path):
         return LeRobot(path=path)
+    if is_zarr(path):
+        return Zarr(path=path)
     if not is_repacked(path):
         try:
             find_version(path)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{path} holds no LeRobot dataset (meta/info.json), and {error}") from error
+            raise FileNotFoundError(
+                f"{path} holds no LeRobot dataset (meta/info.json), no zarr store (.zgroup or zarr.json), and {error}"
+            ) from error
     return Rlds(path=path)

@@ -194,7 +194,7 @@ def _fingerprint(windows: Sequence[Windows], weights: Sequence[float], max_sampl
     """What the stats depend on; only the ratio of the weights matters."""
     shares = [f"{weight / sum(weights):.12g}" for weight in weights]
     parts = [
-        [w.source.fingerprint, repr(w.robot), w.horizon, w.split, w.validation_fraction, share]
+        [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
         for w, share in zip(windows, shares, strict=True)
     ]
     return _sha256(json.dumps([_VERSION, _BINS, max_samples, parts]).encode())
@@ -216,7 +216,7 @@ def _states(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _actions(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
-    for samples in _blocks(window, chosen, window.horizon):
+    for samples in _blocks(window, chosen, window.shape.horizon):
         _, actions, real = window.chunks(samples)
         yield actions[real]
 

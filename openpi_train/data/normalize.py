@@ -1,7 +1,10 @@
-"""Norm stats: what they hold, both forms of normalisation, the guard against degenerate dims, and openpi's file.
+"""Norm stats: what they hold, the forms of normalisation, the guard against degenerate dims, and openpi's file.
 
-The forms and the file are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so that
-its checkpoints and assets serve here and ours there. Read next: `norm_stats.py`, which computes them from columns.
+The file and two forms are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so that
+its checkpoints and assets serve here and ours there; it passes over `min` and `max`, which ours hold too. The form
+`min_max` is diffusion policy's (`model/common/normalizer.py` of real-stanford/diffusion_policy, mode "limits").
+
+Read next: `norm_stats.py`, which computes them from columns.
 """
 
 import dataclasses
@@ -14,10 +17,12 @@ import numpy as np
 
 from openpi_train.data import files
 
-Form = Literal["z_score", "quantile"]
+Form = Literal["z_score", "quantile", "min_max"]
 FILE_NAME = "norm_stats.json"
 
 _EPSILON = 1e-6
+# Of the form min_max: a dim that moves less becomes 0, in its own unit.
+_CONSTANT_RANGE = 1e-4
 # The least scale that is divided by, as a share of the dim's own range: normalised values stay within about
 # 1 / share. BridgeData's rotations, which have rare wraps by 2 pi, lie at 0.0045 (std) and 0.025 (quantiles).
 _LEAST_STD_OF_RANGE = 2e-3
@@ -51,6 +56,9 @@ def normalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
         raise ValueError(f"mismatched norm stats: the data has {width} dims, the norm stats {len(stats.mean)}")
     if form == "z_score":
         return (x - stats.mean[:width]) / (stats.std[:width] + _EPSILON)
+    if form == "min_max":
+        low, scale, centre = (part[:width] for part in _limits(stats))
+        return (x - low) * scale - centre
     q01, q99 = stats.q01[:width], stats.q99[:width]
     return (x - q01) / (q99 - q01 + _EPSILON) * 2.0 - 1.0
 
@@ -58,7 +66,7 @@ def normalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
 def unnormalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
     """The inverse, for x [..., d] of at least the stats' width.
 
-    Further dims are padding: they pass in the quantile form, and are treated as mean 0 and std 1 in the other.
+    Further dims are padding: they are treated as mean 0 and std 1 in the form `z_score`, and pass in the others.
     """
     width = len(stats.mean)
     if x.shape[-1] < width:
@@ -66,8 +74,20 @@ def unnormalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
     known, rest = x[..., :width], x[..., width:].astype(stats.std.dtype)
     if form == "z_score":
         return np.concatenate([known * (stats.std + _EPSILON) + stats.mean, rest * (1.0 + _EPSILON)], axis=-1)
+    if form == "min_max":
+        low, scale, centre = _limits(stats)
+        return np.concatenate([(known + centre) / scale + low, rest], axis=-1)
     known = (known + 1.0) / 2.0 * (stats.q99 - stats.q01 + _EPSILON) + stats.q01
     return np.concatenate([known, rest], axis=-1)
+
+
+def _limits(stats: NormStats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per dim what is subtracted, multiplied by and subtracted then: min becomes -1 and max 1, a constant dim 0."""
+    if stats.low is None or stats.high is None:
+        raise ValueError("these norm stats have no min and max, which the form min_max needs")
+    constant = stats.high - stats.low < _CONSTANT_RANGE
+    scale = np.where(constant, 1.0, 2.0 / np.where(constant, 1.0, stats.high - stats.low))
+    return stats.low, scale, np.where(constant, 0.0, 1.0)
 
 
 def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, str]]:
@@ -126,8 +146,9 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a norm_stats.json: {type(error).__name__}: {error}") from error
     for name, entry in stats.items():
-        if not len(entry.mean) == len(entry.std) == len(entry.q01) == len(entry.q99):
-            raise ValueError(f"{path}: mean, std, q01 and q99 of {name} differ in width")
+        given = (entry.mean, entry.std, entry.q01, entry.q99, entry.low, entry.high)
+        if len({len(values) for values in given if values is not None}) != 1:
+            raise ValueError(f"{path}: mean, std, q01, q99, min and max of {name} differ in width")
         if not (np.isfinite(entry.mean).all() and np.isfinite(entry.std).all()):
             raise ValueError(f"{path}: mean or std of {name} holds NaN or infinity; give none to have them computed")
     return stats
@@ -142,18 +163,23 @@ def write_norm_stats(folder: str | Path, stats: Stats) -> Path:
 
 def norm_stats_json(stats: Stats) -> dict[str, Any]:
     """The content of openpi's `norm_stats.json`."""
-    return {
-        "norm_stats": {name: {key: getattr(entry, key).tolist() for key in _PUBLIC} for name, entry in stats.items()}
-    }
+    entries = {}
+    for name, entry in stats.items():
+        known = {key: getattr(entry, field) for key, field in _PUBLIC.items()}
+        entries[name] = {key: value.tolist() for key, value in known.items() if value is not None}
+    return {"norm_stats": entries}
 
 
-_PUBLIC = ("mean", "std", "q01", "q99")
+_PUBLIC = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low", "max": "high"}
 
 
 def _from_json(entry: Mapping[str, Sequence[float] | None]) -> NormStats:
     mean, std = np.asarray(entry["mean"], np.float64), np.asarray(entry["std"], np.float64)
+    bounds = {field: entry.get(key) for key, field in (("min", "low"), ("max", "high"))}
+    low, high = (None if bound is None else np.asarray(bound, np.float64) for bound in bounds.values())
     if entry.get("q01") is None or entry.get("q99") is None:
         # openpi allows files without quantiles; they serve the z-score form only.
         nothing = np.full_like(mean, np.nan)
-        return NormStats(mean=mean, std=std, q01=nothing, q99=nothing)
-    return NormStats(mean=mean, std=std, q01=np.asarray(entry["q01"], float), q99=np.asarray(entry["q99"], float))
+        return NormStats(mean=mean, std=std, q01=nothing, q99=nothing, low=low, high=high)
+    q01, q99 = np.asarray(entry["q01"], np.float64), np.asarray(entry["q99"], np.float64)
+    return NormStats(mean=mean, std=std, q01=q01, q99=q99, low=low, high=high)

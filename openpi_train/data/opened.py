@@ -12,12 +12,12 @@ import numpy as np
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.norm_stats import cached_norm_stats, report_notes
-from openpi_train.data.normalize import Form, NormStats, guard, read_norm_stats
+from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
 from openpi_train.data.rows import Rows, RowSpec, RowTransform
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text_lengths import TextLengths, choose_lengths, shares_of_rows
 from openpi_train.data.transforms import Normalize
-from openpi_train.data.windows import Windows
+from openpi_train.data.windows import Windows, WindowShape
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ class OpenedData:
 def open_data(
     config: DataConfig,
     *,
-    horizon: int,
-    history: int = 1,
+    shape: WindowShape,
     seed: int,
     transforms: Sequence[RowTransform],
     batch_spec: Callable[[int, Sequence[str]], Any],
@@ -68,16 +67,16 @@ def open_data(
 ) -> OpenedData:
     """Open every dataset of a run, computing norm stats under `assets_dir` where they are not there yet.
 
-    Args: `transforms` and `batch_spec` are the model config's; `normalization` the form it was designed for; `windows`
-    what `open_windows` gave, where it was asked before. Needs no communication: every process may call it, and gets the
-    same.
+    Args: `transforms` and `batch_spec` are the model config's; `shape` what it sees and predicts; `normalization` the
+    form it was designed for; `windows` what `open_windows` gave, where it was asked before. Needs no communication:
+    every process may call it, and gets the same.
 
     Raises FileNotFoundError or ValueError with what to do, on data, norm stats or a mixture that cannot be used.
     """
     if not config.datasets:
         raise ValueError("the run has no dataset: give --data.datasets")
     form = config.normalization or normalization
-    train = open_windows(config, horizon=horizon, history=history) if windows is None else list(windows)
+    train = open_windows(config, shape) if windows is None else list(windows)
     stats = _norm_stats(config, train, Path(assets_dir))
     spec = row_spec(batch_spec(1, config.cameras))
 
@@ -138,14 +137,13 @@ def in_text_lengths(
     return dataclasses.replace(data, train=train)
 
 
-def open_windows(config: DataConfig, *, horizon: int, history: int = 1) -> list[Windows]:
+def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     """The training windows of every dataset, in order."""
     return [
         Windows(
             source=_source(dataset, config.on_bad_record).open(),
             robot=dataset.robot,
-            horizon=horizon,
-            history=history,
+            shape=shape,
             validation_fraction=config.validation_fraction,
             prompt=dataset.prompt,
         )
@@ -217,6 +215,8 @@ def _norm_stats(config: DataConfig, windows: Sequence[Windows], folder: Path) ->
 def _needed(stats: Mapping[str, Mapping[str, NormStats]], asset: str, form: Form) -> Mapping[str, NormStats]:
     if form == "quantile" and any(np.isnan(entry.q01).any() for entry in stats[asset].values()):
         raise ValueError(f"norm stats of {asset} have no quantiles; set --data.normalization z_score, or give none")
+    if form == "min_max" and any(entry.low is None for entry in stats[asset].values()):
+        raise ValueError(f"norm stats of {asset} have no min and max; set --data.normalization z_score, or give none")
     return stats[asset]
 
 
@@ -235,13 +235,13 @@ def _identity(
         }
         for window, dataset in members
     ]
-    names = ("horizon", "history", "split", "validation_fraction")
-    return {"datasets": datasets, "normalization": form} | {name: getattr(window, name) for name in names}
+    names = ("split", "validation_fraction")
+    common = {name: getattr(window, name) for name in names} | dataclasses.asdict(window.shape)
+    return {"datasets": datasets, "normalization": form, **common}
 
 
 def _digest(stats: Mapping[str, NormStats]) -> str:
-    keys = ("mean", "std", "q01", "q99")
-    entries = {name: [getattr(entry, key).tolist() for key in keys] for name, entry in stats.items()}
+    entries = {name: [*entry.values()] for name, entry in norm_stats_json(stats)["norm_stats"].items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 

@@ -93,6 +93,13 @@ class SourceConfig(abc.ABC):
         Raises FileNotFoundError or ValueError with what to do.
         """
 
+    def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each column, per step. Formats whose metadata say so do not open the dataset for it.
+
+        Raises as `open` does.
+        """
+        return {name: column.shape[1:] for name, column in self.open().columns.items()}
+
 
 def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_record: Literal["error", "skip"]) -> None:
     """Say which episodes an index left out: how many, and where and why. Raises BadRecord where none may be."""

@@ -1,7 +1,7 @@
 """The training samples of one dataset: an observation history and the action chunk that followed, by sample number.
 
-A sample is a control step of the split's episodes that may start a window. No window crosses an episode: history
-repeats the episode's first observation, the action chunk its last action (masked). Read next: `rows.py`.
+A sample is a control step of the split's episodes at which a window may be placed. No window crosses an episode: before
+its beginning the first observation and action repeat, beyond its end the last action (masked). Read next: `rows.py`.
 """
 
 import dataclasses
@@ -16,6 +16,48 @@ from openpi_train.data.source import Source
 from openpi_train.robots.base import Robot, Steps
 
 Split = Literal["train", "validation"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowShape:
+    """What a model sees and predicts around the present control step: `history` observations up to and with it, and a
+    chunk of `horizon` actions whose first one is `first_action` steps from it (0: the present one's).
+
+    Diffusion policy's chunk begins with the first observation: `first_action` is 1 - history. Its sampler
+    (`common/sampler.py` of real-stanford/diffusion_policy) places a chunk up to `pad_before` steps before an episode's
+    beginning and up to `pad_after` beyond its end, so that an episode of n steps has n - horizon + 1 + pad_before +
+    pad_after windows, where that is positive. By default every step of an episode is the present one of a window.
+
+    Raises ValueError where the present step could lie outside the episode.
+    """
+
+    horizon: int
+    history: int = 1
+    first_action: int = 0
+    pad_before: int | None = None
+    pad_after: int | None = None
+
+    def __post_init__(self):
+        if self.horizon < 1 or self.history < 1:
+            raise ValueError(f"horizon {self.horizon} and history {self.history} must be at least 1")
+        if not -self.horizon < self.first_action <= 0:
+            raise ValueError(
+                f"first_action {self.first_action} must lie in {1 - self.horizon}..0: a chunk has the present"
+            )
+        for name, most in (("pad_before", -self.first_action), ("pad_after", self.horizon - 1 + self.first_action)):
+            given = getattr(self, name)
+            if given is None:
+                object.__setattr__(self, name, most)
+            elif not 0 <= given <= most:
+                raise ValueError(
+                    f"{name} {given} must lie in 0..{most}, so that the present step is one of the episode's"
+                )
+
+    def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where in episodes of these lengths the first present step lies, and where the one after the last."""
+        assert self.pad_before is not None and self.pad_after is not None
+        first = np.full_like(lengths, -self.pad_before - self.first_action)
+        return first, lengths - self.horizon + 1 + self.pad_after - self.first_action
 
 
 def validation_episodes(episode_ids: Sequence[str] | np.ndarray, fraction: float) -> np.ndarray:
@@ -46,23 +88,19 @@ def _score(name: str) -> float:
 class Windows:
     """The samples of one dataset in one split, numbered 0..len-1 in the order of their control steps.
 
-    Args: `horizon` is the number of actions in a chunk, `history` that of observations (1: the present one alone);
-    `prompt` replaces the dataset's instructions where given.
+    Args: `shape` is what the model sees and predicts; `prompt` replaces the dataset's instructions where given.
 
     Raises ValueError where the robot asks for columns or cameras that the dataset does not have.
     """
 
     source: Source
     robot: Robot
-    horizon: int
-    history: int = 1
+    shape: WindowShape
     split: Split = "train"
     validation_fraction: float = 0.0
     prompt: str | None = None
 
     def __post_init__(self):
-        if self.horizon < 1 or self.history < 1:
-            raise ValueError(f"horizon {self.horizon} and history {self.history} must be at least 1")
         for slot, feature in self.robot.cameras.items():
             if feature not in self.source.cameras:
                 flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
@@ -97,11 +135,13 @@ class Windows:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """The control step at which each sample starts, int64 [samples]."""
+        """The present control step of each sample, int64 [samples]."""
         held_out = validation_episodes(self.source.episode_ids, self.validation_fraction)
         mine = held_out if self.split == "validation" else ~held_out
         lengths = np.diff(self.source.episode_ends, prepend=0)
-        return np.flatnonzero(np.repeat(mine, lengths) & self.steps.use)
+        first, end = (np.repeat(bound, lengths) for bound in self.shape.places(lengths))
+        place = np.arange(self.source.num_steps) - np.repeat(self.source.episode_ends - lengths, lengths)
+        return np.flatnonzero(np.repeat(mine, lengths) & self.steps.use & (first <= place) & (place < end))
 
     def in_split(self, split: Split) -> "Windows":
         """The same dataset's windows of the other split; the columns are read once."""
@@ -117,28 +157,30 @@ class Windows:
 
     def chunks(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Present states [n, s], action chunks [n, h, a] in the model's units, and which actions are real [n, h]."""
-        start = self.starts[samples]
-        end = self.bounds(start)[1][:, None]
-        ahead = start[:, None] + np.arange(self.horizon)
-        state, actions = self.robot.to_model(self.steps.state[start], self.steps.actions[np.minimum(ahead, end - 1)])
+        present = self.starts[samples]
+        first, end = (bound[:, None] for bound in self.bounds(present))
+        chunk = present[:, None] + self.shape.first_action + np.arange(self.shape.horizon)
+        inside = np.clip(chunk, first, end - 1)
+        state, actions = self.robot.to_model(self.steps.state[present], self.steps.actions[inside])
         assert actions is not None
-        return state, actions, ahead < end
+        return state, actions, chunk == inside
 
     def row(self, sample: int) -> dict[str, Any]:
         """One sample in the model's units, not yet normalised.
 
         Returns: `image/<slot>` uint8 [(o,) height, width, 3], `image_mask/<slot>` (always True), `state` [(o,) s],
-        `actions` [h, a], `action_mask` [h] and `prompt`; the axis o is there when `history` > 1. Raises BadRecord.
+        `actions` [h, a], `action_mask` [h] and `prompt`; the axis o is there for a history longer than 1. Raises
+        BadRecord.
         """
         step = int(self.starts[sample])
         _, actions, action_mask = self.chunks(np.array([sample]))
-        behind = np.arange(step - self.history + 1, step + 1)
+        behind = np.arange(step - self.shape.history + 1, step + 1)
         behind = np.maximum(behind, self.bounds(np.array([step]))[0])
-        past = behind if self.history > 1 else step
+        past = behind if self.shape.history > 1 else step
         row: dict[str, Any] = {}
         for slot, feature in self.robot.cameras.items():
             frames = self.source.frames(behind, feature)
-            row[f"image/{slot}"] = frames if self.history > 1 else frames[0]
+            row[f"image/{slot}"] = frames if self.shape.history > 1 else frames[0]
             row[f"image_mask/{slot}"] = np.True_
         row["state"] = self.robot.to_model(self.steps.state[past])[0]
         row["actions"], row["action_mask"] = actions[0], action_mask[0]

@@ -3,11 +3,14 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
+
+from openpi_train.data.normalize import Form
+from openpi_train.data.windows import WindowShape
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -29,7 +32,12 @@ class ModelConfig(abc.ABC):
     vocab_size: int
 
     @property
-    def normalization(self) -> Literal["z_score", "quantile"]:
+    def window(self) -> WindowShape:
+        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
+        return WindowShape(horizon=self.action_horizon)
+
+    @property
+    def normalization(self) -> Form:
         """The form of normalisation that the model was designed for."""
         return "z_score"
 

@@ -69,7 +69,7 @@ class Pi0Config(ModelConfig):
     # Height and width of the images in pixels.
     image_size: int = 224
     # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the least with which the run fits its devices.
+    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
     remat: RematChoice = "auto"
     # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
     attention: Attention = "auto"
@@ -220,12 +220,12 @@ class Pi0Config(ModelConfig):
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        return pi0_names.explain(self.pi05, missing, extra, misshapen)
-
     @property
     def parameter_groups(self) -> Mapping[str, str]:
         return pi0_names.GROUPS
+
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        return pi0_names.explain(self.pi05, missing, extra, misshapen)
 
     def frozen(self, path: str) -> bool:
         """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""

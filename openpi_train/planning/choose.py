@@ -35,7 +35,11 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
     if num_devices == 1:
         return [("replicated", 1)]
     within_host: list[tuple[Strategy, int]] = [("hsdp", devices_per_host)] if 1 < devices_per_host < num_devices else []
-    return [("replicated", 1), ("zero1", num_devices), ("zero2", num_devices), *within_host, ("zero3", num_devices)]
+    # Models' dims are powers of two, or few times one: 12 devices divide few of them, groups of 4 all.
+    sizes = [num_devices, *({num_devices & -num_devices} - {1, num_devices})]
+    cut: list[tuple[Strategy, int]] = [(strategy, size) for strategy in ("zero1", "zero2") for size in sizes]
+    deep: list[tuple[Strategy, int]] = [("zero3", size) for size in sizes if ("hsdp", size) not in within_host]
+    return [("replicated", 1), *cut, *within_host, *deep]
 
 
 def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_devices: int) -> Plan:
@@ -64,5 +68,10 @@ def layout_cost(experiment: Experiment, state: Any, strategy: Strategy, fsdp_dev
         return flows(by_axes, plan.mesh, machine.devices_per_host)
 
     return Layout(
-        strategy=strategy, fsdp_devices=fsdp_devices, tensor_devices=tensor_devices, memory=memory, flows=sent
+        strategy=strategy,
+        fsdp_devices=fsdp_devices,
+        tensor_devices=tensor_devices,
+        memory=memory,
+        flows=sent,
+        uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

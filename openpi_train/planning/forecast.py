@@ -51,7 +51,8 @@ class Machine:
 class Layout:
     """A strategy's cost: `memory`, without activations, with so many micro-batches; and `flows`, what is sent then.
 
-    These also go by the bytes that a tensor group sums for one row.
+    These also go by the bytes that a tensor group sums for one row. `uncut_share` of the parameters should be cut and
+    stays whole (`Plan.uncut_share`).
     """
 
     strategy: Strategy
@@ -59,6 +60,7 @@ class Layout:
     tensor_devices: int = 1
     memory: Callable[[int], Memory]
     flows: Callable[[int, float], Sequence[Flow]]
+    uncut_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One strategy with one policy, at the least accumulation with which it fits (one row at a time if with none)."""
+    """One strategy with one policy, at the least accumulation with which it fits (or with which it needs least)."""
 
     layout: Layout
     policy: Policy
@@ -159,13 +161,18 @@ class Forecast:
         needs = f"{self.memory.total / GIB:.1f} GiB, {sent / 1e9:.3g} GB sent"
         needs += f", {self.memory.host / GIB:.1f} GiB in host memory" if self.memory.host else ""
         times = f", {self.step_s:.3g} s per step" if self.machine.kind.is_known else ""
-        return f"{self.layout.strategy}{remat}, grad_accum {self.grad_accum} ({needs}{times})"
+        groups = self.machine.num_devices // self.layout.tensor_devices
+        over = f" over {self.layout.fsdp_devices}" if 1 < self.layout.fsdp_devices < groups else ""
+        return f"{self.layout.strategy}{over}{remat}, grad_accum {self.grad_accum} ({needs}{times})"
 
 
 def forecast(
     machine: Machine, layout: Layout, policy: Policy, batch_size: int, accumulations: Sequence[int]
 ) -> Forecast:
-    """The forecast with the least of `accumulations` (ascending, each divides the rows of a device) that fits."""
+    """The forecast with the least of `accumulations` (ascending, each divides the rows of a device) that fits.
+
+    Where none does, with the one that needs least: to add up micro-batches takes memory, too.
+    """
     rows = batch_size * layout.tensor_devices // machine.num_devices
 
     def most_rows(num_micros: int) -> int:
@@ -174,9 +181,13 @@ def forecast(
         free = free - memory.working if free >= memory.fetched else 0
         return max(math.floor(free / policy.activation_bytes_per_row), 0)
 
-    grad_accum = next((n for n in accumulations if rows // n <= most_rows(n)), accumulations[-1])
+    def memory(num_micros: int) -> Memory:
+        activations = int(policy.activation_bytes_per_row * (rows // num_micros))
+        return dataclasses.replace(layout.memory(num_micros), activations=activations)
+
+    fitting = (n for n in accumulations if rows // n <= most_rows(n))
+    grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)
     at_a_time = rows // grad_accum
-    activations = int(policy.activation_bytes_per_row * at_a_time)
     return Forecast(
         layout=layout,
         policy=policy,
@@ -185,7 +196,7 @@ def forecast(
         grad_accum=grad_accum,
         rows=at_a_time,
         most_rows=most_rows(grad_accum),
-        memory=dataclasses.replace(layout.memory(grad_accum), activations=activations),
+        memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
     )
 

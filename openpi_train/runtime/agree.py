@@ -85,6 +85,8 @@ def _value_of(client: Any, name: str, call: int, index: int, process_count: int,
 def _missing(client: Any, call: int, process_count: int) -> str:
     present = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(_key(call, ""))}
     missing = [index for index in range(process_count) if str(index) not in present]
+    if not missing:  # it has come since
+        return "what another process says"
     names = [f"{index} on {_hosts[index]}" if _hosts else str(index) for index in missing]
     return f"process{'es' if len(missing) > 1 else ''} {', '.join(names)}"
 

@@ -51,7 +51,7 @@ class ShardingConfig:
     Arrays below `min_shard_mib` MiB stay whole (openpi's rule and default, 4): a small gather costs more than it saves.
     """
 
-    # What is cut; auto: what fits and sends least, or with --fsdp-devices given zero3.
+    # What is cut; auto: what fits and has the shortest step by the plan, or with --fsdp-devices given zero3.
     strategy: Choice = "auto"
     # Smaller arrays stay whole, and on the devices, MiB.
     min_shard_mib: float = 4.0
@@ -108,6 +108,15 @@ class Plan:
             dim = shard_dim(tuple(shape), leaf.dtype.itemsize, self.mesh.shape[FSDP], min_bytes, taken)
             axes |= {} if dim is None else {dim: FSDP}
         return PartitionSpec(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
+
+    def uncut_share(self, params: Mapping[str, Any]) -> float:
+        """The share of the parameters that stays whole although the state is cut: none of their dims divides."""
+        sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in params.items()}
+        if not self.cuts("state") or self.mesh.shape[FSDP] == 1:
+            return 0.0
+        large = (path for path, size in sizes.items() if size >= self.min_shard_mib * 2**20)
+        whole = sum(sizes[path] for path in large if FSDP not in self.spec("state", params[path], path))
+        return whole / max(sum(sizes.values()), 1)
 
     def tree(self, part: Part, tree: Any) -> Any:
         """The sharding of every leaf of `tree`, which belongs to `part`; parameters' paths are its innermost keys."""

@@ -16,6 +16,7 @@ from openpi_train.data.normalize import guard, read_norm_stats
 from openpi_train.data.opened import assets, open_windows
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.windows import Windows
+from openpi_train.data.zarr import Zarr
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime import agree, selftest
@@ -84,7 +85,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
     config, ready = experiment.data, True
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
-        if not isinstance(source, Rlds | LeRobot):
+        if not isinstance(source, Rlds | LeRobot | Zarr):
             continue
         flag = f"--data.datasets.{number}.source.path"
         try:
@@ -103,7 +104,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         yield warn("norm stats", "not looked at: the data are not ready", advice)
         return
     try:
-        windows = open_windows(config, horizon=experiment.model.action_horizon)
+        windows = open_windows(config, experiment.model.window)
         for window, dataset in zip(windows, config.datasets, strict=True):
             text = f"{dataset.asset}: {window.source.num_episodes} episodes, {len(window)} training samples"
             yield (

@@ -32,6 +32,8 @@ from openpi_train.training.rundir import changed_fields, package_versions
 logger = logging.getLogger(__name__)
 
 REPORT = "parity.json"
+# Fields of a model that a run may settle for itself; they change nothing in what it computes.
+_OF_THE_RUN = ("used_token_len", "remat", "attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,7 @@ class Conversion:
         outputs: Any = "not compared (--no-outputs)"
         if self.request.outputs:
             outputs = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
+            outputs = outputs or f"not compared: there is no probe for {sorted(self.model.provides)}"
         return {
             "source": {"where": self.wanted.where, "format": self.wanted.format},
             "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
@@ -209,6 +212,7 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
     if stored.experiment is None:
         return
     changed = changed_fields(stored.experiment["model"], as_json(model))
+    changed = {name: values for name, values in changed.items() if name not in _OF_THE_RUN}
     if changed:
         listing = "\n".join(
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()

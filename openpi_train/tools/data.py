@@ -1,6 +1,8 @@
-"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `fit-fast` a tokenizer.
+"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`,
+`fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `fit_fast.py`.
+Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`,
+`fit_fast.py`.
 """
 
 import argparse
@@ -32,7 +34,7 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|fit-fast")
+    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
@@ -43,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        form.add_argument("path", help="<data_dir>/<name>[/<version>] of RLDS; a LeRobot dataset's folder")
+        form.add_argument(
+            "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
+        )
         form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
         form.add_argument(
             "--on-bad-record",
@@ -54,6 +58,20 @@ def _parser() -> argparse.ArgumentParser:
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
+    merge = what.add_parser("merge", help="join zarr replay buffers in one that keeps their tasks")
+    merge.add_argument("stores", nargs="+", metavar="[TASK=]PATH", help="a store; its task is the name up to - or .")
+    merge.add_argument("--prompt", action="append", default=[], metavar="TASK=TEXT", help="a task's instruction")
+    merge.add_argument("--chunk-rows", type=_at_least_1, help="rows of a chunk (default: as in the first store)")
+    merge.set_defaults(run=_merge)
+    convert = what.add_parser("convert", help="RoboTwin's HDF5 recordings to a zarr replay buffer")
+    convert.add_argument("recordings", type=Path, help="the folder of episode0.hdf5, ..., or the one above its data/")
+    convert.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
+    convert.add_argument("--task", help="the task's name (default: the folder's)")
+    convert.add_argument("--prompt", help="the task's instruction (default: its name in words)")
+    convert.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
+    convert.set_defaults(run=_convert)
+    for form in (merge, convert):
+        form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
     fast = what.add_parser(
         "fit-fast",
         help="fit a FAST tokenizer to an experiment's action chunks",
@@ -66,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--max-chunks", type=int, default=50_000, help="of larger datasets (%(default)s)")
     fast.set_defaults(run=_fit_fast)
     return parser
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _prepare(given: argparse.Namespace) -> None:
@@ -93,7 +117,9 @@ def _source(given: argparse.Namespace):
     if isinstance(source, Rlds):
         source = dataclasses.replace(source, split=given.split)
     elif given.split != "train":
-        raise ValueError(f"{given.path} is a LeRobot dataset, which has no splits: leave out --split {given.split}")
+        raise ValueError(
+            f"{given.path} is a {type(source).__name__} dataset, which has no splits: leave out --split {given.split}"
+        )
     return dataclasses.replace(source, on_bad_record=given.on_bad_record).open()
 
 
@@ -112,6 +138,42 @@ def _repack(given: argparse.Namespace) -> None:
     print(
         f"wrote {repack(_source(given), given.out, split=given.split)}; "
         f"train from it with --data.datasets.0.source.path {given.out}"
+    )
+
+
+def _merge(given: argparse.Namespace) -> None:
+    from openpi_train.data.zarr.merge import Part, merge
+
+    prompts = dict(_named_text(text) for text in given.prompt)
+    merge([Part.parse(text) for text in given.stores], given.out, prompts=prompts, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.out)
+
+
+def _convert(given: argparse.Namespace) -> None:
+    from openpi_train.data.zarr.robotwin import convert
+
+    task = given.task or given.recordings.resolve().name
+    prompt = given.prompt or task.replace("_", " ")
+    convert(given.recordings, given.out, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.out)
+
+
+def _named_text(text: str) -> tuple[str, str]:
+    name, separator, prompt = text.partition("=")
+    if not separator:
+        raise ValueError(f"--prompt {text!r} has no task before a =; give TASK=TEXT")
+    return name, prompt
+
+
+def _say_what_is_in(out: Path) -> None:
+    from openpi_train.data.zarr.layout import read_layout
+    from openpi_train.data.zarr.store import Store
+
+    layout = read_layout(Store(out))
+    tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)
+    print(
+        f"wrote {out}: {len(layout.episode_ends)} episodes, {layout.episode_ends[-1]} control steps, every block read "
+        f"back; tasks {tasks}; train from it with --dataset {out}"
     )
 
 

@@ -56,7 +56,7 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     model, config = experiment.model, experiment.data
     data = open_data(
         config,
-        horizon=model.action_horizon,
+        shape=model.window,
         seed=experiment.seed,
         transforms=(),
         batch_spec=model.batch_spec,

@@ -30,7 +30,7 @@ def tables(report: "Report") -> str:
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
     parts = [
         "\n".join(head),
-        f"{state}\n{_layouts(report)}",
+        f"{state}\n{_layouts(report)}{_uncut(report)}",
         f"{policies}\n{_policies(report)}",
         f"{choices}\n{_candidates(report)}",
         "Assumed:\n" + "\n".join(f"  {line}" for line in report.assumptions),
@@ -84,6 +84,16 @@ def _layouts(report: "Report") -> str:
     return _table(columns, rows)
 
 
+def _uncut(report: "Report") -> str:
+    found = {one.layout.fsdp_devices: one.layout.uncut_share for one in report.forecasts if one.layout.uncut_share}
+    return "".join(
+        f"\n  over {devices}: {share:.0%} of the parameters stay whole on every device, "
+        f"as none of their dims divides by {devices}"
+        for devices, share in found.items()
+        if share >= 0.01
+    )
+
+
 def _policies(report: "Report") -> str:
     found = {one.policy.remat: one.policy for one in report.forecasts}
     rows = [
@@ -99,7 +109,7 @@ def _policies(report: "Report") -> str:
 
 
 def _candidates(report: "Report") -> str:
-    columns = ["strategy", "remat", "fits", "grad_accum", "rows", "most rows", "GiB", "PFLOP/step"]
+    columns = ["strategy", "over", "remat", "fits", "grad_accum", "rows", "most rows", "GiB", "PFLOP/step"]
     columns += ["GB in host/device", "GB between/host", "step s", "samples/s", "overlapped"]
     rows = []
     for one in report.forecasts:
@@ -108,7 +118,8 @@ def _candidates(report: "Report") -> str:
         numbers = [str(one.grad_accum), str(one.rows), str(one.most_rows), f"{one.memory.total / GIB:.1f}"]
         speed = [f"{one.step_s:.3g}", f"{one.batch_size / one.step_s:.3g}", f"{one.batch_size / one.overlapped_s:.3g}"]
         traffic = [f"{one.flops_per_step / 1e15:.3g}", *(f"{size / 1e9:.1f}" for size in sent)]
-        rows.append([one.layout.strategy, one.policy.remat or "-", mark, *numbers, *traffic, *speed])
+        which = [one.layout.strategy, str(one.layout.fsdp_devices), one.policy.remat or "-"]
+        rows.append([*which, mark, *numbers, *traffic, *speed])
     return _table(columns, rows)
 
 

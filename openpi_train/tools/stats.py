@@ -14,17 +14,18 @@ from openpi_train.data.config import DataConfig
 from openpi_train.data.norm_stats import compute_norm_stats, store_norm_stats
 from openpi_train.data.normalize import NormStats
 from openpi_train.data.opened import assets, open_windows
+from openpi_train.data.windows import WindowShape
 
 _COLUMNS = ("mean", "std", "q01", "q99", "low", "high")
 
 
-def stats_table(config: DataConfig, *, horizon: int, assets_dir: str | Path | None = None) -> str:
+def stats_table(config: DataConfig, *, shape: WindowShape, assets_dir: str | Path | None = None) -> str:
     """The norm stats of every dataset of a run as text: name, mean, std, q01, q99, min, max and a flag per dim.
 
-    Args: `horizon` is the model's action chunk, over which actions count. With `assets_dir` (of the run's experiment)
-    the stats are also written there, where training finds them.
+    Args: `shape` is the model's window, over whose action chunks actions count. With `assets_dir` (of the run's
+    experiment) the stats are also written there, where training finds them.
     """
-    windows = open_windows(config, horizon=horizon)
+    windows = open_windows(config, shape)
     parts = []
     for asset, members in assets(config, windows).items():
         group, weights = [window for window, _ in members], [dataset.weight for _, dataset in members]
@@ -36,7 +37,7 @@ def stats_table(config: DataConfig, *, horizon: int, assets_dir: str | Path | No
         robot = group[0].robot
         samples = sum(len(window) for window in group)
         for name, dims in (("state", robot.state_names), ("actions", robot.action_names)):
-            title = f"{asset}: {name}, {samples} samples, horizon {horizon}"
+            title = f"{asset}: {name}, {samples} samples, horizon {shape.horizon}"
             parts.append(_table(title, dims, stats[name], notes[name]))
     return "\n".join(parts)
 

@@ -33,6 +33,9 @@ from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
 
+# A share of the parameters that is worth a warning where it should be cut and cannot.
+_NOTABLE = 0.02
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -80,6 +83,13 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
     layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
     chosen = choose(experiment, layout, this_machine(total))
+    if (whole := chosen.layout.uncut_share) >= _NOTABLE:
+        devices = chosen.layout.fsdp_devices
+        logger.warning(
+            "%s over %d devices leaves %.0f %% of the parameters whole on each: none of their dims divides by %d. "
+            "Try --fsdp-devices %d",
+            *(chosen.layout.strategy, devices, 100 * whole, devices, devices & -devices),
+        )
     settled = as_chosen(experiment, chosen)
     if settled != experiment:  # the module knows its policy
         experiment, layout = settled, whole_layout(settled, Plan(mesh=make_mesh(1), strategy="replicated"))

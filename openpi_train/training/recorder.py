@@ -5,6 +5,7 @@ Read next: `loop.py`, `metrics.py` (where the lines go), `docs/metrics.md` (what
 
 import collections
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ import jax
 from openpi_train.runtime.exits import NumbersError
 from openpi_train.training.program import Program
 from openpi_train.training.time_split import Part, TimeSplit
+
+logger = logging.getLogger(__name__)
 
 # How many steps the host may be ahead of the devices: enough to hide dispatch, few enough to bound queued batches.
 MAX_STEPS_AHEAD = 2
@@ -143,6 +146,13 @@ class Recorder:
         skipped = {step: metrics for step, metrics in values.items() if metrics["skipped"]}
         if count:
             self.num_skipped += len(skipped)
+            if len(skipped) == len(values) > 1:
+                logger.warning(
+                    "no update was applied in the last %d steps: the gradient overflowed in each. If the loss scale "
+                    "does not come down to what fits, lower --loss-scaling.initial or --lr-schedule.peak-lr, or use "
+                    "--model.dtype bfloat16",
+                    len(values),
+                )
         bad = [step for step, metrics in skipped.items() if not metrics.get("overflow")]
         if bad and self._stop_on_nan:
             step, metrics = bad[0], values[bad[0]]

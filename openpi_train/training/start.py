@@ -167,11 +167,11 @@ def open_run_data(experiment: Experiment) -> OpenedData:
     model, config = experiment.model, experiment.data
     with reported_as(DataError):
         tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
-        windows = open_windows(config, horizon=model.action_horizon)
+        windows = open_windows(config, model.window)
         model = model.fit_prompts(tokenizer, prompts(windows))
         data = open_data(
             config,
-            horizon=model.action_horizon,
+            shape=model.window,
             seed=experiment.seed,
             transforms=model.transforms(tokenizer),
             batch_spec=model.batch_spec,

@@ -12,6 +12,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.opened import OpenedData, open_data
 from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
 from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
+from openpi_train.data.windows import WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.types import action_batch
 
@@ -54,7 +55,12 @@ def open_small(tmp_path, tokenizer_path) -> Callable[..., OpenedData]:
     transforms = (ResizeImages(SIZE), TokenizePrompt(tokenizer, PROMPT), PadDims(WIDTH))
 
     def opened(config: DataConfig, seed: int = 7, **options) -> OpenedData:
-        arguments = {"transforms": transforms, "batch_spec": batch_spec, "normalization": "z_score", "horizon": HORIZON}
+        arguments = {
+            "transforms": transforms,
+            "batch_spec": batch_spec,
+            "normalization": "z_score",
+            "shape": WindowShape(horizon=HORIZON),
+        }
         return open_data(config, seed=seed, assets_dir=tmp_path / "assets", **{**arguments, **options})
 
     return opened

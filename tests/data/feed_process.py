@@ -27,6 +27,7 @@ def main():
     from openpi_train.data.opened import open_data
     from openpi_train.data.tokenizer import load_tokenizer
     from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
+    from openpi_train.data.windows import WindowShape
     from openpi_train.robots.bridge import Bridge
     from openpi_train.types import flatten_rows
     from tests.data.conftest import HORIZON, PROMPT, SIZE, SMALL, WIDTH, batch_spec
@@ -34,8 +35,8 @@ def main():
     transforms = (ResizeImages(SIZE), TokenizePrompt(load_tokenizer(sys.argv[5]), PROMPT), PadDims(WIDTH))
     config = DataConfig(datasets=(Dataset(source=FakeData(**SMALL), robot=Bridge()),))
     opened = open_data(
-        config, horizon=HORIZON, seed=7, transforms=transforms, batch_spec=batch_spec, normalization="z_score",
-        assets_dir=sys.argv[6],
+        config, shape=WindowShape(horizon=HORIZON), seed=7, transforms=transforms, batch_spec=batch_spec,
+        normalization="z_score", assets_dir=sys.argv[6],
     )  # fmt: skip
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((COUNT, DEVICES), ("replica", "fsdp"), axis_types=axes)

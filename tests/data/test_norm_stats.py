@@ -3,21 +3,23 @@ import json
 import logging
 
 import numpy as np
+import pydantic
 import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.norm_stats import cached_norm_stats, compute_norm_stats, summarize
 from openpi_train.data.normalize import NormStats, guard, normalize, read_norm_stats, unnormalize, write_norm_stats
-from openpi_train.data.windows import Windows
+from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
 
 FAKE = FakeData(num_episodes=12, episode_length=15)
+ROBOT = Bridge(trajectory=True)
 
 
 def windows(seed=0, fraction=0.2, horizon=6, episodes=12):
     source = dataclasses.replace(FAKE, seed=seed, num_episodes=episodes).open()
-    return Windows(source=source, robot=Bridge(trajectory=True), horizon=horizon, validation_fraction=fraction)
+    return Windows(source=source, robot=ROBOT, shape=WindowShape(horizon=horizon), validation_fraction=fraction)
 
 
 def explicit(window):
@@ -146,7 +148,7 @@ def test_an_edited_file_is_kept_and_not_taken_for_a_computed_one(tmp_path, caplo
 def test_degenerate_dims_are_named_in_a_warning_each_time(tmp_path, caplog):
     source = FAKE.open()
     source.columns["observation/state"][:, 2] = 0.25
-    window = Windows(source=source, robot=Bridge(), horizon=2)
+    window = Windows(source=source, robot=Bridge(), shape=WindowShape(horizon=2))
     for _ in range(2):
         caplog.clear()
         cached_norm_stats([window], [1.0], tmp_path / "arm", max_samples=10**6)
@@ -186,7 +188,7 @@ def test_given_stats_are_used_and_guarded(tmp_path, open_small, caplog):
     write_norm_stats(tmp_path, {"state": given, "actions": given})
     opened = open_small(DataConfig(datasets=(Dataset(source=FAKE, robot=Bridge(), norm_stats=str(tmp_path)),)))
     assert np.array_equal(opened.norm_stats["FakeData"]["state"].std[:6], np.ones(6))
-    assert "dims of state: gripper_fraction (std = 0" in caplog.text
+    assert "dims of state: gripper_fraction (q99 - q01 = 0: replaced by the full range; std = 0: raised)" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["z_score", "quantile"])
@@ -202,3 +204,49 @@ def test_widths_that_do_not_fit_are_errors():
         normalize(np.zeros(3), stats, "z_score")
     with pytest.raises(ValueError, match="1 dims to un-normalise, the norm stats have 2"):
         unnormalize(np.zeros(1), stats, "z_score")
+
+
+def test_min_max_maps_the_extremes_to_one_and_a_constant_dim_to_zero(tmp_path):
+    low, high = [-0.3, 5.0, 2.0, 0.0], [1.7, 5.0 + 9e-5, 512.0, 1e-4]
+    stats = make([0.5, 1e-5, 80.0, 1e-5], [1.0, 1e-5, 400.0, 1e-5], low, high)
+    ends = np.array([low, high])
+    normal = normalize(ends, stats, "min_max")
+    assert np.array_equal(normal[0], [-1, 0, -1, -1])  # the second moves less than 1e-4: scale 1, centred to 0
+    np.testing.assert_allclose(normal[1], [1, 9e-5, 1, 1], atol=1e-15)  # an ulp of 5
+    np.testing.assert_allclose(unnormalize(normal, stats, "min_max"), ends, rtol=1e-15, atol=1e-15)
+    inside = np.random.default_rng(0).uniform(low, high, (100, 4))
+    assert np.abs(normalize(inside, stats, "min_max")).max() <= 1
+    np.testing.assert_allclose(unnormalize(normalize(inside, stats, "min_max"), stats, "min_max"), inside, rtol=1e-12)
+    padded = np.concatenate([normal, np.full((2, 1), 7.0)], axis=1)
+    assert np.array_equal(unnormalize(padded, stats, "min_max")[:, 4], [7, 7])
+    write_norm_stats(tmp_path, {"actions": stats})
+    again = read_norm_stats(tmp_path)["actions"]
+    assert np.array_equal(normalize(inside, again, "min_max"), normalize(inside, stats, "min_max"))
+
+
+def test_min_max_needs_stats_that_have_them(tmp_path, open_small):
+    given = dataclasses.replace(make([1.0] * 7, [2.0] * 7, [-1] * 7, [1] * 7), low=None, high=None)
+    write_norm_stats(tmp_path, {"state": given, "actions": given})
+    dataset = Dataset(source=FAKE, robot=Bridge(), norm_stats=str(tmp_path))
+    with pytest.raises(ValueError, match=r"have no min and max; set --data\.normalization z_score, or give none"):
+        open_small(DataConfig(datasets=(dataset,), normalization="min_max"))
+    rows = open_small(DataConfig(datasets=(dataclasses.replace(dataset, norm_stats=None),), normalization="min_max"))
+    actions = rows.train.batch(np.arange(64))[0]["actions"]
+    assert -1 <= actions.min() < -0.9 and 0.9 < actions.max() <= 1
+
+
+def test_openpi_reads_our_file_and_passes_over_min_and_max(tmp_path):
+    # Its classes of this name (shared/normalize.py), with their arrays as lists.
+    @pydantic.dataclasses.dataclass
+    class OpenpiNormStats:
+        mean: list[float]
+        std: list[float]
+        q01: list[float] | None = None
+        q99: list[float] | None = None
+
+    class File(pydantic.BaseModel):
+        norm_stats: dict[str, OpenpiNormStats]
+
+    path = write_norm_stats(tmp_path, {"state": make([1, 2], [3, 4], [-1, -2], [1, 2])})
+    assert "min" in path.read_text()
+    assert File.model_validate_json(path.read_text()).norm_stats["state"].std == [1, 2]

@@ -100,7 +100,7 @@ def test_the_comparison_sees_a_wrong_weight():
 
 
 def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
-    experiment = tiny()
+    experiment = tiny(used_token_len=8)  # as a run that has opened its data records it
     file = tmp_path / "mine.py"
     file.write_text("from exchanged import TINY as mine\n")
     stored = as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment))))

@@ -218,6 +218,7 @@ def test_without_accumulation_it_follows_from_the_devices(tmp_path):
         ({"scheduler.type": "WarmupDecayLR"}, None, "scheduler.params.total_num_steps is missing"),
         ({"zero_optimization.overlap_com": True}, None, "unknown key .*overlap_com; did you mean .*overlap_comm?"),
         ({"train_batchsize": 3}, None, "unknown key train_batchsize; did you mean train_batch_size?"),
+        ({"optimizer.params.foo": 1}, None, "unknown key optimizer.params.foo; DeepSpeed has none of that name"),
         ({"qqqqqq": 3}, None, "unknown key qqqqqq; DeepSpeed has none of that name"),
     ],
 )
@@ -232,8 +233,30 @@ def test_a_file_that_is_none_is_said_to_be_none(text, tmp_path):
     file.write_text(text)
     with pytest.raises(UsageError, match=r"ds.json(:| is no DeepSpeed config)"):
         translate_file(file)
-    with pytest.raises(UsageError, match="no DeepSpeed config"):
+    with pytest.raises(UsageError, match=r"the DeepSpeed config .*absent.json cannot be read: No such file"):
         translate_file(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_size": 32, "train_batch_size": 64}', "train_batch_size stands in it more than once"),
+        ('{"gradient_clipping": NaN}', "NaN is no value that a setting can have"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(text, message, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        translate_file(file)
+
+
+def test_devices_of_a_tensor_group_have_the_same_rows():
+    changes = {"tensor_parallel.autotp_size": 2, "train_batch_size": 32, "gradient_accumulation_steps": 1}
+    found = translate(with_changes(changes | {"train_micro_batch_size_per_gpu": 4}), 16)
+    assert "--sharding.tensor-devices 2" in " ".join(word for flag in found.flags for word in flag)
+    with pytest.raises(UsageError, match="x 8 devices, not 16"):
+        translate(with_changes({**changes, "train_micro_batch_size_per_gpu": 4, "tensor_parallel.autotp_size": 1}), 16)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,23 @@ def given(strategy="auto", fsdp=None, tensor=1):
         (given(), 8, 8, [("replicated", 1), ("zero1", 8), ("zero2", 8), ("zero3", 8)]),
         (given(), 8, 4, [("replicated", 1), ("zero1", 8), ("zero2", 8), ("hsdp", 4), ("zero3", 8)]),
         (given(), 4, 1, [("replicated", 1), ("zero1", 4), ("zero2", 4), ("zero3", 4)]),
+        # What 12 devices do not divide, groups of 4 may.
+        (
+            given(),
+            12,
+            12,
+            [("replicated", 1), ("zero1", 12), ("zero1", 4), ("zero2", 12), ("zero2", 4), ("zero3", 12), ("zero3", 4)],
+        ),
+        (
+            given(),
+            24,
+            8,
+            [
+                *(("replicated", 1), ("zero1", 24), ("zero1", 8), ("zero2", 24), ("zero2", 8)),
+                *(("hsdp", 8), ("zero3", 24)),
+            ],
+        ),
+        (given(), 3, 3, [("replicated", 1), ("zero1", 3), ("zero2", 3), ("zero3", 3)]),
         (given(tensor=2), 8, 4, [("replicated", 1), ("zero1", 4), ("zero2", 4), ("hsdp", 2), ("zero3", 4)]),
         (given("hsdp", tensor=4), 8, 4, [("hsdp", 1)]),
     ],

@@ -44,6 +44,16 @@ def test_the_least_accumulation_that_fits_is_taken(gib, expected):
     assert one.memory.activations == one.rows * 4 * GIB
 
 
+def test_where_none_fits_it_is_the_one_that_needs_least_for_sums_take_memory_too():
+    memory = layout("replicated", 60, 0).memory(1)
+    heavy = dataclasses.replace(
+        layout("replicated", 60, 0),
+        memory=lambda micros: dataclasses.replace(memory, micro_grads=(micros > 1) * 30 * GIB),
+    )
+    one = forecast(MACHINE, heavy, NONE, 32, ALL)
+    assert (one.grad_accum, one.rows, one.fits) == (1, 8, False)
+
+
 def test_time_is_work_over_rate():
     one = forecast(MACHINE, layout("zero3", 60, 3.6e9), NONE, 32, ALL)
     assert one.compute_s == pytest.approx(32e12 / (4 * 989e12 * 0.5))
@@ -74,7 +84,7 @@ def test_what_is_fetched_from_host_memory_takes_the_room_that_activations_have_l
     assert [(off(n).most_rows, off(n).grad_accum, off(n).fits) for n in (1, 41, 42)] == [
         (10, 1, True),
         (10, 1, True),
-        (0, 8, False),
+        (0, 1, False),
     ]
     assert off(41).memory.total == 81 * GIB
     assert off(1).step_s == pytest.approx(off(1).compute_s + 50 * GIB / 25e9)

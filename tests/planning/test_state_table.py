@@ -100,6 +100,17 @@ def test_a_tensor_group_shares_out_all_parts_of_a_layer(layout, strategy, gradie
     assert more[0] - more[1] == pytest.approx(shared / 2 * gradient + in_stacks / 2 * stacks, rel=0.01)
 
 
+@pytest.mark.parametrize(("devices", "share"), [(12, 0.87), (6, None), (4, 0.0), (8, 0.0)])
+def test_what_no_dim_divides_stays_whole_and_is_told(layout, devices, share):
+    plan = Plan(mesh=planned_mesh(devices, devices), strategy="zero3")
+    params = layout.shapes.params
+    uncut = plan.uncut_share(params)
+    total = predict(layout.under(plan), plan, 0, 0).total
+    assert total == pytest.approx(PI0 * 22 * (uncut + (1 - uncut) / devices), rel=0.02)
+    assert share is None or uncut == pytest.approx(share, abs=0.01)
+    assert Plan(mesh=planned_mesh(1, devices), strategy="replicated").uncut_share(params) == 0.0
+
+
 def test_nothing_runs_on_planned_devices():
     with pytest.raises(AssertionError, match="nothing runs on planned devices"):
         _ = Plan(mesh=planned_mesh(2, 8), strategy="zero3").real_mesh

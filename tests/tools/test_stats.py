@@ -6,14 +6,17 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.norm_stats import compute_norm_stats
 from openpi_train.data.opened import open_windows
+from openpi_train.data.windows import WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools.stats import stats_table
+
+SHAPE = WindowShape(horizon=3)
 
 
 def test_the_table_has_a_line_per_dim_with_its_numbers_and_writes_what_training_reads(tmp_path):
     config = DataConfig(datasets=(Dataset(source=FakeData(num_episodes=5), robot=Bridge(num_arms=2), asset_id="arm"),))
-    text = stats_table(config, horizon=3, assets_dir=tmp_path)
-    stats, _ = compute_norm_stats(open_windows(config, horizon=3), [1.0], 10**6)
+    text = stats_table(config, shape=SHAPE, assets_dir=tmp_path)
+    stats, _ = compute_norm_stats(open_windows(config, SHAPE), [1.0], 10**6)
     lines = {
         cells[0]: cells for line in text.splitlines() if len(cells := line.replace("│", "|").strip("| ").split("|")) > 6
     }

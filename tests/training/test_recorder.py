@@ -68,6 +68,19 @@ def test_a_step_that_was_skipped_before_the_resume_stops_no_run_after_it():
         take(resumed, 6, 10, skipped=(6,))
 
 
+def test_an_interval_in_which_every_gradient_overflowed_is_warned_of(caplog):
+    recorder = make_recorder()
+    for step, overflow in ((1, 1), (2, 1)):
+        recorder.add(step, {"loss": np.float32(1), "skipped": np.float32(1), "overflow": np.float32(overflow)})
+    recorder.read()
+    assert "no update was applied in the last 2 steps" in caplog.text
+    caplog.clear()
+    for step, overflow in ((3, 1), (4, 0)):
+        recorder.add(step, {"loss": np.float32(1), "skipped": np.float32(overflow), "overflow": np.float32(overflow)})
+    recorder.read()
+    assert not caplog.text
+
+
 def test_a_number_that_is_not_finite_can_be_saved():
     recorder = make_recorder()
     recorder.add(1, {"loss": np.float32(1), "param_norm": np.float32("inf"), "skipped": np.float32(0)})

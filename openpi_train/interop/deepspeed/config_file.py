@@ -124,5 +124,8 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    section, _, name = key.rpartition(".")
+    beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
+    close = [f"{section}.{one}" if section else one for one in difflib.get_close_matches(name, beside, n=1)]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.9)
     return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "DeepSpeed has none of that name")

@@ -57,8 +57,11 @@ class Translation:
 def translate_file(path: str | Path, num_devices: int | None = None) -> Translation:
     """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
+    except OSError as error:
+        raise UsageError(f"the DeepSpeed config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(f"{path} is no DeepSpeed config, which is a JSON file: {error}") from error
     if not isinstance(config, dict) or not config:
         raise UsageError(f"{path} is no DeepSpeed config: it must hold a JSON object with keys")
@@ -68,6 +71,22 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> Translat
         raise UsageError(f"{path}: {error}") from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file. Raises ValueError where a key stands in it twice, as DeepSpeed does."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+        raise ValueError(f"{', '.join(twice)} stands in it more than once")
+    return found
+
+
+def _constant(name: str) -> float:
+    """Python's JSON has words for what is not finite; "never" is written as Infinity (steps_per_print)."""
+    if name == "NaN":
+        raise ValueError("NaN is no value that a setting can have")
+    return float(name)
+
+
 def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Translation:
     """The flags that a DeepSpeed config stands for.
 
@@ -75,7 +94,7 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Tran
     Raises UsageError for unknown keys (with the closest ones), values that cannot be, and numbers that contradict.
     """
     file = ConfigFile(config)
-    _batch(file, num_devices)
+    _batch(file, num_devices and num_devices // _tensor_devices(file))
     _zero(file)
     _offload(file)
     _precision(file)
@@ -84,6 +103,17 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Tran
     _others(file)
     lines = file.lines()
     return Translation(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+
+
+def _tensor_devices(file: ConfigFile) -> int:
+    """How many devices hold the same rows."""
+    key = "tensor_parallel.autotp_size"
+    devices = file.number(key)
+    if devices is None:
+        return 1
+    devices = int(devices) or 1  # 0 switches it off
+    file.flag("sharding.tensor-devices", devices, key)
+    return devices
 
 
 def _batch(file: ConfigFile, num_devices: int | None) -> int | None:

@@ -120,7 +120,7 @@ UNMAPPED: Mapping[str, str] = {
     "data_efficiency": "the data order is a function of seed and step",
     "curriculum_learning": "the data order is a function of seed and step",
     "dataloader_drop_last": "every batch is whole: the order goes on into the next epoch",
-    "tensor_parallel": "the flag is --sharding.tensor-devices",
+    "tensor_parallel": "which layers are shared out is the model's matter; over how many devices, autotp_size says",
     "sequence_parallel_size": "sequences are not cut",
     "pipeline": "layers are not spread over devices in stages",
     "use_data_before_expert_parallelism": "the models have no mixture of experts",

@@ -17,7 +17,7 @@ from openpi_train.data.lerobot.layout import read_layout
 from openpi_train.data.repack import StepArray, repack
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.source import BadRecord
-from openpi_train.data.windows import Windows
+from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools import data as data_tool
 
@@ -78,7 +78,7 @@ def test_steps_in_any_order_and_number_give_the_frames_that_they_give_alone(sour
 
 def test_a_window_holds_the_frames_actions_and_task_of_its_steps(sources):
     source = sources["v30_video"]
-    windows = Windows(source=source, robot=Bridge(cameras=CAMERAS), horizon=4, history=3)
+    windows = Windows(source=source, robot=Bridge(cameras=CAMERAS), shape=WindowShape(horizon=4, history=3))
     row = windows.row(int(np.flatnonzero(windows.starts == 48)[0]))
     np.testing.assert_array_equal(row["image/left_wrist_0_rgb"], source.frames(np.arange(46, 49), WRIST))
     np.testing.assert_array_equal(row["actions"], source.columns["action"][48:52])

@@ -1,0 +1,143 @@
+"""Several replay buffers in one: episodes in the order of the stores, and of each row the task that it belongs to.
+
+Read next: `write.py`, which copies block by block; `layout.py`, which reads the tasks again.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.zarr.layout import TASK_ID, TASKS, read_layout
+from openpi_train.data.zarr.store import ArrayInfo, BadChunk, Store
+from openpi_train.data.zarr.write import Contents, write_store
+
+logger = logging.getLogger(__name__)
+
+# Blocks of the merged store begin and end inside the parts' chunks; these are kept from one block to the next.
+_CACHE_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A store to be merged: the name of its task, unless it has tasks of its own."""
+
+    path: Path
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """`NAME=PATH`, or a path alone: its task is the file's name up to the first `-` or `.`, as RoboTwin names."""
+        name, separator, path = text.partition("=")
+        if separator and "/" not in name:
+            return cls(Path(path).expanduser(), name)
+        path = Path(text).expanduser()
+        return cls(path, path.name.split("-")[0].split(".")[0])
+
+
+def merge(parts: Sequence[Part], out: Path, *, prompts: Mapping[str, str], chunk_rows: int | None = None) -> None:
+    """Write all episodes of the parts to the store `out`; interrupted, it goes on where it was when called again.
+
+    Args: `prompts` by task name (default: the name in words); `chunk_rows` of every array (default: the first part's).
+
+    Raises ValueError naming every difference between the parts, a task in `prompts` that none has, FileNotFoundError,
+    FileExistsError, BadChunk for damaged parts, OSError where it cannot be written.
+    """
+    stores = [_Opened(part, prompts) for part in parts]
+    _check(stores)
+    tasks = list(dict.fromkeys(task for store in stores for task in store.tasks))
+    names = [name for name, _ in tasks]
+    if len(set(names)) < len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the parts give tasks of one name different prompts: {', '.join(repeated)}; see --prompt")
+    unknown = set(prompts) - set(names)
+    if unknown:
+        raise ValueError(f"--prompt {', '.join(sorted(unknown))}: no such task; there are {', '.join(names)}")
+    offsets = np.cumsum([0, *(store.rows for store in stores)])
+    arrays = {
+        name: ArrayInfo((int(offsets[-1]), *info.shape[1:]), info.dtype, chunk_rows or info.chunk_rows)
+        for name, info in stores[0].arrays.items()
+    }
+
+    def read(name: str, first: int, end: int) -> np.ndarray:
+        pieces = []
+        for store, begin in zip(stores, offsets[:-1].tolist(), strict=True):
+            low, high = max(first - begin, 0), min(end - begin, store.rows)
+            if low < high:
+                pieces.append(store.read(name, low, high))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    ends = [store.ends + offset for store, offset in zip(stores, offsets[:-1], strict=True)]
+    ids = [[tasks.index(task) for task in store.task_of_episode] for store in stores]
+    contents = Contents(
+        arrays=arrays,
+        read=read,
+        episode_ends=np.concatenate(ends),
+        tasks=tasks,
+        task_ids=np.concatenate(ids),
+        identity={"stores": [[str(s.store.root.resolve()), s.store.stamp()] for s in stores], "tasks": tasks},
+    )
+    write_store(contents, out)
+    for store in stores:
+        logger.info("%s: %d episodes, %d steps", store.store.root.name, len(store.ends), store.rows)
+
+
+class _Opened:
+    """A part with its arrays, episodes and tasks."""
+
+    def __init__(self, part: Part, prompts: Mapping[str, str]):
+        self.store = Store(part.path, cache_bytes=_CACHE_BYTES)
+        layout = read_layout(self.store)
+        self.ends, self.rows = layout.episode_ends, int(layout.episode_ends[-1])
+        paths = {path.removeprefix("data/"): info for path, info in self.store.arrays.items() if path[:5] == "data/"}
+        named = {name: prompts.get(name, prompt) for name, prompt in layout.tasks}
+        named = named or {part.name: prompts.get(part.name, part.name.replace("_", " "))}
+        self.tasks = list(named.items())
+        self.task_of_episode = [self.tasks[0]] * len(self.ends)
+        if layout.tasks:
+            ids = self.store.read(f"data/{TASK_ID}", slice(None))
+            last = ids[self.ends - 1]
+            if not np.array_equal(ids, np.repeat(last, np.diff(self.ends, prepend=0))):
+                raise ValueError(f"{part.path}: data/{TASK_ID} changes within an episode")
+            self.task_of_episode = [self.tasks[number] for number in last.tolist()]
+            paths.pop(TASK_ID)
+        self.arrays = paths
+
+    def read(self, name: str, first: int, end: int) -> np.ndarray:
+        try:
+            return self.store.read(f"data/{name}", slice(first, end))
+        except BadChunk as error:
+            raise BadChunk(
+                f"{self.store.root}: rows {first}..{end - 1} of data/{name} cannot be read ({error}): repair the store "
+                "or leave it out"
+            ) from error
+
+
+def _check(stores: Sequence[_Opened]) -> None:
+    """Raise ValueError naming everything that keeps the stores from being one."""
+    places = [store.store.root.resolve() for store in stores]
+    problems = [f"{place} is given twice" for place in dict.fromkeys(places) if places.count(place) > 1]
+    first = stores[0]
+    for store in stores:
+        name = store.store.root.name
+        if TASK_ID in store.arrays:
+            problems.append(f"{name} has a data/{TASK_ID}, but no {TASKS} among its attributes to say what it means")
+        for array in sorted({*first.arrays, *store.arrays}):
+            mine, other = store.arrays.get(array), first.arrays.get(array)
+            if mine is None or other is None:
+                lacking, having = (name, first.store.root.name) if mine is None else (first.store.root.name, name)
+                problems.append(f"{lacking} has no data/{array}, {having} has one")
+            elif mine.shape[0] != store.rows:
+                problems.append(f"{name}: data/{array} has {mine.shape[0]} rows for {store.rows} steps")
+            elif _kind(mine) != _kind(other):
+                other_name = first.store.root.name
+                problems.append(f"data/{array} is {_kind(mine)} per step in {name}, {_kind(other)} in {other_name}")
+    if problems:
+        raise ValueError("these stores cannot be one:\n  " + "\n  ".join(problems))
+
+
+def _kind(info: ArrayInfo) -> Any:
+    return f"{info.dtype.name} {list(info.shape[1:])}"

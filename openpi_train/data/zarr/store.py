@@ -1,0 +1,185 @@
+"""A zarr replay buffer as it lies on disk, formats 2 and 3, in a folder or a zip file: its arrays, read by rows.
+
+The layout is diffusion_policy's (`common/replay_buffer.py` of real-stanford/diffusion_policy) and RoboTwin's:
+
+    data/<name>          one row per control step: head_camera, state, action, img, keypoint, ...
+    meta/episode_ends    the row after each episode's last one
+
+tensorstore reads the chunks; the zarr package is not needed. Read next: `layout.py`, which sorts the arrays.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EPISODE_ENDS = "meta/episode_ends"
+# A group's metadata files by format, and an array's.
+_GROUP_FILES = (".zgroup", "zarr.json")
+_ARRAY_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
+_BLOCK_BYTES = 1 << 25
+
+
+class BadChunk(ValueError):
+    """A chunk of an array that is missing or does not decode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """An array's metadata; `chunk_rows` is how many rows one chunk holds that can be read alone."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk_rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, decompressed."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """All rows as (first, end) of blocks of whole chunks, each one chunk or some tens of MB."""
+        chunks = max(1, _BLOCK_BYTES // max(1, self.row_bytes * self.chunk_rows))
+        step = chunks * self.chunk_rows
+        for first in range(0, self.shape[0], step):
+            yield first, min(first + step, self.shape[0])
+
+
+class Store:
+    """A store's arrays by name (`data/action`), opened at first use. Pickles as its path.
+
+    With `fill_missing` a chunk without a file is what zarr says it is, the array's fill value; otherwise it is missing.
+    `cache_bytes` of decompressed chunks are kept.
+    """
+
+    def __init__(self, root: Path, *, fill_missing: bool = False, cache_bytes: int = 0):
+        self.root, self.fill_missing, self.cache_bytes = root, fill_missing, cache_bytes
+        self._is_zip = root.is_file()
+        self._handles: dict[str, Any] = {}
+        self._context: Any = None
+
+    def __reduce__(self):
+        return functools.partial(Store, fill_missing=self.fill_missing, cache_bytes=self.cache_bytes), (self.root,)
+
+    @functools.cached_property
+    def drivers(self) -> dict[str, str]:
+        """tensorstore's driver for every array of the groups data and meta, by name in order."""
+        found = {}
+        for group in ("data", "meta"):
+            for name in self._children(group):
+                for file, driver in _ARRAY_FILES.items():
+                    metadata = self._text(f"{group}/{name}/{file}")
+                    if metadata and json.loads(metadata).get("node_type", "array") == "array":
+                        found[f"{group}/{name}"] = driver
+        return found
+
+    @functools.cached_property
+    def attributes(self) -> Mapping[str, Any]:
+        """The attributes of the root group."""
+        if text := self._text(".zattrs"):
+            return json.loads(text)
+        return json.loads(self._text("zarr.json") or "{}").get("attributes", {})
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, ArrayInfo]:
+        """The metadata of every array, by name."""
+        return {name: self._info(name) for name in self.drivers}
+
+    def read(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Rows of an array; each chunk that holds some is decompressed once. Raises BadChunk naming its file."""
+        try:
+            return np.asarray(self._opened(name)[rows].read().result())
+        except (ValueError, OSError) as error:
+            raise BadChunk(_plain(str(error))) from error
+
+    def stamp(self) -> str:
+        """A digest of all files' names, sizes and times: another one, and the store was changed."""
+        if self._is_zip:
+            found = self.root.stat()
+            return f"{found.st_size} {found.st_mtime_ns}"
+        digest = hashlib.sha256()
+        for path, size, mtime_ns in sorted(_walk(self.root)):
+            digest.update(f"{os.path.relpath(path, self.root)} {size} {mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    def _opened(self, name: str) -> Any:
+        if name not in self._handles:
+            import tensorstore
+
+            if self._context is None:
+                self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": self.cache_bytes}})
+            file = {"driver": "file", "path": str(self.root.resolve()) + ("" if self._is_zip else f"/{name}/")}
+            kvstore = {"driver": "zip", "base": file, "path": f"{name}/"} if self._is_zip else file
+            spec = {"driver": self.drivers[name], "kvstore": kvstore, "recheck_cached_data": False}
+            spec["fill_missing_data_reads"] = self.fill_missing
+            self._handles[name] = tensorstore.open(spec, read=True, context=self._context).result()
+        return self._handles[name]
+
+    def _info(self, name: str) -> ArrayInfo:
+        try:
+            opened = self._opened(name)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self.root}: {name} cannot be opened: {_plain(str(error))}") from error
+        if not opened.rank:
+            raise ValueError(f"{self.root}: {name} is a single number, not an array with a row per control step")
+        return ArrayInfo(
+            tuple(opened.shape), np.dtype(opened.dtype.numpy_dtype), opened.chunk_layout.read_chunk.shape[0]
+        )
+
+    def _children(self, group: str) -> list[str]:
+        if self._is_zip:
+            names = {name.split("/")[1] for name in self._zip_names if name.startswith(f"{group}/")}
+        else:
+            folder = self.root / group
+            names = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+        return sorted(name for name in names if not name.startswith("."))
+
+    @functools.cached_property
+    def _zip_names(self) -> frozenset[str]:
+        with zipfile.ZipFile(self.root) as archive:
+            return frozenset(archive.namelist())
+
+    def _text(self, name: str) -> str | None:
+        if not self._is_zip:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return (self.root / name).read_text(encoding="utf-8")
+            return None
+        if name not in self._zip_names:
+            return None
+        with zipfile.ZipFile(self.root) as archive:
+            return archive.read(name).decode()
+
+
+def is_zarr(path: str | Path) -> bool:
+    """Whether a zarr group lies there: a folder with a group's metadata, or a zip file of one."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        if not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(name in archive.namelist() for name in (*_GROUP_FILES, "data/.zgroup", "data/zarr.json"))
+    return any((path / name).is_file() for name in _GROUP_FILES)
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of every file below a folder."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(Path(entry.path))
+            else:
+                found = entry.stat()
+                yield entry.path, found.st_size, found.st_mtime_ns
+
+
+def _plain(message: str) -> str:
+    """tensorstore's message without the internal trail that it appends."""
+    return message.split(" [")[0].split("; at byte")[0]

@@ -1,0 +1,65 @@
+"""The Push-T task of diffusion policy: a round pusher moves a T-shaped block on a table of 512 x 512 pixels.
+
+Read next: `data/zarr/source.py`, which opens its store (`img`, `keypoint`, `state`, `action`, `n_contacts`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from openpi_train.robots.base import Robot, Steps
+
+_AGENT = ("agent_x_px", "agent_y_px")
+_NUM_KEYPOINTS = 9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PushT(Robot):
+    """The pusher's position as state, the position to push to as action. With `keypoints` the block's come first."""
+
+    # The model's camera slot: the store's pictures. None of them for a policy of keypoints.
+    cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"image": "img"})
+    # Whether the state begins with the block's nine keypoints (diffusion policy's low-dimensional task).
+    keypoints: bool = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The keypoints, where they are seen, and the pusher."""
+        points = (f"keypoint_{number}_{axis}_px" for number in range(_NUM_KEYPOINTS) for axis in "xy")
+        return (*points, *_AGENT) if self.keypoints else _AGENT
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """Where the pusher is to go."""
+        return ("target_x_px", "target_y_px")
+
+    @property
+    def control_hz(self) -> float:
+        """The demonstrations' rate."""
+        return 10.0
+
+    @property
+    def delta_mask(self) -> None:
+        """No dim: targets are absolute."""
+        return None
+
+    def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
+        """States and actions as recorded; every step may be a window's. The store's state has the block's pose, too."""
+        del episode_ends
+        state = _column(columns, "state", 5)[:, :2]
+        if self.keypoints:
+            points = _column(columns, "keypoint", _NUM_KEYPOINTS, 2)
+            state = np.concatenate([points.reshape(len(points), -1), state], axis=1)
+        return Steps(state=state, actions=_column(columns, "action", 2), use=np.ones(len(state), bool))
+
+
+def _column(columns: Mapping[str, np.ndarray], name: str, *shape: int) -> np.ndarray:
+    if name not in columns:
+        raise ValueError(f"the PushT robot reads the column {name!r}; the dataset has {', '.join(sorted(columns))}")
+    column = np.asarray(columns[name], np.float32)
+    if column.shape[1:] != shape:
+        raise ValueError(
+            f"column {name!r} has shape {list(column.shape[1:])} per step; the PushT robot reads {list(shape)}"
+        )
+    return column
