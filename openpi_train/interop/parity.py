@@ -25,7 +25,10 @@ def _velocity(model: Any, batch: Any) -> jax.Array:
 
 
 # What is asked of a model that provides a capability (`ModelConfig.provides`): the built module, a batch -> outputs.
-PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {"velocity": _velocity}
+PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
+    "velocity": _velocity,
+    "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
+}
 
 
 def compare_outputs(
