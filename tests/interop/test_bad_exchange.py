@@ -232,7 +232,7 @@ def test_files_that_are_not_what_they_should_be(copy, tmp_path, spoil, says):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"source_format": "theirs"}, "unknown format 'theirs'; allowed: ours, openpi"),
+        ({"source_format": "theirs"}, "unknown format 'theirs'; allowed: big_vision, ours, openpi, "),
         ({"target_format": "theirs"}, "unknown format 'theirs'"),
         ({"source_format": "ours"}, "is not of the format ours"),
         ({"merge_lora": True}, "has no LoRA factors; leave the flag out"),

@@ -16,7 +16,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import FILE, INDEX, open_model, write_file
 from openpi_train.interop.stored import in_memory, place
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD
-from openpi_train.interop.torch_policy import _settle_heads
+from openpi_train.interop.torch_policy import settle_heads
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -198,7 +198,7 @@ def test_two_embeddings_are_one_only_where_they_are_equal():
         found = {EMBEDDING: one, TIED_HEAD: head}
         if not fine:
             with pytest.raises(CheckpointError, match="differ"):
-                _settle_heads(Place("somewhere"), found, speaks=speaks)
+                settle_heads(Place("somewhere"), found, speaks=speaks)
             continue
-        _settle_heads(Place("somewhere"), found, speaks=speaks)
+        settle_heads(Place("somewhere"), found, speaks=speaks)
         assert found.keys() == {TIED_HEAD} and found[TIED_HEAD] is one
