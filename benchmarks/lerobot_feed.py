@@ -101,7 +101,7 @@ def tables(flags: argparse.Namespace, scratch: Path) -> list[Table]:
             versions = ", ".join(f"{name} {version}" for name, version in peer.versions.items())
     title = f"LeRobot: 3 cameras of {width} x {height}, AV1, {written.frame_bytes / 1e3:.1f} kB a frame"
     notes = [
-        f"The same rows in the same order, batch {flags.batch_size}, with {stored.windows[0].horizon} actions each. "
+        f"The same rows in the same order, batch {flags.batch_size}, {stored.windows[0].shape.horizon} actions each. "
         "lerobot's pictures are float32, and scaled by torchvision's antialiased Resize where ours are. "
         f"lerobot: {versions}."
     ]
@@ -137,7 +137,7 @@ def _pairs(flags, workers, rounds, scaled, stored, written, peer) -> list[list[C
     inside = [side * flags.image_size // max(height, width) for side in (height, width)]
     request = {
         "root": str(written.root),
-        "horizon": stored.windows[0].horizon,
+        "horizon": stored.windows[0].shape.horizon,
         "fps": lerobot_data.FPS,
         "batch_size": flags.batch_size,
         "workers": workers,

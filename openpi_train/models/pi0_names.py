@@ -59,8 +59,9 @@ def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[st
         and all(name.startswith((*_TIME_MLP.values(), *_HEADS)) or "_1/" in name for name in missing)
     ):
         found.append("the checkpoint has the language model and the image tower only: the action expert is missing")
-    action = [name for name in misshapen if "_1/" in name or name.startswith(_HEADS)]
-    language = [name for name in misshapen if name.startswith("PaliGemma/llm/") and name not in action]
+    in_llm = [name for name in misshapen if name.startswith("PaliGemma/llm/")]
+    action = [name for name in misshapen if (name in in_llm and "_1/" in name) or name.startswith(_HEADS)]
+    language = [name for name in in_llm if name not in action]
     if language:
         found.append(
             "the language expert has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"

@@ -1,10 +1,10 @@
 """ResNet-18, the conditional UNet and the transformer against torch's own, number for number."""
 
+import diffusion_case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_case
 from diffusion_fixtures.fixed_values import parameter, values
 
 from openpi_train.nn.denoising_transformer import DenoisingTransformer
@@ -18,7 +18,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 @pytest.fixture(scope="module")
 def recorded():
-    return torch_case.recorded()
+    return diffusion_case.recorded()
 
 
 def unet(rngs, dims=3, condition=10, widths=(16, 32, 64), step_width=16):
@@ -31,22 +31,22 @@ def transformer(rngs, dims=3, condition=5, obs=2, width=16, depth=2, heads=2):
 
 
 def test_parameter_counts_are_those_of_torch():
-    known = torch_case.facts()["parameters"]
-    found = {"unet 14": torch_case.count(lambda rngs: unet(rngs, 14, 3 * (512 + 14), (256, 512, 1024), 128))}
-    found["resnet"] = torch_case.count(lambda rngs: ResNet18(rngs=rngs))
-    found["transformer"] = torch_case.count(lambda rngs: transformer(rngs, 14, 526, 3, 256, 8, 4))
+    known = diffusion_case.facts()["parameters"]
+    found = {"unet 14": diffusion_case.count(lambda rngs: unet(rngs, 14, 3 * (512 + 14), (256, 512, 1024), 128))}
+    found["resnet"] = diffusion_case.count(lambda rngs: ResNet18(rngs=rngs))
+    found["transformer"] = diffusion_case.count(lambda rngs: transformer(rngs, 14, 526, 3, 256, 8, 4))
     assert found == {name: known[name] for name in found}
 
 
 @pytest.mark.slow
 def test_resnet_gives_torchs_features(recorded):
-    model = torch_case.with_torch_parameters(lambda rngs: ResNet18(rngs=rngs), torch_case.resnet_name)
+    model = diffusion_case.with_torch_parameters(lambda rngs: ResNet18(rngs=rngs), diffusion_case.resnet_name)
     found = jax.jit(lambda images: model(images))(jnp.tanh(values("images", (2, 48, 64, 3))))
     np.testing.assert_allclose(found, recorded["resnet"], **CLOSE)
 
 
 def test_unet_gives_torchs_chunks_and_every_step_hears_of_the_condition(recorded):
-    model = torch_case.with_torch_parameters(unet, torch_case.unet_name)
+    model = diffusion_case.with_torch_parameters(unet, diffusion_case.unet_name)
     run = jax.jit(lambda noisy, condition: model(noisy, STEPS, condition))
     condition = jnp.asarray(values("condition", (2, 10)))
     for horizon in (8, 16):
@@ -60,7 +60,7 @@ def test_unet_gives_torchs_chunks_and_every_step_hears_of_the_condition(recorded
 
 
 def test_transformer_gives_torchs_chunks(recorded):
-    model = torch_case.with_torch_parameters(transformer, torch_case.transformer_name)
+    model = diffusion_case.with_torch_parameters(transformer, diffusion_case.transformer_name)
     noisy, condition = jnp.asarray(values("noisy", (2, 8, 3))), jnp.asarray(values("condition", (2, 2, 5)))
     found = jax.jit(lambda *x: model(*x))(noisy, STEPS, condition)
     np.testing.assert_allclose(found, recorded["transformer"], **CLOSE)

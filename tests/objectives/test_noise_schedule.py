@@ -1,10 +1,10 @@
 """Schedules and samplers against diffusers' own numbers, and against closed forms."""
 
+import diffusion_case
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_case
 from diffusion_fixtures.fixed_values import model_output, values
 
 from openpi_train.objectives.noise_schedule import NoiseSchedule
@@ -14,7 +14,7 @@ SCHEDULES = ("squaredcos_cap_v2", "linear")
 
 @pytest.fixture(scope="module")
 def recorded():
-    return torch_case.recorded()
+    return diffusion_case.recorded()
 
 
 def test_published_numbers_of_the_cosine_schedule():

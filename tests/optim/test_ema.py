@@ -2,10 +2,10 @@
 
 import dataclasses
 
+import diffusion_case
 import jax.numpy as jnp
 import numpy as np
 import optax
-import torch_case
 
 from openpi_train.optim import EmaWarmup
 from openpi_train.sharding.mesh import make_mesh
@@ -19,7 +19,7 @@ def test_decays_are_those_of_diffusion_policy():
     found = [float(warmup.decay(0.9999, step)) for step in range(6)]
     np.testing.assert_allclose(found, [0, 0, 0.405396, 0.561309, 0.646447, 0.700930], atol=5e-7)
     np.testing.assert_allclose(warmup.decay(0.9999, 100), 0.968377, atol=5e-7)
-    for after, step, decay in torch_case.facts()["ema"]:
+    for after, step, decay in diffusion_case.facts()["ema"]:
         own = EmaWarmup(power=0.75, update_after_step=after).decay(0.9999, np.int32(step))
         np.testing.assert_allclose(own, decay, rtol=2e-7, atol=1e-7)
 
