@@ -134,6 +134,15 @@ def put_in_place(temporary: Path, final: Path) -> str:
     return final.name
 
 
+def publish(root: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the manifest of new tables in place, remove older ones, and return what a later open will read."""
+    write_manifest(root, manifest)
+    for path in (*root.glob("tables-*"), *root.glob(".tables-*")):
+        if path.name != manifest["tables"]:
+            shutil.rmtree(path)
+    return json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+
+
 @contextlib.contextmanager
 def explain_cache_errors(root: Path, setting: str) -> Iterator[None]:
     """Turn a full disk or an unwritable `root` into an OSError that says which setting to change.

@@ -6,22 +6,18 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
-from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.base import RowTransform
 from openpi_train.models.paligemma_network import PaliGemmaFlow
 from openpi_train.nn.activations import Stack
-from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
-from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import ActionBatch
 
@@ -29,7 +25,7 @@ _BACKBONE = "backbone/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaliGemmaFlowConfig(ModelConfig):
+class PaliGemmaFlowConfig(prompted.PromptedConfig):
     """A PaliGemma backbone and a flow head on its last activations. Any size can be changed by itself:
     `--model.paligemma-variant dummy --model.language.width 128 --model.head.depth 2`.
 
@@ -44,10 +40,6 @@ class PaliGemmaFlowConfig(ModelConfig):
     action_horizon: int = 50
     # The most tokens of a prompt; rows are as long as the run's longest prompt.
     max_token_len: int = 48
-    # That length, set when a run opens its data; None: max_token_len.
-    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
-    # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language model: gemma_2b, dummy, or a form with _lora.
     paligemma_variant: str = "gemma_2b"
     # Sizes of the language model that differ from its variant's.
@@ -56,17 +48,10 @@ class PaliGemmaFlowConfig(ModelConfig):
     head_variant: str = "gemma_300m"
     # Sizes of the flow head that differ from its variant's.
     head: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Sizes of the image tower.
-    siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
     # Tokens that the language model knows; at least as many as the tokenizer has.
     vocab_size: int = 257_152
     # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
     image_size: int = 224
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the least with which the run fits its devices.
-    remat: RematChoice = "auto"
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = "auto"
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size)
@@ -92,24 +77,6 @@ class PaliGemmaFlowConfig(ModelConfig):
     def prompt_length(self) -> int:
         """Prompt tokens of a row, padding included."""
         return self.max_token_len if self.used_token_len is None else self.used_token_len
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
-    def remat_choices(self) -> Mapping[str | None, "PaliGemmaFlowConfig"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def build(self, rngs: nnx.Rngs) -> PaliGemmaFlow:
         return PaliGemmaFlow(
@@ -145,7 +112,7 @@ class PaliGemmaFlowConfig(ModelConfig):
             state_in_prompt=False,
         )
 
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PaliGemmaFlowConfig":
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
         used = prompted.fitted_length(tokenizer, prompts, prompt_limit=self.max_token_len, state_in_prompt=False)
         return self.with_text_length(used)
@@ -153,9 +120,6 @@ class PaliGemmaFlowConfig(ModelConfig):
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         del num_state_dims
         return min(tokenizer.longest_prompt(prompt), self.max_token_len)
-
-    def with_text_length(self, length: int) -> "PaliGemmaFlowConfig":
-        return dataclasses.replace(self, used_token_len=length)
 
     def public_name(self, path: str) -> str:
         """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""

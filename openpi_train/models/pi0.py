@@ -6,28 +6,24 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
-from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.nn.activations import Stack
-from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
-from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pi0Config(ModelConfig):
+class Pi0Config(prompted.PromptedConfig):
     """pi0, or pi0.5 with `pi05`. Any size of the named variants can be changed by itself:
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
@@ -43,8 +39,6 @@ class Pi0Config(ModelConfig):
     # The most tokens of a prompt; None means 48, 200 with `pi05`, or 300, the chunk's tokens among them, if insulated.
     # Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
-    # That length, set when a run opens its data; None: max_token_len.
-    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # Whether the prompt holds the discretised state; None means as `pi05`.
     discrete_state_input: bool | None = None
     # No gradient goes from the action expert into the language model, which learns to say the chunk as FAST tokens
@@ -52,8 +46,6 @@ class Pi0Config(ModelConfig):
     knowledge_insulation: bool = False
     # With it, a FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
-    # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
     paligemma_variant: str = "gemma_2b"
     # Named sizes of the action expert.
@@ -62,17 +54,10 @@ class Pi0Config(ModelConfig):
     language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
     # Sizes of the action expert that differ from its variant's.
     action_expert: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Sizes of the image tower.
-    siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
     # Tokens that the language expert knows; at least as many as the tokenizer has.
     vocab_size: int = 257_152
     # Height and width of the images in pixels.
     image_size: int = 224
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
-    remat: RematChoice = "auto"
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = "auto"
 
     def __post_init__(self):
         language, action = self.experts.values()
@@ -122,15 +107,6 @@ class Pi0Config(ModelConfig):
     def normalization(self) -> Literal["z_score", "quantile"]:
         return "quantile" if self.pi05 else "z_score"
 
-    @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
     def build(self, rngs: nnx.Rngs) -> Pi0:
         experts = self.experts
         return Pi0(
@@ -149,11 +125,6 @@ class Pi0Config(ModelConfig):
             rngs=rngs,
         )
 
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         problems = super().check_objective(name, needs)
         if self.knowledge_insulation and "insulation" not in needs:
@@ -167,10 +138,6 @@ class Pi0Config(ModelConfig):
                 "--model.knowledge-insulation: give that, or use FlowMatching (as pi05_bridge does)"
             )
         return problems
-
-    def remat_choices(self) -> Mapping[str | None, "Pi0Config"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
         return prompted.batch_spec(
@@ -196,7 +163,7 @@ class Pi0Config(ModelConfig):
             tokenizer, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, **sizes
         )
 
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0Config":
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
         """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
         said = 0
         if self.knowledge_insulation:
@@ -210,9 +177,6 @@ class Pi0Config(ModelConfig):
         if self.knowledge_insulation:
             return None
         return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
-
-    def with_text_length(self, length: int) -> "Pi0Config":
-        return dataclasses.replace(self, used_token_len=length)
 
     def _dims_in_prompt(self, num_state_dims: int) -> int | None:
         return num_state_dims if self.state_in_prompt else None

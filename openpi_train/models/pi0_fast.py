@@ -6,29 +6,25 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
-from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.nn.activations import Stack
-from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
-from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pi0FastConfig(ModelConfig):
+class Pi0FastConfig(prompted.PromptedConfig):
     """pi0-FAST. Any size of the named variants can be changed by itself: `--model.language.width 128`."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample"})
@@ -39,8 +35,6 @@ class Pi0FastConfig(ModelConfig):
     action_horizon: int = 32
     # Tokens of a row: prompt, state and chunk. What is longer is cut, with a warning.
     max_token_len: int = 250
-    # That length, set when a run opens its data; None: max_token_len.
-    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # A FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
     # The most tokens that an action chunk is given when it is decoded.
@@ -50,23 +44,14 @@ class Pi0FastConfig(ModelConfig):
     decoding: Decoding = "as_trained"
     # The camera slots over which positions count, whether a robot fills them or not.
     camera_slots: tuple[str, ...] = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
-    # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Named sizes of the language model: gemma_2b, dummy, or a form with _lora.
     paligemma_variant: str = "gemma_2b"
     # Sizes of the language model that differ from its variant's.
     language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Sizes of the image tower.
-    siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
     # Tokens that the model knows; the last are FAST's, and 128 more.
     vocab_size: int = 257_152
     # Height and width of the images in pixels.
     image_size: int = 224
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the least with which the run fits its devices.
-    remat: RematChoice = "auto"
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = "auto"
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
@@ -89,24 +74,6 @@ class Pi0FastConfig(ModelConfig):
     @property
     def normalization(self) -> Literal["z_score", "quantile"]:
         return "quantile"
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
-    def remat_choices(self) -> Mapping[str | None, "Pi0FastConfig"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def build(self, rngs: nnx.Rngs) -> Pi0Fast:
         return Pi0Fast(
@@ -152,7 +119,7 @@ class Pi0FastConfig(ModelConfig):
             action_dim=self.action_dim,
         )
 
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "Pi0FastConfig":
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
         """This config with rows as long as any of these prompts and any chunk can be."""
         used = prompted.fitted_length(
             tokenizer,
@@ -161,7 +128,7 @@ class Pi0FastConfig(ModelConfig):
             state_in_prompt=True,
             more=prompted.most_action_tokens(tokenizer, self.action_horizon, self.action_dim),
         )
-        return dataclasses.replace(self, used_token_len=used)
+        return self.with_text_length(used)
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)

@@ -1,24 +1,67 @@
-"""What models that read images and a prompt have in common: their rows, and the tokens that these become.
+"""What models that read images and a prompt have in common: settings, their rows, and the tokens that these become.
 
-Read next: `pi0.py` and `paligemma.py`, whose configs call the first functions, and their networks, which call the last.
+Read next: `pi0.py`, `pi0_fast.py` and `paligemma.py`, whose configs call the first functions, and their networks, which
+call the last.
 """
 
+import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.data.text_lengths import rounded
-from openpi_train.models.base import RowTransform
+from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma
-from openpi_train.nn.siglip import Siglip, float_images
+from openpi_train.nn.layers import Remat, RematChoice
+from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
 from openpi_train.nn.vocabulary import CHUNK_TOKENS
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptedConfig(ModelConfig):
+    """What the configs of these models have in common: how they compute, and the length of their rows' text."""
+
+    # The tokens of a row, set when a run opens its data; None: max_token_len.
+    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
+    # Type of the activations. Parameters are float32.
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    # Sizes of the image tower.
+    siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
+    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
+    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
+    remat: RematChoice = "auto"
+    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
+    attention: Attention = "auto"
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The `dtype` field."""
+        return jnp.dtype(self.dtype)
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.dtype == "float16"
+
+    @property
+    def used_remat(self) -> Remat:
+        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
+        return "none" if self.remat == "auto" else self.remat
+
+    def remat_choices(self) -> Mapping[str | None, "PromptedConfig"]:
+        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
+        return {name: dataclasses.replace(self, remat=name) for name in names}
+
+    def with_text_length(self, length: int) -> "PromptedConfig":
+        return dataclasses.replace(self, used_token_len=length)
 
 
 def batch_spec(

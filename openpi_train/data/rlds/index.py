@@ -137,11 +137,13 @@ def _build(root: Path, label: str, directory: Path, options: IndexOptions, worke
         "skipped": schema.skipped,
     }
     joined = _join(root, parts, shards, stats, schema)
-    tables.write_manifest(root, {**manifest, **joined})
-    _remove_stale(root, joined["tables"], parts)
+    # As a later open will read it, so that both see the same.
+    published = tables.publish(root, {**manifest, **joined})
+    for path in root.glob("parts/*"):
+        if path not in parts:
+            path.unlink()
     progress.report_end(joined, schema)
-    # Read it back, so that a first open and a later one see the same.
-    return json.loads((root / tables.MANIFEST).read_text(encoding="utf-8"))
+    return published
 
 
 def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -272,15 +274,6 @@ def _stat_shards(directory: Path, shards: list[Shard]) -> list[tuple[int, int]]:
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download them, or choose another split."
         )
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-
-
-def _remove_stale(root: Path, current: str, parts: list[Path]) -> None:
-    for path in root.glob("parts/*"):
-        if path not in parts:
-            path.unlink()
-    for path in (*root.glob("tables-*"), *root.glob(".tables-*")):
-        if path.name != current:
-            shutil.rmtree(path)
 
 
 def _metadata_digest(directory: Path) -> str:

@@ -124,13 +124,10 @@ def _build(store: Store, place: Path, decoded_copy: bool | None) -> dict[str, An
         **written,
         "tables": tables.put_in_place(temporary, place / f"tables-{key}"),
     }
-    tables.write_manifest(place, manifest)
-    for path in (*place.glob("tables-*"), *place.glob(".tables-*")):
-        if path.name != manifest["tables"]:
-            shutil.rmtree(path)
-    _report(store, layout, manifest, time.monotonic() - started)
-    # Read it back, so that a first open and a later one see the same.
-    return json.loads((place / tables.MANIFEST).read_text(encoding="utf-8"))
+    # As a later open will read it, so that both see the same.
+    published = tables.publish(place, manifest)
+    _report(store, layout, published, time.monotonic() - started)
+    return published
 
 
 class Scan:
