@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -87,6 +87,14 @@ class ModelConfig(abc.ABC):
     def with_text_length(self, length: int) -> "ModelConfig":
         """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
         del length
+        return self
+
+    def training_only(self, trained: Collection[str]) -> "ModelConfig":
+        """This config for a run in which these parameters, by path, train and no others (default: the same).
+
+        It computes the same, without work for gradients that nothing asks for, and says what that costs.
+        """
+        del trained
         return self
 
     @abc.abstractmethod

@@ -207,5 +207,5 @@ class Pi0FastConfig(prompted.PromptedConfig):
         tokens, image = self.num_tokens(cameras), self.siglip.num_tokens(self.image_size)
         return [
             (Stack.of_decoder(self.sizes, tokens), tokens, 1),
-            (Stack.of_tower(self.siglip, image), image, cameras),
+            (Stack.of_tower(self.siglip, image, has_backward="vision" not in self.fixed_groups), image, cameras),
         ]

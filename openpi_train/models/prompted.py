@@ -6,7 +6,8 @@ call the last.
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import jax
@@ -32,6 +33,8 @@ class PromptedConfig(ModelConfig):
 
     # The tokens of a row, set when a run opens its data; None: max_token_len.
     used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
+    # Names of `parameter_groups` in which nothing trains, set when a run is laid out.
+    fixed_groups: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Sizes of the image tower.
@@ -62,6 +65,11 @@ class PromptedConfig(ModelConfig):
 
     def with_text_length(self, length: int) -> "PromptedConfig":
         return dataclasses.replace(self, used_token_len=length)
+
+    def training_only(self, trained: Collection[str]) -> "PromptedConfig":
+        groups = self.parameter_groups.items()
+        fixed = (name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained))
+        return dataclasses.replace(self, fixed_groups=tuple(fixed))
 
 
 def batch_spec(
