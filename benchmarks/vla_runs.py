@@ -7,6 +7,7 @@ is frozen the same bits at the end. Read next: `vla_small.py`, the experiments.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -109,7 +110,10 @@ def _program(folder: Path, *words: object) -> str:
     """What the program says. Raises RuntimeError where it fails."""
     places = ("--exp-name", "x", "--checkpoint-base-dir", folder / "runs", "--assets-base-dir", folder / "assets")
     command = [sys.executable, "-m", "openpi_train", *map(str, (*words, *places))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Compiling is most of the time, and how fast the program then is does not matter here.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    environ = {**os.environ, "XLA_FLAGS": flags}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-4000:]}")
     return done.stdout + done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 from openpi_train import registry
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.experiment import EvalConfig, Experiment
+from openpi_train.experiment import Experiment
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import LRSchedule
@@ -41,13 +41,13 @@ def _small(name: str, **changes: Any) -> Experiment:
         data=DataConfig(
             datasets=(Dataset(source=FakeData(image_height=32, image_width=32), robot=Bridge(), asset_id="fake"),),
             tokenizer="bytes",
+            validation_fraction=0,
         ),
         lr_schedule=LRSchedule(warmup_steps=5, peak_lr=3e-3, decay_steps=500, decay_lr=3e-4),
         batch_size=8,
         num_workers=0,
         log_interval=1,
         keep_period=None,
-        eval=EvalConfig(interval=0, num_rows=8, num_sample_steps=2),
         **changes,
     )
 

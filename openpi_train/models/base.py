@@ -76,12 +76,17 @@ class ModelConfig(abc.ABC):
         """Text tokens of a row, padding included; None where they are always as many (default)."""
         return None
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
-        """The most tokens of a row's text with this instruction; None (default) where only the finished row tells.
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
 
-        `num_state_dims` are those of its robot.
+        `num_state_dims` are those of its robot. Asked for only where there is a `prompt_length`.
         """
         del tokenizer, prompt, num_state_dims
+        return 0
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
+        del tokenizer
         return None
 
     def with_text_length(self, length: int) -> "ModelConfig":

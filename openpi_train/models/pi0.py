@@ -179,10 +179,12 @@ class Pi0Config(prompted.PromptedConfig):
         )
         return self.with_text_length(used)
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
-        if self.knowledge_insulation:
-            return None
-        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        frame = prompted.frame_tokens(tokenizer) if self.knowledge_insulation else 0
+        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)) + frame, self.prompt_limit)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer) if self.knowledge_insulation else None
 
     def _dims_in_prompt(self, num_state_dims: int) -> int | None:
         return num_state_dims if self.state_in_prompt else None

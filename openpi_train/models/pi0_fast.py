@@ -130,6 +130,12 @@ class Pi0FastConfig(prompted.PromptedConfig):
         )
         return self.with_text_length(used)
 
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        return tokenizer.longest_prompt(prompt.lower(), num_state_dims) + prompted.frame_tokens(tokenizer)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer)
+
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 

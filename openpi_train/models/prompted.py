@@ -129,10 +129,9 @@ def action_token_transforms(
 ) -> tuple[RowTransform, ...]:
     """The host steps of a model that also says chunks as FAST tokens. Raises ValueError where these are words, too."""
     from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
-    from openpi_train.data.fast import load_fast
     from openpi_train.data.transforms import PadDims, ResizeImages
 
-    fast = load_fast(fast_tokenizer, offline=tokenizer.offline)
+    fast = chunk_tokenizer(fast_tokenizer, tokenizer)
     check_vocabulary(tokenizer, fast, vocab_size)
     return (
         ResizeImages(image_size),
@@ -141,9 +140,21 @@ def action_token_transforms(
     )
 
 
+def frame_tokens(tokenizer: Any) -> int:
+    """The tokens around those of a chunk, with which a prompt goes on."""
+    return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))
+
+
 def most_action_tokens(tokenizer: Any, action_horizon: int, action_dim: int) -> int:
     """The most tokens that a prompt can go on with: a chunk of two bytes per number, each a token, and its frame."""
-    return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True)) + 2 * action_horizon * action_dim
+    return frame_tokens(tokenizer) + 2 * action_horizon * action_dim
+
+
+def chunk_tokenizer(fast_tokenizer: str, tokenizer: Any) -> Any:
+    """The FAST processor of this name; read once."""
+    from openpi_train.data.fast import load_fast
+
+    return load_fast(fast_tokenizer, offline=tokenizer.offline)
 
 
 def scores_flops(tokens: int, width: int, vocab_size: int) -> float:
