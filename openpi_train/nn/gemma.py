@@ -294,7 +294,7 @@ class Gemma(nnx.Module):
         return log_probs(x, self.token_embedding.get_value(), tokens)
 
     @jax.named_scope("gemma")
-    def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching):
+    def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:
         angles = rotary_angles(positions, self.head_dim)
 
         def body(layer: Layer, tokens: Tokens, cache: Cache | None, wanted: Collection[str] | None = None):
