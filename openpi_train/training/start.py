@@ -188,6 +188,7 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             batch_size=experiment.batch_size,
             most=config.text_lengths,
             draws=experiment.objective.draws_per_row,
+            assets_dir=experiment.assets_dir,
         )
     return dataclasses.replace(data, model=model)
 
