@@ -80,7 +80,7 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
     """Write a checkpoint as openpi's trainer does, for its `restore_params` and `restore_state`. In one process."""
     del model
-    published = {f"{name}{_VALUE}": leaf.whole() for name, leaf in stored.params.items()}
+    published = {f"{name}{_VALUE}": leaf for name, leaf in stored.params.items()}
     save_item(directory / "params", {"params": nested_params(published)})
     if stored.train_state is not None:
         save_item(directory / "train_state", nested_state(stored.train_state, stored.params))

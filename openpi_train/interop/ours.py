@@ -69,9 +69,9 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
     if stored.train_state is not None:
         assert model is not None, "a training state is translated by its model's names"
         params, state = our_items(stored, openpi.parameter_names(model))
-    save_item(directory / "params", {"params": nested_params({name: leaf.whole() for name, leaf in params.items()})})
+    save_item(directory / "params", {"params": nested_params(params)})
     if state is not None:
-        save_item(directory / "train_state", nested_params({name: leaf.whole() for name, leaf in state.items()}))
+        save_item(directory / "train_state", nested_params(state))
     openpi.write_norm_stats(directory, stored.norm_stats)
     write_json(directory / META, {"source": stored.where, "experiment": stored.experiment})
     write_manifest(directory)
