@@ -1,15 +1,16 @@
 """Start weights: the most memory that a process takes to load its share, against the bytes of that share.
 
 A checkpoint of a model's shapes in float32 is written chunk by chunk, cut as a trainer on eight devices cuts it
-(`--chunks 1`: as one on a single device does), with values as dense as trained ones in bfloat16. Then processes of one
+(`--chunks 1`: as one on a single device does), with values that repeat, and so compress quickly. Then processes of one
 CPU device each load it as a run does, cut as by zero3, in bfloat16. Full pi0 (`--experiment pi0_bridge_traj`) has 13 GB
-(7 GB compressed) on disk and 6.5 GB placed; with `--turns` one process after the other loads, measures and lets go, so
+before compression and 6.5 GB placed; with `--turns` one process after the other loads, measures and lets go, so
 that a machine suffices which could not hold all shares. Read next: `openpi_train/interop/stored.py` (`place`),
 `openpi_train/training/init.py`.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -22,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from benchmarks.report import ROOT, Cell, Spread, Table
@@ -92,19 +92,15 @@ def write(item: Path, model: ModelConfig, num_chunks: int) -> None:
     (item / METADATA).write_text(json.dumps({"tree_metadata": entries, "use_zarr3": False}))
 
 
+@functools.lru_cache(maxsize=1)
 def _compressed(count: int) -> bytes:
-    """A chunk of so many float32 as Orbax compresses it, made piece by piece; they are bfloat16 in 16 bits too many."""
+    """A chunk of so many float32 as Orbax compresses it, made piece by piece."""
     import zstandard
 
+    values = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32)
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
-    left, parts = count, []
-    while left > 0:
-        parts.append(compressor.compress(_DENSE[:left].tobytes()))
-        left -= len(_DENSE)
+    parts = [compressor.compress(values[: count - begin].tobytes()) for begin in range(0, count, len(values))]
     return b"".join([*parts, compressor.flush()])
-
-
-_DENSE = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -120,10 +116,9 @@ def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
     """What each process found."""
     words = [sys.executable, "-m", "benchmarks.weights", str(folder), flags.experiment, f"127.0.0.1:{free_port()}"]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    counts, turns = str(flags.processes), str(int(flags.turns))
     children = [
-        subprocess.Popen(
-            [*words, str(index), str(flags.processes), str(int(flags.turns))], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([*words, str(index), counts, turns], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
         for index in range(flags.processes)
     ]
     said = [child.communicate()[0] for child in children]

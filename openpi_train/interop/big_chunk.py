@@ -40,8 +40,9 @@ def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
         filling = metadata.get("fill_value") or 0
         yield from ((where, np.full(_shape(where), filling, dtype)) for where in blocks(cell, dtype.itemsize))
         return
+    source: Any = _Bytes(array.kvstore, key)
     try:
-        with zstandard.ZstdDecompressor().stream_reader(_Bytes(array.kvstore, key), read_size=_READ_BYTES) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(source, read_size=_READ_BYTES) as reader:
             left = math.prod(_shape(cell))
             for where in blocks(box, dtype.itemsize):
                 values = _filled(reader, np.empty(_shape(where), dtype))
@@ -56,7 +57,7 @@ def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
 
 def _filled(reader: Any, values: np.ndarray) -> np.ndarray:
     """`values` with what comes next."""
-    left = memoryview(values.reshape(-1).view(np.uint8))
+    left = values.reshape(-1).view(np.uint8).data
     while left:
         count = reader.readinto(left)
         if not count:

@@ -110,10 +110,10 @@ def in_memory(array: Any) -> StoredLeaf:
 
 
 @contextlib.contextmanager
-def at_hand(leaf: StoredLeaf, folder: Path) -> Iterator[StoredLeaf]:
+def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
     """The leaf so that any part of it costs no more than itself; where it must be, laid out in a file in `folder`.
 
-    That file has no name: nothing is left of it, however this process ends.
+    `folder` None is TMPDIR. That file has no name: nothing is left of it, however this process ends.
     """
     if leaf.chunk is None and leaf.stream is None:
         yield leaf
@@ -142,7 +142,8 @@ class Stored:
 
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
     are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
-    `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` the JSON of a run of ours.
+    `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
+    ours says: its JSON, and its tokenizer's fingerprint.
     """
 
     where: str
@@ -151,6 +152,7 @@ class Stored:
     train_state: Leaves | None = None
     norm_stats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experiment: Mapping[str, Any] | None = None
+    tokenizer: str | None = None
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

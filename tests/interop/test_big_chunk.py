@@ -1,11 +1,15 @@
 """Chunks that are too large to be decoded whole: any part of one comes piece by piece, the same values."""
 
+import json
+
 import ml_dtypes
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
-from openpi_train.interop import orbax_item, stored
+from openpi_train.interop import big_chunk, orbax_item, stored
 from openpi_train.interop.place import Place
 from openpi_train.runtime.exits import CheckpointError
 
@@ -16,8 +20,6 @@ PARTS = (np.s_[0:3, 0:4, 0:50, 0:6], np.s_[1:2, 2:4, 7:31, 2:5], np.s_[2:3, 3:4,
 @pytest.fixture
 def item(tmp_path, monkeypatch):
     """The values saved as one chunk, by Orbax, which must be read in pieces of 300 bytes."""
-    import orbax.checkpoint as ocp
-
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "item", {"w": VALUES, "half": VALUES.astype(ml_dtypes.bfloat16), "none": VALUES * 0})
     monkeypatch.setattr(stored, "PIECE_BYTES", 300)
@@ -40,8 +42,6 @@ def test_a_chunk_that_is_not_there_is_filling(tmp_path, monkeypatch):
     spec = {"driver": "zarr", "kvstore": f"{tmp_path.as_uri()}/w/", "metadata": metadata, "create": True}
     array = tensorstore.open(spec).result()
     monkeypatch.setattr(stored, "PIECE_BYTES", 300)
-    from openpi_train.interop import big_chunk
-
     assert big_chunk.can_decode(array)
     found = list(big_chunk.decode(array, np.s_[1:3, 20:90], (4, 100)))
     part = stored.assembled(iter(found), np.s_[1:3, 20:90], np.float32)
@@ -66,11 +66,6 @@ def test_a_leaf_is_laid_out_at_hand_and_nothing_is_left_of_it(item, tmp_path):
 
 
 def test_what_is_described_is_what_orbax_itself_describes(tmp_path):
-    import json
-
-    import optax
-    import orbax.checkpoint as ocp
-
     tree = {
         "step": np.asarray(5, np.int32),
         "params": {},
@@ -83,14 +78,17 @@ def test_what_is_described_is_what_orbax_itself_describes(tmp_path):
     }
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "theirs", tree)
-    orbax_item.save_item(tmp_path / "ours", {**tree, "opt_state": ((), (tree["opt_state"][1][0], (), {"count": np.int32(3)}))})
+    orbax_item.save_item(
+        tmp_path / "ours", {**tree, "opt_state": ((), (tree["opt_state"][1][0], (), {"count": np.int32(3)}))}
+    )
     theirs, ours = (json.loads((tmp_path / name / "_METADATA").read_text()) for name in ("theirs", "ours"))
     assert ours == theirs
     with ocp.PyTreeCheckpointer() as reader:
         restored = reader.restore(tmp_path / "ours")
     np.testing.assert_array_equal(restored["opt_state"][1][0]["mu"]["a"]["value"], VALUES)
     assert restored["half"]["value"].dtype == ml_dtypes.bfloat16 and int(restored["step"]) == 5
-    one, other = ({k: leaf.whole() for k, leaf in orbax_item.open_item(Place.of(tmp_path / n)).items()} for n in ("ours", "theirs"))
+    items = [orbax_item.open_item(Place.of(tmp_path / name)) for name in ("ours", "theirs")]
+    one, other = ({name: leaf.whole() for name, leaf in item.items()} for item in items)
     assert one.keys() == other.keys()
     for name, values in one.items():
         assert values.dtype == other[name].dtype and values.shape == other[name].shape
