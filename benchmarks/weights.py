@@ -46,6 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--experiment", default=MEDIUM, help="whose model (100 M parameters; pi0_bridge_traj: full pi0)"
     )
     parser.add_argument("--processes", type=int, default=4, help="processes of one device each (4)")
+    parser.add_argument("--convert", metavar="FORM", help="convert it to this form instead, and measure that")
     parser.add_argument("--turns", action="store_true", help="one process after the other loads, and lets go")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help="parts in which each large array lies on disk (8)")
     flags = parser.parse_args(argv)
@@ -61,6 +62,8 @@ def main(argv: Sequence[str]) -> list[Table]:
     total = sum(math.prod(leaf.shape) for leaf in shapes.values()) * 4
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "params", registry.load(flags.experiment).model, flags.chunks)
+        if flags.convert:
+            return [_convert(Path(folder), flags, total)]
         found = _load(Path(folder), flags)
     row: list[Cell] = [flags.processes, total / 1e9, *(Spread(tuple(one[name] for one in found)) for name in found[0])]
     row.append(Spread(tuple(one["peak_mb"] / one["share_mb"] for one in found)))
@@ -110,6 +113,30 @@ def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
         return shape
     longest = max(dims, key=lambda dim: shape[dim])
     return tuple(size // parts if dim == longest else size for dim, size in enumerate(shape))
+
+
+def _convert(folder: Path, flags: argparse.Namespace, total: int) -> Table:
+    """What a conversion takes, above one that only accounts for every key."""
+    words = [sys.executable, "-m", "benchmarks.weights", "convert", str(folder / "params"), str(folder / "out")]
+    words += ["--experiment", flags.experiment, "--to", flags.convert, "--no-outputs"]
+    environ, found = {**os.environ, "JAX_PLATFORMS": "cpu"}, []
+    for more in (["--dry-run"], []):
+        done = subprocess.run([*words, *more], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    dry, real = found
+    row: list[Cell] = [flags.convert, total / 1e9, real["seconds"], real["peak_mb"], real["peak_mb"] - dry["peak_mb"]]
+    columns = ("form", "checkpoint GB", "seconds", "peak MB", "above --dry-run MB")
+    return Table(f"Convert: {flags.experiment.rpartition(':')[2]}", columns, [row], ["Outputs are not compared."])
+
+
+def convert_and_measure(words: Sequence[str]) -> dict[str, float]:
+    """Run `convert` with these words."""
+    from openpi_train import cli
+
+    started = time.monotonic()
+    if code := cli.run(["convert", *words]):
+        raise SystemExit(code)
+    return {"seconds": time.monotonic() - started, "peak_mb": _resident_mb("VmHWM")}
 
 
 def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
@@ -172,6 +199,8 @@ def _resident_mb(field: str) -> float:
     return int(found[1]) * 1024 / 1e6
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "convert":
+    print(json.dumps(convert_and_measure(sys.argv[2:])))
+elif __name__ == "__main__":
     place, named, address, index, count, in_turns = sys.argv[1:]
     print(json.dumps(load_share(Path(place), named, address, int(index), int(count), in_turns == "1")))
