@@ -33,7 +33,7 @@ from openpi_train.runtime.exits import CheckpointError
 METADATA = "_METADATA"
 # Chunks are decoded whole, however little of them is wanted: as many at a time as have so many bytes. Those that have
 # more than a piece each are left to `big_chunk.py`.
-_CHUNKS_BYTES = 2 * PIECE_BYTES
+_CHUNKS_BYTES = 4 * PIECE_BYTES
 
 
 def open_item(item: Place) -> Leaves:

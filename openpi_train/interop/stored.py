@@ -17,7 +17,7 @@ import numpy as np
 Index = tuple[slice, ...]
 Piece = tuple[Index, np.ndarray]
 # What a leaf is read and written by, so that a host need not hold one whole: its largest has gigabytes.
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
