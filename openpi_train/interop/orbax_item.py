@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,8 @@ def save_item(item: Path, tree: Mapping[str, Any]) -> None:
 
     Where it ends before its end, there is no `_METADATA`, and no reader takes what is there for an item.
     """
-    import tensorstore
-
     item.mkdir(parents=True)
-    entries = {}
+    entries, arrays = {}, []
     for keys, node in _flat(tree):
         names = [str(key) for key in keys]
         kind = "None" if node is None else "Dict" if isinstance(node, Mapping) else "np.ndarray"
@@ -69,22 +67,42 @@ def save_item(item: Path, tree: Mapping[str, Any]) -> None:
             "key_metadata": [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys],
             "value_metadata": {"value_type": kind, "skip_deserialize": kind != "np.ndarray"},
         }
-        if kind != "np.ndarray":
-            continue
-        leaf = node if isinstance(node, StoredLeaf) else in_memory(node)
+        if kind == "np.ndarray":
+            arrays.append((".".join(names), node if isinstance(node, StoredLeaf) else in_memory(node)))
+    _write_arrays(item, arrays)
+    described = {"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": False}
+    write_json(item / METADATA, {**described, "store_array_data_equal_to_fill_value": True, "custom_metadata": None})
+
+
+def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
+    """Write each by its name, with few pieces on their way at a time."""
+    import tensorstore
+
+    # One store, asked for many things at once: it syncs the disk for all of them together.
+    context = tensorstore.Context()
+    opening = []
+    for name, leaf in arrays:
         first = next(blocks(leaf.everything, leaf.dtype.itemsize))
         chunk = [max(1, one.stop - one.start) for one in first]
         spec = {
             "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{'.'.join(names)}/"},
+            "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
             "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
         }
-        array = tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True).result()
-        with at_hand(leaf, item) as leaf:
-            for where, piece in leaf.pieces():
-                array[where].write(piece).result()
-    described = {"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": False}
-    write_json(item / METADATA, {**described, "store_array_data_equal_to_fill_value": True, "custom_metadata": None})
+        opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
+    pending, held = [], 0
+    for (_, leaf), opened in zip(arrays, opening, strict=True):
+        array = opened.result()
+        with at_hand(leaf, item) as near:
+            for where, piece in near.pieces():
+                pending.append(array[where].write(piece))
+                held += piece.nbytes
+                if held >= _CHUNKS_BYTES:
+                    for one in pending:
+                        one.result()
+                    pending, held = [], 0
+    for one in pending:
+        one.result()
 
 
 def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
