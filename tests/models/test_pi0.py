@@ -259,6 +259,7 @@ def test_every_form_of_gemma_can_leave_out_its_last_layers_prefix():
     assert not jnp.any(fused[-1, 0]) and jnp.any(fused[-1, 1]) and jnp.any(fused[-1, 2])
 
 
+@pytest.mark.slow
 def test_each_policy_recomputes_less_and_keeps_more_than_the_one_before():
     config, levels = dataclasses.replace(Pi0Config(), vocab_size=16), ("full", "attention", "dots", "none")
     batch, inputs = config.batch_spec(1, SLOTS), draw_shapes(config)

@@ -21,7 +21,7 @@ AUTO = ("--model.remat", "auto")
 
 @pytest.fixture(scope="module", autouse=True)
 def each_step_is_traced_once() -> Iterator[None]:
-    """Policies cost what they do on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
+    """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
     trace, known = prepare.policy_costs, {}
 
     def once(experiment, *, counted):

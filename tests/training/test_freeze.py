@@ -20,6 +20,7 @@ def executed_flops(freeze):
     return cost.flops_per_row
 
 
+@pytest.mark.slow
 def test_no_work_is_done_for_gradients_of_fixed_weights():
     """A weight's gradient is one product more for each of forward's."""
     all_train, backbone_fixed = executed_flops(None), executed_flops("backbone")
