@@ -94,6 +94,7 @@ def test_weights_sets_the_peak_against_the_share(quick):
         assert ratio == pytest.approx(peak / share)
 
 
+@pytest.mark.slow
 def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
     found = rows(quick, "Checkpoint")
     assert [(row["state"], row["save"]) for row in found] == [
