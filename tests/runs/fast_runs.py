@@ -23,7 +23,6 @@ _RUN = {
     "data": DataConfig(
         datasets=(Dataset(source=FakeData(image_height=32, image_width=32), robot=Bridge(), asset_id="fake"),),
         tokenizer="bytes",
-        text_lengths=1,
     ),
     "batch_size": 8,
     "num_train_steps": 50,

@@ -24,11 +24,11 @@ def each_step_is_traced_once() -> Iterator[None]:
     """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
     trace, known = prepare.policy_costs, {}
 
-    def once(experiment, *, counted):
-        what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.sharding.tensor_devices)
-        key = repr((*what, counted))
+    def once(experiment, *state, counted):
+        what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
+        key = repr((*what, experiment.sharding.tensor_devices, counted))
         if key not in known:
-            known[key] = trace(experiment, counted=counted)
+            known[key] = trace(experiment, *state, counted=counted)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
