@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 from runs.command import openpi_train
@@ -11,10 +12,28 @@ from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.strategy import CUT
 from openpi_train.tools import ahead, plan, plan_text
+from openpi_train.training import prepare
 
 pytestmark = pytest.mark.slow
 
 AUTO = ("--model.remat", "auto")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_step_is_traced_once() -> Iterator[None]:
+    """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
+    trace, known = prepare.policy_costs, {}
+
+    def once(experiment, *state, counted):
+        what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
+        key = repr((*what, experiment.sharding.tensor_devices, counted))
+        if key not in known:
+            known[key] = trace(experiment, *state, counted=counted)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "policy_costs", once)
+        yield
 
 
 def report(name: str, *flags: str, devices=8, kind="h200", hosts=1, gib=None, network_gb_s=50.0):

@@ -71,6 +71,7 @@ def test_the_robot_reads_states_and_bounded_commands(sources):
     assert (steps.state.std(0) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources):
     """Equal but for single edge pixels, which may round differently in batches of other sizes."""
     source = sources["train"]
@@ -114,6 +115,7 @@ def test_the_tokenizer_gives_back_every_instruction_and_the_state_prompt(made):
     assert tokenizer.vocab_size <= tool.VOCAB_SIZE
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_bytes_and_other_seeds_other_episodes(made, tmp_path):
     again = prepare(tmp_path / "again", **ARGUMENTS)
     names = {path.relative_to(made.dataset.parent) for path in made.dataset.parent.rglob("*") if path.is_file()}
@@ -171,6 +173,7 @@ def test_what_is_torn_or_different_is_moved_aside_and_written_anew(tmp_path, che
     assert len(cheap) == 2
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise OSError("disk full")

@@ -30,6 +30,7 @@ def cost(freeze):
     return found, MODEL.training_only(state.shapes.params)
 
 
+@pytest.mark.slow
 def test_no_work_is_done_for_gradients_of_fixed_weights():
     """Backward there is one product for a weight's gradient and one for its input's, for each of forward's."""
     whole, model = cost(None)
