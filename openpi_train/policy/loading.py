@@ -23,10 +23,10 @@ from openpi_train.interop.stored import Leaves, Stored, place
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
+from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
-from openpi_train.policy.stored_experiment import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
