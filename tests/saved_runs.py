@@ -2,35 +2,20 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedData
-from openpi_train.experiment import Experiment, as_json
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training import evaluate, prepare
-from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train.training.init import create_state
-from openpi_train.training.start import open_run_data
-from openpi_train.training.state import TrainState
-from openpi_train.training.step import Trainer
+from benchmarks.untrained import Untrained, save_untrained
+from openpi_train.experiment import Experiment
+from openpi_train.training import evaluate
 from openpi_train.types import action_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedRun:
-    """A run's directory with what made it; the average lies apart from the parameters."""
-
-    directory: Path
-    experiment: Experiment
-    data: OpenedData
-    trainer: Trainer
-    state: TrainState
+class SavedRun(Untrained):
+    """A run's directory, and what is known of its held-out rows."""
 
     def observation(self, row: int) -> dict:
         """What the robot saw at a held-out row, as a client would send it: the source's own columns and frames."""
@@ -38,10 +23,10 @@ class SavedRun:
         _, _, (sample,) = self.data.validation.mixture.locate(np.array([row]))
         step = int(windows.starts[sample])
         behind = np.maximum(np.arange(step - windows.shape.history + 1, step + 1), windows.bounds(np.array([step]))[0])
-        take = behind if windows.shape.history > 1 else behind[-1:]
-        one = (lambda x: x) if windows.shape.history > 1 else (lambda x: x[0])
-        images = {feature: one(windows.source.frames(take, feature)) for feature in windows.robot.cameras.values()}
-        return {**images, "state": one(windows.steps.state[take]), "prompt": windows.prompt_at(step)}
+        images = {feature: windows.source.frames(behind, feature) for feature in windows.robot.cameras.values()}
+        steps = {**images, "state": windows.steps.state[behind]}
+        seen = steps if windows.shape.history > 1 else {key: value[0] for key, value in steps.items()}
+        return {**seen, "prompt": windows.prompt_at(step)}
 
     def held_out(self, count: int) -> dict:
         """Finished rows of the held-out feed."""
@@ -56,22 +41,7 @@ class SavedRun:
         return float(error), float(elements)
 
 
-def save_run(experiment: Experiment, base: Path, name: str = "x") -> SavedRun:
+def save_run(experiment: Experiment, base: Path) -> SavedRun:
     """Make the run directory of an experiment at step 0, its average moved away from the parameters."""
-    experiment = dataclasses.replace(experiment, exp_name=name, assets_base_dir=str(base / "assets"))
-    directory = base / experiment.name / name
-    data = open_run_data(experiment)
-    experiment = dataclasses.replace(experiment, model=data.model)
-    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
-    layout = prepare.whole_layout(experiment, plan)
-    trainer = prepare.make_trainer(experiment, layout, plan)
-    has_ema = experiment.ema_decay is not None
-    state = create_state(layout, experiment.model, trainer.optimizer, experiment.is_frozen, has_ema, experiment.seed)
-    if has_ema:
-        moved = {path: leaf + 0.01 for path, leaf in state.params.items()}
-        state = dataclasses.replace(state, ema=moved)
-    norm_stats = {asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()}
-    with Checkpoints(directory, public_name=experiment.model.public_name) as checkpoints:
-        checkpoints.save(state, data_position={}, experiment=as_json(experiment), norm_stats=norm_stats)
-    (directory / "experiment.json").write_text(json.dumps(as_json(experiment)))
-    return SavedRun(directory, experiment, data, trainer, state)
+    made = save_untrained(experiment, base, moved=0.01)
+    return SavedRun(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})

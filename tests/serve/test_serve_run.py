@@ -1,7 +1,6 @@
 """`serve` as a user starts it, and openpi's unmodified client at the other end of the socket."""
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -9,54 +8,17 @@ import time
 import urllib.request
 
 import numpy as np
-import peer_client
 import pytest
 from saved_runs import save_run
 
+from benchmarks import openpi_peer
+from benchmarks.serving import talk
 from openpi_train import cli, load_policy, registry
 from openpi_train.policy.record import Recorder, read_record
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.serve import main
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-# Builds its requests from the metadata alone; prints what it was answered.
-CLIENT = """
-import concurrent.futures, json, sys
-import numpy as np
-from openpi_client.websocket_client_policy import WebsocketClientPolicy
-
-port, key, clients = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-policies = [WebsocketClientPolicy(host="127.0.0.1", port=port, api_key=key) for _ in range(clients)]
-metadata = policies[0].get_server_metadata()
-
-def request(seed):
-    random = np.random.default_rng(seed)
-    made = {}
-    for name, spec in metadata["observation"].items():
-        if spec["dtype"] == "str":
-            made[name] = "pick up the red cube"
-        else:
-            made[name] = (100 * random.random(spec["shape"])).astype(spec["dtype"])
-    return made
-
-def talk(number):
-    return [policies[number].infer(request(10 * number + step)) for step in range(3)]
-
-with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-    answers = [answer for some in pool.map(talk, range(clients)) for answer in some]
-error = ""
-try:
-    policies[0].infer({"prompt": "no state, no image"})
-except RuntimeError as raised:
-    error = str(raised)
-again = policies[0].infer(request(0))
-print(json.dumps({
-    "metadata": metadata, "error": error, "numpy": np.__version__, "again": again["actions"].shape,
-    "answers": [{"draw": one["draw"], "dtype": one["actions"].dtype.str, "shape": one["actions"].shape,
-                 "rows": one["server_timing"]["batch_rows"], "sum": float(one["actions"].sum())} for one in answers],
-}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -84,33 +46,42 @@ def served(*arguments):
         process.stderr.close()
 
 
+@pytest.fixture(scope="module")
+def client():
+    """openpi's client is there; the test is skipped where it cannot be had."""
+    try:
+        openpi_peer.environment()
+    except openpi_peer.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("client")
 def test_openpis_client_drives_it_and_what_was_recorded_is_answered_the_same_again(run, tmp_path):
-    peer_client.environment()
     key, record = tmp_path / "key", tmp_path / "record"
     key.write_text("s3cret\n")
     flags = ("--api-key-file", key, "--record", record, "--max-batch", "2")
     with served(run.directory, *flags) as (process, port):
-        said = json.loads(peer_client.run(CLIENT, str(port), "s3cret", "3"))
+        said = talk(port, 3, 3, "s3cret")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as response:
             assert response.read() == b"OK\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert said["numpy"].startswith("1.") and said["again"] == [8, 7]
+    assert said["numpy"].startswith("1.") and said["again"]["shape"] == [8, 7]
     assert said["metadata"]["robot"] == "Bridge" and said["metadata"]["control_hz"] == 5.0
     assert said["metadata"]["observation"]["prompt"] == {"shape": [], "dtype": "str"}
     assert "lacks 'observation/image_0'" in said["error"] and "Traceback" not in said["error"]
-    assert sorted(one["draw"] for one in said["answers"]) == list(range(9))
+    assert sorted(one["draw"] for one in said["answers"]) == list(range(1, 10))
     assert {(one["dtype"], tuple(one["shape"])) for one in said["answers"]} == {("<f4", (8, 7))}
 
     header, batches = read_record(record)
     recorded = {draw: actions for one in batches for draw, actions in zip(one["draws"], one["actions"], strict=True)}
     assert header["batch_sizes"] == [1, 2]
-    assert len(recorded) == 10
+    assert len(recorded) == 11
     for one in said["answers"]:
         assert float(recorded[one["draw"]].sum()) == one["sum"]
     policy = load_policy(run.directory, batch_sizes=(1, 2))
     replayed = policy.replay(record)
-    assert (replayed.answers, replayed.different) == (10, ())
+    assert (replayed.answers, replayed.different) == (11, ())
 
 
 def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_path):

@@ -1,6 +1,6 @@
 """openpi's own client from the package index, unmodified, in an environment of its own: made once, kept in the cache.
 
-It wants numpy below 2 and imports typing_extensions without saying so.
+It wants numpy below 2 and imports typing_extensions without saying so. Read next: `serving_client.py`, which uses it.
 """
 
 import os
@@ -9,13 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 _WANTED = ("openpi-client==0.1.2", "typing_extensions")
 
 
+class Unavailable(Exception):
+    """The client is not there and cannot be fetched."""
+
+
 def environment() -> dict[str, str]:
-    """Variables with which a bare Python of this version imports the client; skips the test where it cannot be had."""
+    """Variables with which `python()` imports the client. Raises Unavailable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "openpi_train" / "peers"
     place = cache / f"openpi-client-0.1.2-py{sys.version_info.major}{sys.version_info.minor}"
     if not place.is_dir():
@@ -24,7 +26,7 @@ def environment() -> dict[str, str]:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", draft]
         done = subprocess.run([*command, *_WANTED], capture_output=True, text=True, timeout=300)
         if done.returncode:
-            pytest.skip(f"openpi-client cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+            raise Unavailable(f"openpi-client cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
         try:
             draft.rename(place)
         except OSError:  # another process was faster
@@ -36,11 +38,3 @@ def environment() -> dict[str, str]:
 def python() -> str:
     """A Python of this version without this project's packages."""
     return str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
-
-
-def run(program: str, *arguments: str, timeout_s: float = 120) -> str:
-    """What the program prints, run with the client alone. Fails with its errors."""
-    command = [python(), "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
