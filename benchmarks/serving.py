@@ -161,9 +161,9 @@ def _speed(server: _Server, clients: Sequence[int], requests: int, rounds: int) 
             ]
         )
     notes = [
-        "Latency as openpi-client 0.1.2 measures it, over the loopback interface, clients asking again at once. openpi's "
-        "server (15a9616, jax 0.5.3, a model of these sizes, 2 cores beside other work) took 98 ms for a request and "
-        "told 9.7 ms as policy_timing.infer_ms; it took one request at a time, and 15 s for the first one.",
+        "Latency as openpi-client 0.1.2 measures it, over the loopback interface, clients asking again at once. "
+        "openpi's server (15a9616, jax 0.5.3, a model of these sizes, 2 cores beside other work) took 98 ms for one "
+        "and told 9.7 ms as policy_timing.infer_ms; it took one request at a time, and 15 s for the first one.",
     ]
     return Table("Serving: latency and throughput", COLUMNS, rows, notes)
 

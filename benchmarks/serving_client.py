@@ -1,7 +1,7 @@
-"""A program for openpi's own client: asks a server as fast as it answers, with several clients, and prints a JSON line.
+"""A program for openpi's own client: several clients ask a server as fast as it answers; prints a JSON line.
 
-Run by another Python than ours (`openpi_peer.py`): it imports nothing of this project. Arguments: the port, an API key or
-"", clients, requests of each.
+Run by another Python than ours (`openpi_peer.py`): it imports nothing of this project. Arguments: the port, an API key
+or "", clients, requests of each.
 """
 
 import concurrent.futures
