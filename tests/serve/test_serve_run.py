@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 
+import jax
 import numpy as np
 import pytest
 from saved_runs import save_run
@@ -79,13 +80,13 @@ def test_openpis_client_drives_it_and_what_was_recorded_is_answered_the_same_aga
     assert len(recorded) == 11
     for one in said["answers"]:
         assert float(recorded[one["draw"]].sum()) == one["sum"]
-    policy = load_policy(run.directory, batch_sizes=(1, 2))
+    policy = load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(1, 2))
     replayed = policy.replay(record)
     assert (replayed.answers, replayed.different) == (11, ())
 
 
 def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_path):
-    policy, path = load_policy(run.directory, batch_sizes=(4,)), tmp_path / "record"
+    policy, path = load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(4,)), tmp_path / "record"
     recorder = Recorder(path, policy)
     observation = run.observation(0)
     answer = policy.infer(observation)
@@ -94,7 +95,7 @@ def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_pat
     recorder.close()
     assert policy.replay(path).different == (0,)
     with pytest.raises(UsageError, match="was recorded with seed 42, the policy has 7"):
-        load_policy(run.directory, batch_sizes=(4,), seed=7).replay(path)
+        load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(4,), seed=7).replay(path)
     with pytest.raises(UsageError, match="exists"):
         Recorder(path, policy)
     path.write_bytes(path.read_bytes()[:-5])
