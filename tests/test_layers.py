@@ -19,7 +19,8 @@ ROWS = (
     {"choice"},
     {"registry", "planning", "elastic"},
     {"training"},
-    {"tools"},
+    {"policy"},
+    {"tools", "serve"},
     {"cli"},
     {"__main__"},
 )
