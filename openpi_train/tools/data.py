@@ -45,16 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        form.add_argument(
-            "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
-        )
-        form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
-        form.add_argument(
-            "--on-bad-record",
-            choices=("error", "skip"),
-            default="error",
-            help="what a torn record does: end this, or have its episode left out (%(default)s)",
-        )
+        _add_source(form)
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
@@ -63,15 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--prompt", action="append", default=[], metavar="TASK=TEXT", help="a task's instruction")
     merge.add_argument("--chunk-rows", type=_at_least_1, help="rows of a chunk (default: as in the first store)")
     merge.set_defaults(run=_merge)
-    convert = what.add_parser("convert", help="RoboTwin's HDF5 recordings to a zarr replay buffer")
-    convert.add_argument("recordings", type=Path, help="the folder of episode0.hdf5, ..., or the one above its data/")
-    convert.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
-    convert.add_argument("--task", help="the task's name (default: the folder's)")
-    convert.add_argument("--prompt", help="the task's instruction (default: its name in words)")
-    convert.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
-    convert.set_defaults(run=_convert)
-    for form in (merge, convert):
-        form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
+    merge.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
+    _add_convert(what.add_parser("convert", help="a dataset of any format into one of another"))
     fast = what.add_parser(
         "fit-fast",
         help="fit a FAST tokenizer to an experiment's action chunks",
@@ -84,6 +68,38 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--max-chunks", type=int, default=50_000, help="of larger datasets (%(default)s)")
     fast.set_defaults(run=_fit_fast)
     return parser
+
+
+def _add_source(form: argparse.ArgumentParser) -> None:
+    form.add_argument(
+        "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
+    )
+    form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
+    form.add_argument(
+        "--on-bad-record",
+        choices=("error", "skip"),
+        default="error",
+        help="what a torn record does: end this, or have its episode left out (%(default)s)",
+    )
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    _add_source(convert)
+    convert.add_argument("target", type=Path, help="the dataset to make; begun ones are continued")
+    forms = ("lerobot", "lerobot-2.1", "rlds", "zarr", "steps")
+    convert.add_argument("--to", choices=forms, help="its format (default: zarr where its name ends in .zarr)")
+    kinds = ("av1", "h264", "png", "jpeg", "as-stored")
+    convert.add_argument(
+        "--pictures", choices=kinds, help="how they are kept (default: av1; of rlds as they are, or png)"
+    )
+    convert.add_argument("--control-hz", type=float, help="control steps per second, where the dataset does not say")
+    convert.add_argument("--leave-out", nargs="+", default=[], metavar="COLUMN", help="columns that are not kept")
+    robotwin = convert.add_argument_group("of RoboTwin's HDF5 recordings, to zarr")
+    robotwin.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
+    robotwin.add_argument("--task", help="the task's name (default: the folder's)")
+    robotwin.add_argument("--prompt", help="the task's instruction (default: its name in words)")
+    robotwin.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
+    convert.set_defaults(run=_convert)
 
 
 def _at_least_1(text: str) -> int:
@@ -150,12 +166,31 @@ def _merge(given: argparse.Namespace) -> None:
 
 
 def _convert(given: argparse.Namespace) -> None:
+    from openpi_train.data.convert import convert
+    from openpi_train.data.zarr.robotwin import is_recording
+
+    form = given.to or ("zarr" if given.target.suffix == ".zarr" else None)
+    if form is None:
+        raise ValueError(f"which format is {given.target} to have? Give --to lerobot, lerobot-2.1, rlds, zarr or steps")
+    if is_recording(Path(given.path)):
+        _convert_recordings(given, form)
+        return
+    source = _source(given)
+    options = {"control_hz": given.control_hz, "pictures": given.pictures, "leave_out": given.leave_out}
+    account = convert(source, given.target, form, **options)
+    print(f"wrote {given.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {given.target}")
+
+
+def _convert_recordings(given: argparse.Namespace, form: str) -> None:
     from openpi_train.data.zarr.robotwin import convert
 
-    task = given.task or given.recordings.resolve().name
+    if form != "zarr":
+        raise ValueError(f"{given.path} holds RoboTwin's recordings: convert them to zarr first, and that to {form}")
+    task = given.task or Path(given.path).resolve().name
     prompt = given.prompt or task.replace("_", " ")
-    convert(given.recordings, given.out, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
-    _say_what_is_in(given.out)
+    places = Path(given.path), given.target
+    convert(*places, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.target)
 
 
 def _named_text(text: str) -> tuple[str, str]:
