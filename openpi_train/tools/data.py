@@ -1,8 +1,8 @@
-"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`,
-`fit-fast` a tokenizer.
+"""The `data` verb: `prepare` the embedded dataset, build an `index`, `inspect`, `repack` for slow storage, `merge`,
+`convert`, `fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`,
-`fit_fast.py`.
+Read next: `prepare.py`, `data/rlds/index.py`, `inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`,
+`data/convert.py`, `fit_fast.py`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, reported_as
 
+_PATH = "<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
 # (name, flags) -> the experiment.
 ParseExperiment = Callable[[str, Sequence[str]], Any]
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     parser = _parser()
     given, rest = parser.parse_known_args(argv)
+    if getattr(given, "what", None) and not Path(given.what).expanduser().exists():
+        given.experiment = given.what
     if "experiment" in given:
         given.experiment = parse_experiment(given.experiment, ["--exp-name", "data", *rest])
     elif rest:
@@ -34,7 +37,7 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert|fit-fast")
+    what = parser.add_subparsers(required=True, metavar="prepare|index|inspect|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
@@ -43,9 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--seed", type=int, default=0, help="of scenes and disturbances (%(default)s)")
     prepare.set_defaults(run=_prepare)
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
+    inspect = what.add_parser("inspect", help="what a dataset holds, and what is wrong with it")
+    inspect.add_argument("what", metavar="path|experiment", help="a dataset, or an experiment whose datasets are meant")
+    inspect.add_argument("--out", type=Path, help="folder for the text and a contact sheet of frames")
+    inspect.set_defaults(run=_inspect)
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        _add_source(form)
+        form.add_argument("path", help=_PATH)
+    for form in (index, inspect, repack):
+        _add_reading(form)
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
@@ -70,10 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_source(form: argparse.ArgumentParser) -> None:
-    form.add_argument(
-        "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
-    )
+def _add_reading(form: argparse.ArgumentParser) -> None:
     form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
     form.add_argument(
         "--on-bad-record",
@@ -84,7 +90,8 @@ def _add_source(form: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(convert: argparse.ArgumentParser) -> None:
-    _add_source(convert)
+    convert.add_argument("path", help=_PATH)
+    _add_reading(convert)
     convert.add_argument("target", type=Path, help="the dataset to make; begun ones are continued")
     forms = ("lerobot", "lerobot-2.1", "rlds", "zarr", "steps")
     convert.add_argument("--to", choices=forms, help="its format (default: zarr where its name ends in .zarr)")
@@ -146,6 +153,17 @@ def _index(given: argparse.Namespace) -> None:
         f"{source.num_dropped} bad records left out; cameras {', '.join(source.cameras)}; "
         f"columns {', '.join(source.columns)}; {len(source.prompts)} instructions"
     )
+
+
+def _inspect(given: argparse.Namespace) -> None:
+    from openpi_train.tools.inspect_data import inspect
+
+    if "experiment" not in given:
+        given.path = given.what
+        print(inspect(Path(given.what).expanduser().resolve().name, _source(given), out=given.out), end="")
+        return
+    for dataset in given.experiment.data.datasets:
+        print(inspect(dataset.asset, dataset.source.open(), dataset.robot, out=given.out), end="")
 
 
 def _repack(given: argparse.Namespace) -> None:
