@@ -23,7 +23,7 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     parser = _parser()
     given, rest = parser.parse_known_args(argv)
-    if getattr(given, "what", None) and not Path(given.what).expanduser().exists():
+    if "what" in given and _is_experiment(given.what):
         given.experiment = given.what
     if "experiment" in given:
         given.experiment = parse_experiment(given.experiment, ["--exp-name", "data", *rest])
@@ -153,6 +153,11 @@ def _index(given: argparse.Namespace) -> None:
         f"{source.num_dropped} bad records left out; cameras {', '.join(source.cameras)}; "
         f"columns {', '.join(source.columns)}; {len(source.prompts)} instructions"
     )
+
+
+def _is_experiment(what: str) -> bool:
+    """Whether a name or `file.py:name` is meant, and no folder."""
+    return ".py" in what or not ("/" in what or Path(what).expanduser().exists())
 
 
 def _inspect(given: argparse.Namespace) -> None:
