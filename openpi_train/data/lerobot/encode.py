@@ -34,6 +34,8 @@ def encode(path: Path, frames: Iterable[np.ndarray], size: tuple[int, int], *, f
         raise ValueError(
             f"pictures of {height}x{width} cannot be a video: both sides must be even; keep them as images"
         )
+    # SVT-AV1 tells the terminal twenty lines of its settings for every video unless it may only report errors.
+    os.environ.setdefault("SVT_LOG", "1")
     number = 0
     with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
         stream = container.add_stream(encoder, fps, options=options)
