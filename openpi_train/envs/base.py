@@ -22,9 +22,9 @@ class EnvObservation:
     `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose words are the prompt.
     """
 
-    images: Mapping[str, UInt8[Array, "b height width 3"]]
-    state: Float[Array, "b s"]
-    task: Int[Array, " b"]
+    images: Mapping[str, UInt8[Array | np.ndarray, "b height width 3"]]
+    state: Float[Array | np.ndarray, "b s"]
+    task: Int[Array | np.ndarray, " b"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Env(abc.ABC):
     control_hz: ClassVar[float]
     # Control steps after which an episode that has not succeeded counts as failed.
     max_steps: ClassVar[int]
+    # Whether there is a scripted expert that can `demonstrate` every task.
+    has_expert: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -62,5 +64,14 @@ class Env(abc.ABC):
         """What each episode's robot sees now."""
 
     @abc.abstractmethod
-    def success(self, states: Any) -> Bool[Array, " b"]:
+    def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
         """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""
+
+    def demonstrate(
+        self, states: Any, keys: Key[Array, " b"]
+    ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
+        """What a scripted expert commands in each episode, and what is to be carried out: that, disturbed by the keys.
+
+        So the commands show how to come back from where a policy's own errors lead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no scripted expert")

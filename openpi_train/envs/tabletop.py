@@ -168,6 +168,7 @@ class Tabletop(Env):
     state_dim: ClassVar[int] = 7
     control_hz: ClassVar[float] = 5.0
     max_steps: ClassVar[int] = 80
+    has_expert: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.image_size < 16:
@@ -199,6 +200,12 @@ class Tabletop(Env):
     def success(self, states: Scene) -> Bool[Array, " b"]:
         """Whether each scene's goal has held long enough."""
         return jax.vmap(success)(states)
+
+    def demonstrate(self, states: Scene, keys: Key[Array, " b"]) -> tuple[Float[Array, "b 7"], Float[Array, "b 7"]]:
+        """What the scripted expert commands, and that with small disturbances and now and then a shove."""
+        from openpi_train.envs.tabletop_expert import command  # which imports this module
+
+        return command(states, keys)
 
 
 @functools.partial(jax.jit, static_argnums=2)
