@@ -109,8 +109,8 @@ def flatten_rows(batch: Any) -> dict[str, Any]:
     }
 
 
-def observation_of(rows: dict[str, Any]) -> Observation:
-    """Build the `Observation` of a flat dictionary of batched columns."""
+def observation(rows: dict[str, Any]) -> Observation:
+    """Build the `Observation` that a flat dictionary of batched columns stands for; other columns are passed over."""
 
     def slots(prefix):
         return {name.removeprefix(prefix): value for name, value in sorted(rows.items()) if name.startswith(prefix)}
@@ -122,7 +122,7 @@ def observation_of(rows: dict[str, Any]) -> Observation:
         state=rows["state"],
         prompt_tokens=rows["prompt_tokens"],
         prompt_mask=rows["prompt_mask"],
-        **{name: rows.get(name) for name in TOKEN_MASKS},
+        **{name: rows[name] for name in TOKEN_MASKS if name in rows},
     )
 
 
@@ -130,7 +130,7 @@ def action_batch(rows: dict[str, Any]) -> ActionBatch:
     """Build the `ActionBatch` that a flat dictionary of batched columns stands for (inverse of `flatten_rows`)."""
     return tree_of(
         ActionBatch,
-        observation=observation_of(rows),
+        observation=observation(rows),
         actions=rows["actions"],
         action_mask=rows["action_mask"],
         dim_mask=rows["dim_mask"],

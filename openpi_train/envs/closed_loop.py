@@ -59,6 +59,7 @@ def evaluate(
     batch_size: int | None = None,
     rows: np.ndarray | None = None,
     gather: Callable[[str, Any], list[Any]] = lambda name, value: [value],
+    all_done: Callable[[bool], bool] = bool,
     recorder: Recorder | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Score | None:
@@ -69,7 +70,8 @@ def evaluate(
         history: observations that the policy sees (`rollout`).
         batch_size: episodes at a time, over all processes; None: all of them.
         rows: which of each batch this process acts in; None: all. The rows of all processes are the whole batch.
-        gather: hands every process's JSON value to all, as `training/agreement.py` does. All come equally often.
+        gather: hands every process's JSON value to all, as `training/agreement.py` does.
+        all_done: whether all processes are done with a batch, where they must ask the policy together (`rollout`).
         recorder: makes the videos.
     """
     env, episodes = config.env, []
@@ -90,7 +92,7 @@ def evaluate(
             execute=execute if config.execute is None else config.execute,
             max_steps=config.max_steps,
             history=history,
-            all_done=lambda done: all(gather("episodes of a closed loop", done)),
+            all_done=all_done,
             watch=recorder.watch(numbers, tasks) if recorder is not None and count else None,
             stop_requested=stop_requested,
         )

@@ -28,7 +28,7 @@ from openpi_train.sharding.mesh import TENSOR
 from openpi_train.training.agreement import gather
 from openpi_train.training.sampling import sample_chunks
 from openpi_train.training.step import Trainer
-from openpi_train.types import observation_of
+from openpi_train.types import observation as observation_of
 
 
 class MeshPolicy:
@@ -124,6 +124,7 @@ class ClosedLoopEvaluator:
             batch_size=self._policy.batch_size,
             rows=self._policy.rows,
             gather=gather,
+            all_done=lambda done: all(gather("episodes that are over", done)),
             recorder=recorder,
             stop_requested=self._stop_requested,
         )
