@@ -10,6 +10,7 @@ import dataclasses
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.zarr import Zarr
+from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.metaworld import MetaWorld as World
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
@@ -47,7 +48,11 @@ metaworld_mt5_dp = Experiment(
     num_workers=0,
     save_interval=4_000,
     keep_period=None,
-    eval=EvalConfig(interval=1_000, num_rows=256, num_train_rows=256, num_sample_steps=10),
+    eval=EvalConfig(
+        interval=1_000,
+        num_sample_steps=10,
+        closed_loop=ClosedLoop(env=_WORLD, interval=1_000, episodes_per_device=50, num_videos=5),
+    ),
 )
 """A diffusion policy from state on five of Meta-World's tasks at once, 20 demonstrations each.
 

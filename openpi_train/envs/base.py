@@ -53,7 +53,7 @@ class Env(abc.ABC):
         """The task in words, as a policy is told."""
 
     @abc.abstractmethod
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
         """Fresh episodes: each row's initial state is a function of its key and task alone, and not yet a success."""
 
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class NoEnv(Env):
         """There is none."""
         raise self._nothing()
 
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
         """There is none."""
         raise self._nothing()
 

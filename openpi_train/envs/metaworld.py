@@ -10,6 +10,7 @@ episodes are functions of their keys and actions, bit for bit.
 
 import collections
 import dataclasses
+import functools
 import importlib
 import logging
 import warnings
@@ -112,13 +113,9 @@ class MetaWorld(Env):
 
     def pictures(self, states: Episodes, rows: np.ndarray) -> Mapping[str, np.ndarray]:
         """The view from the corner, also of an environment without cameras; nothing where nothing can draw it."""
-        try:
-            return self._drawn(states, rows, self.image_size or SHOWN_PX)
-        except RuntimeError as error:
-            if self.image_size is not None:
-                raise
-            logger.warning("no pictures of Meta-World: %s", error)
+        if self.image_size is None and _tell_why_not():
             return {}
+        return self._drawn(states, rows, self.image_size or SHOWN_PX)
 
     def _drawn(self, states: Episodes, rows: np.ndarray, size: int) -> dict[str, np.ndarray]:
         _check_newest(states)
@@ -195,6 +192,15 @@ class _Lease(list[_Simulator]):
 def _give_back(simulators: tuple[_Simulator, ...]) -> None:
     for simulator in simulators:
         _IDLE[simulator.name].append(simulator)
+
+
+@functools.cache
+def _tell_why_not() -> str:
+    from openpi_train.envs.metaworld_render import why_not
+
+    if problem := why_not():
+        logger.warning("Meta-World is shown to nobody: %s", problem)
+    return problem
 
 
 def _check_newest(states: Episodes) -> None:

@@ -7,18 +7,20 @@ import functools
 import importlib
 from typing import Any
 
-import mujoco
 import numpy as np
 from jaxtyping import UInt8
 
+mujoco: Any = importlib.import_module("mujoco")  # a compiled module, of which type checkers know nothing
 _BACKENDS = ("egl", "osmesa")
+# The process's OpenGL context, once it is needed.
+_contexts: list[Any] = []
 
 
 class View:
     """A camera of a model, for square pictures of `size` pixels. Raises RuntimeError where nothing can draw them."""
 
     def __init__(self, model: Any, camera: str, size: int):
-        _context().make_current()
+        _make_current()
         self.size, self._model, self._frame = size, model, mujoco.MjrRect(0, 0, size, size)
         model.vis.global_.offwidth = model.vis.global_.offheight = size
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
@@ -30,7 +32,7 @@ class View:
 
     def picture(self, data: Any) -> UInt8[np.ndarray, "size size 3"]:
         """What the camera sees now."""
-        _context().make_current()
+        _make_current()
         mujoco.mjv_updateScene(
             self._model, data, mujoco.MjvOption(), None, self._camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene
         )
@@ -44,15 +46,23 @@ class View:
 
 
 @functools.cache
-def _context() -> Any:
-    """The process's OpenGL context; MuJoCo draws into frame buffers of its own, whatever its size."""
+def why_not() -> str:
+    """Why pictures cannot be drawn here, and what to do; empty where they can."""
     problems = []
     for name in _BACKENDS:
         try:
-            return importlib.import_module(f"mujoco.{name}").GLContext(16, 16)
+            # MuJoCo draws into frame buffers of its own: the context's size does not matter.
+            _contexts.append(importlib.import_module(f"mujoco.{name}").GLContext(16, 16))
+            return ""
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
             problems.append(f"{name}: {error}")
-    raise RuntimeError(
+    return (
         f"nothing here can draw pictures without a display ({'; '.join(problems)}): install libegl1 or libosmesa6, or "
         "leave the environment's image_size out, as a policy from states alone can"
     )
+
+
+def _make_current() -> None:
+    if problem := why_not():
+        raise RuntimeError(problem)
+    _contexts[0].make_current()

@@ -186,9 +186,9 @@ class Tabletop(Env):
         """The task in words."""
         return self.task_list[task].instruction
 
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Scene:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Scene:
         """Fresh scenes, one per key and task number."""
-        return _reset_batch(keys, tasks, self.task_list)
+        return _reset_batch(keys, jnp.asarray(tasks), self.task_list)
 
     def step(self, states: Scene, actions: Float[Array | np.ndarray, "b 7"]) -> Scene:
         """The scenes one control step later."""
