@@ -142,5 +142,5 @@ def test_the_robot_has_the_environments_dims_and_both_directions():
     steps = robot.read(recorded, np.array([3]))
     state, actions = robot.to_model(steps.state, steps.actions[:, None])
     assert actions is not None and np.array_equal(robot.from_model(actions, state), steps.actions[:, None])
-    with pytest.raises(ValueError, match="MetaWorld robot has 39 state dims .* the dataset gives 38"):
+    with pytest.raises(ValueError, match=r"MetaWorld robot has 39 state dims .* the dataset gives 38"):
         robot.read(recorded | {"state": np.ones((3, 38))}, np.array([3]))
