@@ -99,7 +99,8 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_merge", "_convert", "_fit_fast"]}
+    verbs = ["_prepare", "_collect", "_index", "_repack", "_merge", "_convert", "_fit_fast"]
+    places |= {plan: ["main"], data_tool: verbs}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)
