@@ -19,6 +19,7 @@ BENCHMARKS = {
     "checkpoint": "how long a save holds up training, synchronous and asynchronous",
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
+    "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",
     "vla_runs": "every way of training a VLA, in small: 2 processes x 2 devices under zero3, resumed on 1 device",
     "fault_drill": "random faults during a run: seconds and steps that each costs, and whether the result is the same",

@@ -51,7 +51,7 @@ def _reported(command: Callable[[], int]) -> int:
 def train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
     process, rest = _process_flags(argv)
-    if any(word.startswith("--deepspeed") for word in rest):  # process 0 says what it becomes
+    if not {"-h", "--help"} & set(rest):  # process 0 says which experiment a dataset chooses, what DeepSpeed's file is
         logs.configure(find_world(process.world, os.environ).process_index)
     experiment = parse_experiment(name, rest)
     from openpi_train.training import prepare, start

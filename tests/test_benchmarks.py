@@ -114,6 +114,17 @@ def test_tabletop_compares_numbers_of_scenes(quick):
     assert [row["scenes"] for row in found] == [1, 2]
 
 
+@pytest.mark.sim
+@pytest.mark.slow
+def test_metaworld_sets_success_against_cpu_time(quick):
+    pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'openpi_train[sim]'")
+    first, last = rows(quick, "Meta-World")
+    assert [first["step"], last["step"]] == ["0", "4"] and 0 < first["CPU s"] < last["CPU s"]
+    assert first["loss"] is None and last["loss"] > 0 and last["held-out loss"] != first["held-out loss"]
+    assert first["success (95 % interval)"] == "0% (0% to 43%)"
+    assert "2 demonstrations per task took " in quick[0]
+
+
 @pytest.mark.slow
 def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
     found = rows(quick, "Start-up")

@@ -106,11 +106,8 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    places |= {
-        serve_main: ["run", "replay"],
-        plan: ["main"],
-        data_tool: ["_prepare", "_index", "_inspect", "_repack", "_merge", "_convert", "_fit_fast"],
-    }
+    verbs = ["_prepare", "_collect", "_index", "_inspect", "_repack", "_merge", "_convert", "_fit_fast"]
+    places |= {serve_main: ["run", "replay"], plan: ["main"], data_tool: verbs}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)
