@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import faults, report, steps
+from benchmarks import closed_loop, faults, report, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +113,27 @@ def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
 def test_tabletop_compares_numbers_of_scenes(quick):
     found = rows(quick, "Tabletop")
     assert [row["scenes"] for row in found] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["Demo", "Diffusion policy from images"])
+def test_policies_are_rolled_out_untrained_and_at_every_checkpoint(quick, title):
+    found = rows(quick, title)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    episodes = 2 * (2 if title == "Demo" else 1)
+    for row in found:
+        wins, number = map(int, row["successes"].split(" of "))
+        assert number == episodes and row["share"] == wins / number
+    assert [row["held-out loss"] is not None for row in found] == [True, False, True]
+
+
+def test_wilsons_interval_is_where_a_score_test_would_just_not_reject():
+    for successes, trials in ((0, 20), (7, 20), (20, 20)):
+        for bound in closed_loop.wilson(successes, trials):
+            if 0 < bound < 1:
+                score = (successes / trials - bound) / (bound * (1 - bound) / trials) ** 0.5
+                assert abs(score) == pytest.approx(1.959964)
+    assert closed_loop.wilson(0, 20)[0] == 0 and closed_loop.wilson(20, 20)[1] == 1
 
 
 @pytest.mark.slow
