@@ -109,13 +109,13 @@ def flatten_rows(batch: Any) -> dict[str, Any]:
     }
 
 
-def action_batch(rows: dict[str, Any]) -> ActionBatch:
-    """Build the `ActionBatch` that a flat dictionary of batched columns stands for (inverse of `flatten_rows`)."""
+def observation(rows: dict[str, Any]) -> Observation:
+    """Build the `Observation` that a flat dictionary of batched columns stands for; other columns are passed over."""
 
     def slots(prefix):
         return {name.removeprefix(prefix): value for name, value in sorted(rows.items()) if name.startswith(prefix)}
 
-    observation = tree_of(
+    return tree_of(
         Observation,
         images=slots("image/"),
         image_masks=slots("image_mask/"),
@@ -124,9 +124,13 @@ def action_batch(rows: dict[str, Any]) -> ActionBatch:
         prompt_mask=rows["prompt_mask"],
         **{name: rows[name] for name in TOKEN_MASKS if name in rows},
     )
+
+
+def action_batch(rows: dict[str, Any]) -> ActionBatch:
+    """Build the `ActionBatch` that a flat dictionary of batched columns stands for (inverse of `flatten_rows`)."""
     return tree_of(
         ActionBatch,
-        observation=observation,
+        observation=observation(rows),
         actions=rows["actions"],
         action_mask=rows["action_mask"],
         dim_mask=rows["dim_mask"],

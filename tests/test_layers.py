@@ -19,6 +19,7 @@ ROWS = (
     {"choice"},
     {"registry", "planning", "elastic"},
     {"training"},
+    {"policy"},
     {"tools"},
     {"cli"},
     {"__main__"},

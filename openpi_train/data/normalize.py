@@ -141,16 +141,27 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     if not path.is_file():
         raise FileNotFoundError(f"no norm stats at {path}; give a {FILE_NAME}, or none to have them computed")
     try:
-        entries = json.loads(path.read_text())["norm_stats"]
-        stats = {name: _from_json(entry) for name, entry in entries.items()}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not a norm_stats.json: {type(error).__name__}: {error}") from error
+    return parse_norm_stats(content, str(path))
+
+
+def parse_norm_stats(content: Any, where: str) -> dict[str, NormStats]:
+    """The stats of what openpi's `norm_stats.json` holds; `where` names it in errors.
+
+    Raises ValueError for content of another form.
+    """
+    try:
+        stats = {name: _from_json(entry) for name, entry in content["norm_stats"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is not a norm_stats.json: {type(error).__name__}: {error}") from error
     for name, entry in stats.items():
         given = (entry.mean, entry.std, entry.q01, entry.q99, entry.low, entry.high)
         if len({len(values) for values in given if values is not None}) != 1:
-            raise ValueError(f"{path}: mean, std, q01, q99, min and max of {name} differ in width")
+            raise ValueError(f"{where}: mean, std, q01, q99, min and max of {name} differ in width")
         if not (np.isfinite(entry.mean).all() and np.isfinite(entry.std).all()):
-            raise ValueError(f"{path}: mean or std of {name} holds NaN or infinity; give none to have them computed")
+            raise ValueError(f"{where}: mean or std of {name} holds NaN or infinity; give none to have them computed")
     return stats
 
 

@@ -31,11 +31,11 @@ class Tokenizer:
     """A SentencePiece model and the prompt formats of pi0 and pi0.5. Picklable.
 
     Raises ValueError where `model` is not a SentencePiece model; `name` is for messages. `offline` says of what is
-    loaded to go with it that the hub is not to be asked.
+    loaded to go with it that the hub is not to be asked. Prompts that are too long are cut, or without `cuts` refused.
     """
 
-    def __init__(self, model: bytes, name: str = "tokenizer", offline: bool = False):
-        self.name, self.offline = name, offline
+    def __init__(self, model: bytes, name: str = "tokenizer", offline: bool = False, cuts: bool = True):
+        self.name, self.offline, self.cuts = name, offline, cuts
         self._model = model
         self._truncated: set[str] = set()
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -47,7 +47,7 @@ class Tokenizer:
             raise ValueError(f"{name} is not a SentencePiece model ({len(model)} bytes); give its `.model` file")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self._model, self.name, self.offline)
+        return Tokenizer, (self._model, self.name, self.offline, self.cuts)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, {self.vocab_size} pieces)"
@@ -56,6 +56,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of pieces; tokens are below it."""
         return self._processor.vocab_size()
+
+    def without_cuts(self) -> "Tokenizer":
+        """The same tokenizer, which refuses prompts that are too long."""
+        return Tokenizer(self._model, self.name, self.offline, cuts=False)
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The tokens of a text as it stands."""
@@ -82,7 +86,14 @@ class Tokenizer:
         return self.encode(f"Task: {text}, State: {state_text(state)};\nAction: ", bos=True)
 
     def fit(self, tokens: list[int], max_len: int, text: str) -> np.ndarray:
-        """The tokens cut or padded with 0 to int32 [max_len]; `text` names them in the warning of a cut."""
+        """The tokens cut or padded with 0 to int32 [max_len]; `text` names them in the warning of a cut.
+
+        Raises ValueError in place of that warning where nothing is to be cut.
+        """
+        if len(tokens) > max_len and not self.cuts:
+            raise ValueError(
+                f"the prompt {text[:200]!r} has {len(tokens)} tokens; the model reads {max_len}: shorten it"
+            )
         if len(tokens) > max_len:
             self._warn_of_truncation(text, len(tokens), max_len)
         padded = np.zeros(max_len, np.int32)

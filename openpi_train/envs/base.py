@@ -19,12 +19,13 @@ from openpi_train.types import pytree
 class EnvObservation:
     """What the robot sees and feels in each episode of a batch, in the robot's own units.
 
-    `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose words are the prompt.
+    `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose words are the prompt. A policy
+    that sees several control steps is given them on an axis `o` behind the rows', the present one last.
     """
 
-    images: Mapping[str, UInt8[Array, "b height width 3"]]
-    state: Float[Array, "b s"]
-    task: Int[Array, " b"]
+    images: Mapping[str, UInt8[Array | np.ndarray, "b *o height width 3"]]
+    state: Float[Array | np.ndarray, "b *o s"]
+    task: Int[Array | np.ndarray, " b"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,3 +65,50 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def success(self, states: Any) -> Bool[Array, " b"]:
         """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""
+
+    def pictures(self, states: Any, rows: np.ndarray) -> Mapping[str, np.ndarray]:
+        """What a person is shown of these rows, for videos: uint8 [rows, height, width, 3] by camera.
+
+        By default what the policy sees; worlds without cameras may draw, too. Nothing where nothing can be drawn.
+        """
+        images = self.observe(states).images
+        return {name: np.asarray(image)[rows] for name, image in images.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoEnv(Env):
+    """No world and no task: what a run has that is not evaluated in an environment."""
+
+    cameras: ClassVar[tuple[str, ...]] = ()
+    action_dim: ClassVar[int] = 0
+    state_dim: ClassVar[int] = 0
+    control_hz: ClassVar[float] = 1.0
+    max_steps: ClassVar[int] = 0
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def instruction(self, task: int) -> str:
+        """There is none."""
+        raise self._nothing()
+
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+        """There is none."""
+        raise self._nothing()
+
+    def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
+        """There is none."""
+        raise self._nothing()
+
+    def observe(self, states: Any) -> EnvObservation:
+        """There is none."""
+        raise self._nothing()
+
+    def success(self, states: Any) -> Bool[Array, " b"]:
+        """There is none."""
+        raise self._nothing()
+
+    def _nothing(self) -> ValueError:
+        return ValueError("there is no environment: give the experiment one in eval.closed_loop.env")

@@ -146,6 +146,11 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
 
+    def without_lora(self) -> "PaliGemmaFlowConfig":
+        """The config of the model that `merge_lora` gives the parameters of."""
+        plain = dataclasses.replace(self.language, lora_attention_rank=0, lora_mlp_rank=0)
+        return dataclasses.replace(self, language=plain)
+
     def merge_lora(self, params: Mapping[str, Array]) -> dict[str, Array]:
         """All parameters by path, LoRA's additions folded into the weights."""
         scale = self.decoders["language"].lora.attention_scale

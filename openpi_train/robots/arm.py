@@ -17,6 +17,11 @@ class Arm(Robot):
     # Features that make up the action, in order.
     action_columns: tuple[str, ...] = ("action",)
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """As the dataset's features."""
+        return self.state_columns
+
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions as recorded."""
         del episode_ends

@@ -50,6 +50,11 @@ class Robot(abc.ABC):
     def delta_mask(self) -> tuple[bool, ...] | None:
         """Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim."""
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Names under which a request may bring the state's parts, in order; as a whole, `state`, it always may."""
+        return ("observation/state",)
+
     @abc.abstractmethod
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """A dataset's columns as this robot's states and actions, step by step.

@@ -49,6 +49,16 @@ class Devices:
 
         return self._run(on_device, specs, REPLICATED, params, batch, rest)
 
+    def rows(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
+        """What `function` returns for its rows, those of all devices in their order. `rest` is the same on all."""
+        specs = self._specs(params)
+
+        def on_device(params, batch, rest):
+            held, copies = self._held(params, specs)
+            return function(_at_hand(held, copies), batch, rest)
+
+        return self._run(on_device, specs, PartitionSpec(self._axes), params, batch, rest)
+
     def gradient(
         self, function: Function, params: Params, frozen: Params, batch: Any, rest: Any, num_micros: int = 1
     ) -> tuple[Params, Any]:

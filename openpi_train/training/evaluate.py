@@ -20,6 +20,7 @@ from openpi_train.keys import for_purpose, row_keys
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.sharding.strategy import ON_HOST
 from openpi_train.training.agreement import gather
+from openpi_train.training.sampling import sample_chunks, sample_keys
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.types import ActionBatch
@@ -89,13 +90,13 @@ class Evaluator:
     def _values(self, state: TrainState) -> dict[str, float]:
         values = self._evaluate(state.params, state.frozen)
         if state.ema is not None:
-            averaged = self._evaluate(self._on_devices(state.ema), state.frozen)
+            averaged = self._evaluate(self.on_devices(state.ema), state.frozen)
             values |= {f"{name}_ema": value for name, value in averaged.items()}
         if "sample" in self._trainer.model.provides:
             values["val/action_mse_mean_baseline"] = self._baseline()
         return values
 
-    def _on_devices(self, params: Params) -> Params:
+    def on_devices(self, params: Params) -> Params:
         """The same parameters, out of host memory where they lie there between steps."""
         plan, key = self._trainer.plan, ("average on the devices",)
         if "ema" not in ON_HOST[plan.offload]:
@@ -167,9 +168,9 @@ def _loss(trainer: Trainer, params: Params, frozen: Params, norms: Any, batch: A
 def _action_error(trainer: Trainer, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
     def share(params, batch, start):
         model: Any = merge_module(trainer.graphdef, params)
-        keys = _keys(trainer, batch, start, "validation/sample")
-        noise = jax.vmap(lambda key: jax.random.normal(key, batch.actions.shape[1:], jnp.float32))(keys)
-        actions = trainer.objective.sample_actions(model, batch.observation, noise, keys, num_steps)
+        keys = sample_keys(trainer.seed, start + batch.row)
+        chunk = batch.actions.shape[1:]
+        actions = sample_chunks(trainer.objective, model, batch.observation, keys, num_steps, chunk)
         mask = _own_elements(batch)
         return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
 

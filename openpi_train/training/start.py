@@ -29,6 +29,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.closed_loop import ClosedLoopEvaluator
 from openpi_train.training.epochs import in_steps, process_0_first
 from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import StateLayout, create_state, read_state
@@ -117,6 +118,9 @@ def start(
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed)
         evaluator = make_evaluator(experiment, trainer, data)
+        closed_loop = ClosedLoopEvaluator(
+            trainer, data, experiment.eval.closed_loop, experiment.eval.num_sample_steps, preempt.stop_requested
+        )
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
@@ -132,6 +136,7 @@ def start(
         feed=feed,
         recorder=recorder,
         evaluator=evaluator,
+        closed_loop=closed_loop,
         checkpoints=checkpoints,
         metrics=make_metrics(experiment, directory, int(state.step), data.train.num_samples),
         progress=ProgressReport(
@@ -170,7 +175,9 @@ def open_run_data(experiment: Experiment) -> OpenedData:
     with reported_as(DataError):
         tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
         windows = open_windows(config, model.window)
-        model = model.fit_prompts(tokenizer, prompts(windows))
+        acting = experiment.eval.closed_loop
+        told = [(text, acting.env.state_dim) for text in map(acting.env.instruction, range(len(acting.env.tasks)))]
+        model = model.fit_prompts(tokenizer, [*prompts(windows), *told])
         data = open_data(
             config,
             shape=model.window,
@@ -279,6 +286,13 @@ def report(run: Run) -> None:
     if len(run.history) < 2:
         return
     first, last = run.history[0], run.history[-1]
+    if "success/all" in first and "success/all" in last:
+        logger.info(
+            "success in the environment: %.1f %% before, %.1f %% after",
+            *(100 * one["success/all"] for one in (first, last)),
+        )
+    if not ("val/loss" in first and "val/loss" in last):
+        return
     suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
     before, after = first[f"val/loss{suffix}"], last[f"val/loss{suffix}"]
     logger.info("held-out loss%s: %.4f before, %.4f after", weights, before, after)

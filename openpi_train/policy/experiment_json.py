@@ -1,0 +1,119 @@
+"""From the JSON of a run's experiment (`experiment.as_json`) back to the `Experiment`.
+
+A class is found by its name: among those of an experiment that the caller gives, else among the subclasses, in this
+package, of what the field is typed by. A stored experiment never says where code is to be run from.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.experiment import Experiment
+from openpi_train.runtime.exits import CheckpointError
+
+_CLASS, _PACKAGE = "__class__", "openpi_train"
+
+
+def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = None) -> Experiment:
+    """The experiment that `as_json` wrote down; `like` is one whose classes it may name beside the package's.
+
+    Raises CheckpointError where a class or a field is not known here.
+    """
+    return _convert(value, Experiment, "experiment", _classes(like))
+
+
+def _classes(config: Any) -> dict[str, type]:
+    """The classes of a config and of all that it holds, by name."""
+    if isinstance(config, Mapping | list | tuple):
+        parts = list(config.values() if isinstance(config, Mapping) else config)
+        return {name: cls for part in parts for name, cls in _classes(part).items()}
+    if not dataclasses.is_dataclass(config):
+        return {}
+    parts = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    return {**_classes(parts), type(config).__name__: type(config)}
+
+
+def _convert(value: Any, hint: Any, where: str, known: Mapping[str, type]) -> Any:
+    """`value` as the type that `hint` asks for."""
+    if isinstance(value, Mapping) and _CLASS in value:
+        cls = _find(value[_CLASS], hint, known)
+        if cls is None:
+            raise CheckpointError(
+                f"{where} is a {value[_CLASS]}, which openpi_train has not. If it is your own, name the run's "
+                "experiment: --experiment my_runs.py:NAME, or load_policy(..., experiment='my_runs.py:NAME')"
+            )
+        return _dataclass(value, cls, where, known)
+    if isinstance(value, Mapping):
+        items = next((typing.get_args(one)[1] for one in _parts(hint) if len(typing.get_args(one)) == 2), Any)
+        return {key: _convert(item, items, f"{where}.{key}", known) for key, item in value.items()}
+    if isinstance(value, list):
+        hints = next((args for one in _parts(hint) if (args := typing.get_args(one))), (Any, ...))
+        each = [hints[0]] * len(value) if hints[-1] is Ellipsis or len(hints) == 1 else hints
+        return tuple(_convert(*pair, f"{where}.{n}", known) for n, pair in enumerate(zip(value, each, strict=True)))
+    return value
+
+
+def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type]) -> Any:
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    if unknown := sorted(value.keys() - fields - {_CLASS}):
+        raise CheckpointError(
+            f"{where}: a {cls.__name__} has no {', '.join(unknown)} here. The run was made by another version of "
+            "openpi_train; use that one (its environment.json names the commit)"
+        )
+    hints = _hints(cls)
+    given = {name: _convert(value[name], hints[name], f"{where}.{name}", known) for name in fields & value.keys()}
+    try:
+        return cls(**given)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _parts(hint: Any) -> list[Any]:
+    """The alternatives of a type hint."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [part for one in typing.get_args(hint) for part in _parts(one)]
+    return [hint]
+
+
+def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
+    """The class `name` that may stand where `hint` is asked for; its module is imported where that has to be."""
+    bases = [part for part in _parts(hint) if isinstance(part, type)]
+    if name in known and issubclass(known[name], tuple(bases)):
+        return known[name]
+    if found := _among(bases, name):
+        return found
+    for base in bases:
+        for module in _modules_with(name, base.__module__.rpartition(".")[0]):
+            importlib.import_module(module)
+    return _among(bases, name)
+
+
+def _among(bases: Sequence[type], name: str) -> type | None:
+    """The package's class of this name among `bases` and their subclasses."""
+    for base in bases:
+        if base.__name__ == name and base.__module__.startswith(f"{_PACKAGE}."):
+            return base
+        if found := _among(base.__subclasses__(), name):
+            return found
+    return None
+
+
+def _modules_with(name: str, package: str) -> list[str]:
+    """The modules of a part of ours whose text defines the class."""
+    if not package.startswith(f"{_PACKAGE}."):
+        return []
+    root = Path(importlib.import_module(package).__file__ or "").parent
+    is_defined = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
+    files = sorted(file for file in root.rglob("*.py") if is_defined.search(file.read_text(encoding="utf-8")))
+    return [f"{package}.{'.'.join(file.relative_to(root).with_suffix('').parts)}" for file in files]

@@ -1,0 +1,212 @@
+"""`load_policy`: a run's checkpoint, or another one with the experiment that it belongs to, as a `Policy`.
+
+Nothing of the optimizer is read, and each device reads the parameters that it holds. Read next: `policy.py`.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from openpi_train import registry
+from openpi_train.data.config import Dataset
+from openpi_train.data.normalize import NormStats, parse_norm_stats
+from openpi_train.data.tokenizer import load_tokenizer
+from openpi_train.data.transforms import Normalize, Unnormalize
+from openpi_train.experiment import Experiment
+from openpi_train.interop import formats, openpi
+from openpi_train.interop.stored import Leaves, Stored, place
+from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import Params
+from openpi_train.planning.devices import memory_bytes
+from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.observation import ObservationForm
+from openpi_train.policy.policy import Policy
+from openpi_train.policy.sampler import Sampler
+from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 4, 16)
+# The share of a device's memory up to which each holds all parameters, the rest being for activations and caches.
+_MOST_OF_MEMORY = 0.6
+
+
+def load_policy(
+    directory: str | Path,
+    *,
+    experiment: str | Experiment | None = None,
+    dataset: int | str | None = None,
+    prompt: str | None = None,
+    average: bool = True,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    merge_lora: bool = True,
+    num_sample_steps: int | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seed: int | None = None,
+    tokenizer: str | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Policy:
+    """The policy that a run trained: `load_policy(run).infer(observation)["actions"]`.
+
+    Args:
+        directory: a run's directory (its newest checkpoint is taken), a step's in it, or its `best`; or a checkpoint of
+            another form that `docs/exchange.md` names, with the `experiment` it belongs to. Buckets' addresses go, too.
+        experiment: the run's own experiment, by name or `file.py:name`: needed where it uses classes of your own, and
+            for a checkpoint that does not say whose it is.
+        dataset: which of several datasets' robot and norm stats, by number or asset id.
+        prompt: the instruction where an observation has none; None: the dataset's own, if it has one for all.
+        average: take the averaged parameters (EMA), where the run kept an average.
+        dtype: the type in which parameters are held; None: as they are stored.
+        merge_lora: fold low-rank factors into the weights, for speed.
+        num_sample_steps: denoising steps; None: as many as the run's evaluation takes.
+        batch_sizes: rows of the programs that are compiled; a batch is filled up to the next one.
+        seed: of all noise; None: the run's.
+        tokenizer: another place of the run's tokenizer.
+        devices: the devices to use; None: all of this process.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
+        UsageError: an argument is missing or not possible; the message says which are.
+    """
+    given = registry.load(experiment) if isinstance(experiment, str) else experiment
+    stored = formats.open_checkpoint(directory)
+    if stored.experiment is not None:
+        run = experiment_from_json(stored.experiment, given)
+    elif given is not None:
+        run = given
+    else:
+        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
+    chosen = _dataset(run, dataset)
+    model, window = run.model, run.model.window
+    config = run.data
+    pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
+    longest = model.fit_prompts(pieces, ())
+    lengths = None
+    if longest.prompt_length is not None and model.prompt_length is not None:
+        lengths = tuple(sorted({model.prompt_length, longest.prompt_length}))
+    stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.normalization
+    model, params, plan = _restored(run.model, stored, str(directory), average, dtype, merge_lora, devices)
+    sampler = Sampler(
+        model=model,
+        objective=run.objective,
+        params=params,
+        plan=plan,
+        cameras=config.cameras,
+        seed=run.seed if seed is None else seed,
+        num_steps=num_sample_steps or run.eval.num_sample_steps,
+        batch_sizes=tuple(batch_sizes),
+        text_lengths=lengths,
+    )
+    return Policy(
+        sampler=sampler,
+        form=ObservationForm(
+            robot=chosen.robot,
+            window=window,
+            image_size=sampler.image_size,
+            reads_prompt=lengths is not None,
+            prompt=chosen.prompt if prompt is None else prompt,
+        ),
+        transforms=(Normalize(stats, form), *longest.transforms(pieces.without_cuts())),
+        unnormalize=Unnormalize(stats, form),
+        experiment=run.name,
+        checkpoint=stored.where,
+    )
+
+
+def _dataset(run: Experiment, wanted: int | str | None) -> Dataset:
+    """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
+    datasets = run.data.datasets
+    listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
+    if isinstance(wanted, str):
+        found = [one for one in datasets if one.asset == wanted]
+    else:
+        found = [one for n, one in enumerate(datasets) if wanted in (None, n)]
+    if len({(repr(one.robot), one.asset) for one in found}) != 1:
+        problem = "was trained on several datasets" if wanted is None else f"has no dataset {wanted!r}"
+        raise UsageError(f"the run {problem}; say which robot's policy this is to be with `dataset`: {listing}")
+    return found[0]
+
+
+def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
+    if asset not in stored.norm_stats:
+        raise CheckpointError(
+            f"{stored.where} holds no norm stats for {asset!r}, only for {sorted(stored.norm_stats) or 'nothing'}; put "
+            "them in with `convert --norm-stats FILE --asset-id ...`"
+        )
+    try:
+        stats = parse_norm_stats(stored.norm_stats[asset], f"the norm stats {asset!r} of {stored.where}")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if missing := {"state", "actions"} - stats.keys():
+        raise CheckpointError(f"the norm stats {asset!r} of {stored.where} lack {', '.join(sorted(missing))}")
+    return stats
+
+
+def _restored(
+    model: ModelConfig,
+    stored: Stored,
+    directory: str,
+    average: bool,
+    dtype: str | None,
+    merge_lora: bool,
+    devices: Sequence[Any] | None,
+) -> tuple[ModelConfig, Params, Plan]:
+    """The model that is to run, its parameters on the devices, and how they lie there."""
+    leaves = dict(formats.model_params(stored, model))
+    if not average:
+        leaves |= _not_averaged(formats.open_checkpoint(directory, model), model, leaves)
+    plan = _plan(list(devices or jax.local_devices()), leaves)
+    merges = merge_lora and any(path.endswith("/lora_a") for path in leaves)
+    params: Params = {}
+    for path, leaf in leaves.items():
+        kept = merges or dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating)
+        wanted = leaf.dtype if kept else jnp.dtype(dtype)
+        params[path] = place(leaf, wanted, plan.tree("state", {path: leaf})[path])
+    size = sum(leaf.nbytes for leaf in params.values())
+    count, where = plan.real_mesh.size, f"{plan.real_mesh.size} devices" if plan.real_mesh.size > 1 else "1 device"
+    logger.info(
+        "%s: %.3g GB of parameters on %s%s",
+        stored.where,
+        size / 1e9,
+        where,
+        ", cut" if count > 1 and plan.cuts("copy") else "",
+    )
+    return (model.without_lora(), _merged(model, params, plan, dtype), plan) if merges else (model, params, plan)
+
+
+def _not_averaged(stored: Stored, model: ModelConfig, leaves: Leaves) -> dict[str, Any]:
+    """The trained parameters themselves, where `params` holds their average."""
+    if stored.train_state is None:
+        raise UsageError(f"{stored.where} has no training state: its parameters are there as they are published only")
+    names = openpi.parameter_names(model)
+    found = {path: stored.train_state.get(f"params/{names[path]}") for path in leaves}
+    return {path: leaf for path, leaf in found.items() if leaf is not None}
+
+
+def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
+    """The parameters with low-rank factors folded in: weights that have some in float32, or all in `dtype`."""
+    adapted = {f"{path.removesuffix('/lora_a')}/weight" for path in params if path.endswith("/lora_a")}
+
+    def merge(params: Params) -> Params:
+        wide = {path: leaf.astype(jnp.float32) if path in adapted else leaf for path, leaf in params.items()}
+        merged = model.merge_lora(wide)
+        return {path: leaf.astype(dtype or leaf.dtype) for path, leaf in merged.items()}
+
+    shardings = plan.tree("state", jax.eval_shape(merge, params))
+    return jax.jit(merge, out_shardings=shardings)(params)
+
+
+def _plan(devices: list[Any], leaves: Leaves) -> Plan:
+    """All parameters on every device where they fit, else cut over all of them."""
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
+    if fits or len(devices) == 1:
+        return Plan(mesh=make_mesh(1, devices), strategy="replicated")
+    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3")

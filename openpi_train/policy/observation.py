@@ -1,0 +1,184 @@
+"""What a policy is asked with: the keys of an observation, their checks, and the row that becomes of it.
+
+An observation is a dictionary, nested or with "/" in its keys: the robot's image features, its `state` as a whole or in
+the parts of `Robot.state_keys`, and where the model reads text a `prompt`. openpi's clients send the same under names
+that may lack "observation/" or have it, and images with channels first or as fractions: these go, too.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.windows import WindowShape
+from openpi_train.robots.base import Robot
+
+_PREFIX = "observation/"
+PROMPT, STATE = "prompt", "state"
+
+
+class ObservationError(ValueError):
+    """An observation that the policy cannot act on; the message says which key, what came and what is expected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObservationForm:
+    """The observations of a robot for a model that sees `window.history` control steps, the present one last.
+
+    `image_size` is the model's height and width: images of any other are resized as in training. `prompt` stands in
+    where an observation has none; `reads_prompt` is whether the model reads text at all.
+    """
+
+    robot: Robot
+    window: WindowShape
+    image_size: tuple[int, int]
+    reads_prompt: bool
+    prompt: str | None = None
+
+    @property
+    def _history(self) -> tuple[int, ...]:
+        """The axis of control steps, where there is one."""
+        return (self.window.history,) if self.window.history > 1 else ()
+
+    def spec(self) -> dict[str, dict[str, Any]]:
+        """Every key with its shape and dtype, as a client may build a request; images may have any other size."""
+        images = {"shape": [*self._history, *self.image_size, 3], "dtype": "uint8"}
+        spec: dict[str, dict[str, Any]] = {feature: dict(images) for feature in self.robot.cameras.values()}
+        spec[STATE] = {"shape": [*self._history, len(self.robot.state_names)], "dtype": "float32"}
+        if self.reads_prompt:
+            spec[PROMPT] = {"shape": [], "dtype": "str"}
+        return spec
+
+    def row(self, observation: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+        """The row of an observation in the model's units, not normalised; and the robot's present state [s].
+
+        Raises ObservationError, naming the key, what came, and what is expected.
+        """
+        given = _flat(observation)
+        row: dict[str, Any] = {}
+        for slot, feature in self.robot.cameras.items():
+            row[f"image/{slot}"] = self._image(feature, self._find(given, feature, slot))
+            row[f"image_mask/{slot}"] = np.True_
+        state = self._state(given)
+        row["state"] = self.robot.to_model(state)[0]
+        if self.reads_prompt:
+            row[PROMPT] = self._prompt(given)
+        return row, state if state.ndim == 1 else state[-1]
+
+    def _find(self, given: Mapping[str, Any], key: str, *others: str) -> Any:
+        for name in (*_names(key), *others):
+            if name in given:
+                return given[name]
+        close = difflib.get_close_matches(key, list(given), n=1, cutoff=0.8)
+        hint = f"; is {close[0]!r} meant for it?" if close else ""
+        raise ObservationError(
+            f"the observation lacks {key!r}{hint} It has {_listing(given)}; expected are {_listing(self.spec())}"
+        )
+
+    def _image(self, key: str, value: Any) -> np.ndarray:
+        image = _numbers(key, value)
+        lead = len(self._history)
+        if image.ndim == 3 + lead and image.shape[:lead] == self._history and image.size:
+            if image.shape[-1] != 3 and image.shape[lead] == 3:
+                image = np.moveaxis(image, lead, -1)
+            if image.shape[-1] == 3:
+                return _as_bytes(key, image)
+        raise ObservationError(f"{key!r} has the shape {list(np.shape(value))}; {self._expected('height, width, 3')}")
+
+    def _state(self, given: Mapping[str, Any]) -> np.ndarray:
+        width, keys = len(self.robot.state_names), self.robot.state_keys
+        whole = next((name for name in (STATE, _PREFIX + STATE) if name in given), None)
+        if whole is None and len(keys) > 1 and any(name in given for key in keys for name in _names(key)):
+            parts = [_numbers(key, self._find(given, key)) for key in keys]
+            try:
+                state = np.concatenate([part.reshape(*self._history, -1) for part in parts], axis=-1)
+            except ValueError:
+                state = np.zeros(0)
+            what = ", ".join(f"{key!r} {list(part.shape)}" for key, part in zip(keys, parts, strict=True))
+        else:
+            state = _numbers(STATE, self._find(given, STATE, *(name for key in keys for name in _names(key))))
+            what = f"{whole or STATE!r} {list(state.shape)}"
+        if state.shape != (*self._history, width):
+            names = ", ".join(self.robot.state_names)
+            raise ObservationError(f"the state has the shape of {what}; {self._expected(str(width))}: {names}")
+        state = state.astype(np.float32)
+        if not np.isfinite(state).all():
+            raise ObservationError("the state holds NaN or infinity; every number must be finite")
+        return state
+
+    def _prompt(self, given: Mapping[str, Any]) -> str:
+        if PROMPT not in given and self.prompt is not None:
+            return self.prompt
+        value = self._find(given, PROMPT)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "U" and value.ndim == 0:
+            value = value.item()
+        if not isinstance(value, str):
+            raise ObservationError(f"'prompt' is a {type(value).__name__}; expected is a str, the instruction")
+        return str(value)
+
+    def _expected(self, shape: str) -> str:
+        if not self._history:
+            return f"expected is [{shape}]"
+        steps = self.window.history
+        return (
+            f"expected is [{steps}, {shape}]: the last {steps} control steps, the present one last; at an episode's "
+            "start its first step stands in for those before it"
+        )
+
+
+def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> dict[str, Any]:
+    """One observation of the last `history` control steps from those of an episode so far, oldest first.
+
+    At an episode's start its first step stands in for those before it, as in training.
+    """
+    steps = [_flat(one) for one in observations]
+    if not steps:
+        raise ObservationError("there is no observation to stack; give those of the episode so far")
+    if history == 1:
+        return steps[-1]
+    steps = [steps[0]] * max(history - len(steps), 0) + steps[-history:]
+    return {key: value if key == PROMPT else np.stack([one[key] for one in steps]) for key, value in steps[-1].items()}
+
+
+def _flat(observation: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The observation with the keys of nested dictionaries joined by "/"."""
+    found: dict[str, Any] = {}
+    for key, value in observation.items():
+        if not isinstance(key, str):
+            raise ObservationError(f"the key {key!r} is a {type(key).__name__}; keys are strings")
+        found |= _flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _names(key: str) -> tuple[str, ...]:
+    """The names under which a key may come."""
+    short = key.removeprefix(_PREFIX)
+    return key, short, _PREFIX + short
+
+
+def _numbers(key: str, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "fiu":
+        raise ObservationError(f"{key!r} is {array.dtype} ({type(value).__name__}); expected are numbers")
+    return array
+
+
+def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
+    """The image as uint8; fractions as openpi's policies take them, which round down."""
+    if image.dtype == np.uint8:
+        return image
+    low, high = image.min(), image.max()
+    if image.dtype.kind == "f" and low >= 0 and high <= 1:
+        return (255 * image).astype(np.uint8)
+    raise ObservationError(
+        f"{key!r} is {image.dtype} from {low} to {high}; expected is uint8, or fractions from 0 to 1"
+    )
+
+
+def _listing(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"

@@ -1,0 +1,120 @@
+"""`Policy`: from what a robot sees to what it does, in the robot's own units. Read next: `sampler.py`, `loading.py`."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.rows import RowSpec, RowTransform
+from openpi_train.data.transforms import Unnormalize
+from openpi_train.policy.observation import ObservationError, ObservationForm
+from openpi_train.policy.sampler import Row, Sampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A trained policy. Make one with `load_policy`.
+
+    It keeps nothing from one observation to the next but the number of the next draw: `infer` with the same `draw`
+    gives the same actions, bit for bit, on the same devices and at the same batch size.
+    """
+
+    sampler: Sampler
+    form: ObservationForm
+    transforms: tuple[RowTransform, ...]
+    unnormalize: Unnormalize
+    experiment: str
+    checkpoint: str
+    _draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def infer(self, observation: Mapping[str, Any], *, draw: int | None = None) -> dict[str, Any]:
+        """The action chunk for one observation.
+
+        Args:
+            observation: what `metadata["observation"]` lists, arrays without a batch axis.
+            draw: which of the policy's possible answers; None takes the next one (0, 1, 2, ...).
+
+        Returns: `actions` float32 [steps, a], in the robot's units, the first for the present control step; the present
+        `state` float32 [s]; `draw`; and `policy_timing` with `infer_ms`, from observation to actions.
+
+        Raises ObservationError, which says which key is wrong and what is expected.
+        """
+        return self.infer_batch([observation], draws=None if draw is None else [draw])[0]
+
+    def infer_batch(
+        self, observations: Sequence[Mapping[str, Any]], *, draws: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """As `infer`, for several observations at once."""
+        started = time.perf_counter()
+        if draws is not None and len(draws) != len(observations):
+            raise ValueError(f"{len(draws)} draws for {len(observations)} observations; give one for each")
+        prepared = [self.prepare(one) for one in observations]
+        answers = self.answer(prepared, draws)
+        elapsed_ms = 1e3 * (time.perf_counter() - started)
+        return [{**one, "policy_timing": {"infer_ms": elapsed_ms}} for one in answers]
+
+    def prepare(self, observation: Mapping[str, Any]) -> tuple[Row, np.ndarray]:
+        """The finished row of an observation, and the robot's present state [s]. Raises ObservationError."""
+        row, state = self.form.row(observation)
+        try:
+            for transform in self.transforms:
+                row = transform(row)
+        except ValueError as error:
+            raise ObservationError(str(error)) from error
+        return _completed(row, self.sampler.row_spec()), state
+
+    def answer(
+        self, prepared: Sequence[tuple[Row, np.ndarray]], draws: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each."""
+        if not prepared:
+            return []
+        numbers = [next(self._draws) for _ in prepared] if draws is None else [int(draw) for draw in draws]
+        chunks = self.sampler.sample([row for row, _ in prepared], numbers)
+        return [
+            {"actions": self._in_robot_units(chunk, state), "state": state, "draw": number}
+            for chunk, (_, state), number in zip(chunks, prepared, numbers, strict=True)
+        ]
+
+    def _in_robot_units(self, chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
+        actions = self.unnormalize({"actions": chunk})["actions"][:, : len(self.form.robot.action_names)]
+        actions = self.form.robot.from_model(actions, state)
+        return np.ascontiguousarray(actions[-self.form.window.first_action :], np.float32)
+
+    def warm_up(self) -> None:
+        """Compile for every shape now, not at the first observation that has it."""
+        self.sampler.warm_up()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a client needs to know: every key of an observation, the robot, its actions and their rate."""
+        robot, window = self.form.robot, self.form.window
+        return {
+            "observation": self.form.spec(),
+            "robot": type(robot).__name__,
+            "action_names": list(robot.action_names),
+            "state_names": list(robot.state_names),
+            "control_hz": robot.control_hz,
+            "action_horizon": window.horizon + window.first_action,
+            "history": window.history,
+            "experiment": self.experiment,
+            "checkpoint": self.checkpoint,
+        }
+
+
+def _completed(row: Mapping[str, Any], spec: RowSpec) -> dict[str, Any]:
+    """The row with what `spec` lists: a camera of other robots of the run is black, and masked."""
+    done = {}
+    for name, (shape, dtype) in spec.items():
+        if name not in row and not name.startswith(("image/", "image_mask/")):
+            raise ObservationError(f"the observation gives no {name}, which the model reads")
+        value = np.asarray(row.get(name, np.zeros(shape, dtype)))
+        if value.shape != shape or value.dtype != dtype:
+            raise ObservationError(
+                f"{name} becomes {value.dtype} {list(value.shape)}; the model takes {dtype} {list(shape)}"
+            )
+        done[name] = value
+    return done

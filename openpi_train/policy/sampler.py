@@ -1,0 +1,125 @@
+"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `training/sampling.py`.
+
+Rows are filled up to a batch size, and prompts to a length, that a program was compiled for; what a row gets does not
+depend on the others of its batch.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from openpi_train.data.opened import row_spec
+from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import Params, merge_module
+from openpi_train.objectives.base import Objective
+from openpi_train.sharding.mesh import FSDP, REPLICA
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.devices import Devices
+from openpi_train.training.sampling import sample_chunks, sample_keys
+from openpi_train.types import TOKEN_MASKS, observation
+
+Row = Mapping[str, Any]
+
+_TEXT = ("prompt_tokens", "prompt_mask", *TOKEN_MASKS)
+_NOT_OBSERVED = ("actions", "action_mask", "dim_mask")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Draws chunks with `params` (by path, laid out by `plan`). One program runs at a time, whoever asks.
+
+    `batch_sizes` are rows of a program, rounded up to whole rows for each device; `text_lengths` tokens of its prompts,
+    None for a model that reads none. Rows come with the longest.
+    """
+
+    model: ModelConfig
+    objective: Objective
+    params: Params
+    plan: Plan
+    cameras: tuple[str, ...]
+    seed: int
+    num_steps: int
+    batch_sizes: tuple[int, ...]
+    text_lengths: tuple[int, ...] | None
+    _programs: dict[tuple[int, int | None], Any] = dataclasses.field(default_factory=dict)
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes that are compiled, smallest first."""
+        unit = self.plan.mesh.shape[REPLICA] * self.plan.mesh.shape[FSDP]
+        return tuple(sorted({-(-size // unit) * unit for size in self.batch_sizes}))
+
+    def row_spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every entry of a row, as `sample` takes it."""
+        longest = max(self.text_lengths) if self.text_lengths else None
+        return {name: one for name, one in self._spec(longest).items() if name not in _NOT_OBSERVED}
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of its images; zeros where it sees none."""
+        shapes = [shape for name, (shape, _) in self.row_spec().items() if name.startswith("image/")]
+        return (shapes[0][-3], shapes[0][-2]) if shapes else (0, 0)
+
+    def sample(self, rows: Sequence[Row], draws: Sequence[int]) -> np.ndarray:
+        """The normalised chunks float32 [n, h, a] of these rows; a row's noise is a function of seed and draw alone."""
+        found, most = [], self.sizes[-1]
+        for start in range(0, len(rows), most):
+            found.append(self._sample(rows[start : start + most], draws[start : start + most]))
+        return np.concatenate(found)
+
+    def warm_up(self) -> None:
+        """Compile every program, and run each once."""
+        for size in self.sizes:
+            for length in self.text_lengths or (None,):
+                self._run(size, length, self._columns([self._blank()] * size, length), np.zeros(size, np.int32))
+
+    def _sample(self, rows: Sequence[Row], draws: Sequence[int]) -> np.ndarray:
+        size = next(size for size in self.sizes if size >= len(rows))
+        length = None
+        if self.text_lengths:
+            needed = max(int(np.flatnonzero(row["prompt_mask"]).max(initial=-1)) + 1 for row in rows)
+            length = next(length for length in sorted(self.text_lengths) if length >= needed)
+        filler = size - len(rows)
+        columns = self._columns([*rows, *[rows[-1]] * filler], length)
+        numbers = np.array([*draws, *[draws[-1]] * filler], np.int32)
+        return self._run(size, length, columns, numbers)[: len(rows)]
+
+    def _columns(self, rows: Sequence[Row], length: int | None) -> dict[str, np.ndarray]:
+        stacked = {name: np.stack([row[name] for row in rows]) for name in self.row_spec()}
+        return {name: column[:, :length] if name in _TEXT else column for name, column in stacked.items()}
+
+    def _blank(self) -> Row:
+        return {name: np.ones(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
+
+    def _run(self, size: int, length: int | None, columns: Mapping[str, np.ndarray], draws: np.ndarray) -> np.ndarray:
+        with self._lock, jax.set_mesh(self.plan.real_mesh):
+            inputs = jax.device_put((observation(dict(columns)), draws), self.plan.batch)
+            if (size, length) not in self._programs:
+                program = self._program(length)
+                self._programs[size, length] = jax.jit(program).lower(self.params, inputs).compile()
+            return np.asarray(jax.device_get(self._programs[size, length](self.params, inputs)), np.float32)
+
+    def _program(self, length: int | None) -> Any:
+        """The function of parameters and (observation, draws) to be compiled."""
+        model = self.model if length is None else self.model.with_text_length(length)
+        graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
+        chunk = model.batch_spec(1, self.cameras).actions.shape[1:]
+
+        def share(params: Any, batch: Any, rest: None) -> Any:
+            seen, draws = batch
+            keys = sample_keys(self.seed, draws)
+            module = merge_module(graphdef, params)
+            return sample_chunks(self.objective, module, seen, keys, self.num_steps, chunk)
+
+        devices = Devices(self.plan, model.compute_dtype)
+        return lambda params, batch: devices.rows(share, params, batch, None)
+
+    def _spec(self, length: int | None) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        model = self.model if length is None else self.model.with_text_length(length)
+        return row_spec(model.batch_spec(1, self.cameras))

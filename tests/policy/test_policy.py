@@ -1,0 +1,104 @@
+"""A loaded policy against training's own evaluation: same rows, same numbers; and what it says when asked badly."""
+
+import numpy as np
+import pytest
+from saved_runs import save_run
+
+from openpi_train import load_policy, registry
+from openpi_train.policy.observation import ObservationError
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS = 4
+NOT_SEEN = ("actions", "action_mask", "dim_mask")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return save_run(registry.load("debug"), tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def policy(run):
+    return load_policy(run.directory, batch_sizes=(NUM_ROWS,))
+
+
+def squared_error(run, policy):
+    """Sum and count of squared errors of the policy's chunks, as `val/action_mse` counts them."""
+    rows = run.held_out(NUM_ROWS)
+    seen = [policy.prepare(run.observation(row))[0] for row in range(NUM_ROWS)]
+    chunks = policy.sampler.sample(seen, range(NUM_ROWS))
+    mask = rows["action_mask"][:, :, None] & rows["dim_mask"][:, None, :]
+    return (mask * np.square(chunks - rows["actions"], dtype=np.float64)).sum(), mask.sum()
+
+
+def test_an_observation_becomes_the_row_that_training_reads(run, policy):
+    for number in range(NUM_ROWS):
+        row, state = policy.prepare(run.observation(number))
+        expected = run.held_out(NUM_ROWS)
+        assert row.keys() == expected.keys() - set(NOT_SEEN)
+        for name, value in row.items():
+            wanted = expected[name][number]
+            np.testing.assert_array_equal(value[: len(wanted)] if "prompt" in name else value, wanted, err_msg=name)
+        np.testing.assert_array_equal(state, run.observation(number)["state"])
+
+
+def test_its_chunks_have_the_error_that_training_evaluates(run, policy):
+    error, count = squared_error(run, policy)
+    wanted, wanted_count = run.action_error(NUM_ROWS)
+    assert count == wanted_count
+    assert error == pytest.approx(wanted, rel=1e-6)  # the sum is in float32 there
+    assert wanted != run.action_error(NUM_ROWS, average=False)[0]
+
+
+def test_a_draw_decides_and_the_others_of_a_batch_do_not(run, policy):
+    observations = [run.observation(row) for row in range(3)]
+    together = policy.infer_batch(observations, draws=[5, 6, 7])
+    alone = policy.infer(observations[1], draw=6)
+    np.testing.assert_array_equal(together[1]["actions"], alone["actions"])
+    assert not np.array_equal(policy.infer(observations[1], draw=7)["actions"], alone["actions"])
+    assert alone["actions"].shape == (8, 7) and alone["actions"].dtype == np.float32
+
+
+BAD = {
+    "missing image": (
+        {"observation/image_0": None},
+        "lacks 'observation/image_0'.*expected are observation/image_0, prompt",
+    ),
+    "missing prompt": ({"prompt": None}, "lacks 'prompt'"),
+    "narrow state": ({"state": np.zeros(6)}, r"shape of 'state' \[6\]; expected is \[7\]: x_m"),
+    "state of text": ({"state": "zeros"}, "'state' is <U5 .str.; expected are numbers"),
+    "state of objects": ({"state": [None, {}]}, "'state' is object"),
+    "state of NaN": ({"state": np.full(7, np.nan)}, "NaN or infinity"),
+    "grey image": (
+        {"observation/image_0": np.zeros((32, 32), np.uint8)},
+        r"shape \[32, 32\]; expected is \[height, width, 3\]",
+    ),
+    "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected is uint8"),
+    "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected is a str"),
+    "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it"),
+    "number as key": ({3: 1}, "the key 3 is a int"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_observation_is_told_what_is_wrong_and_what_is_expected(run, policy, case):
+    changes, message = BAD[case]
+    observation = {**run.observation(0), **changes}
+    with pytest.raises(ObservationError, match=message):
+        policy.prepare({key: value for key, value in observation.items() if value is not None})
+
+
+def test_images_may_come_with_channels_first_as_fractions_nested_or_under_the_slots_name(run, policy):
+    given = run.observation(0)
+    image = given.pop("observation/image_0")
+    (expected, _) = policy.prepare({**given, "observation/image_0": image})
+    fractions = (image / 255 + 1e-4).clip(0, 1).astype(np.float32)  # openpi rounds down
+    for form in (
+        {"image_0": image},
+        {"observation": {"image_0": image}},
+        {"base_0_rgb": np.moveaxis(image, -1, 0)},
+        {"image_0": fractions},
+    ):
+        row = policy.prepare({**given, **form})[0]
+        np.testing.assert_array_equal(row["image/base_0_rgb"], expected["image/base_0_rgb"])
