@@ -14,7 +14,6 @@ STUDY = closed_loop.Study(
     dataset="tabletop_reach",
     tasks=("reach_red", "reach_blue"),
     episodes_per_task=1_000,
-    execute=4,
     target=0.6,
     quick_flags=("--model.language.depth", "1", "--model.action-expert.depth", "1", "--model.siglip.depth", "1"),
 )

@@ -14,7 +14,6 @@ STUDY = closed_loop.Study(
     dataset="tabletop_reach_red",
     tasks=("reach_red",),
     episodes_per_task=1_000,
-    execute=4,
     target=0.8,
 )
 

@@ -5,6 +5,9 @@ import dataclasses
 from openpi_train.data import places
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.rlds import Rlds
+from openpi_train.envs import tabletop as world
+from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.envs.tabletop_scene import Kind, Task
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, UnetSizes
 from openpi_train.models.pi0 import Pi0Config
@@ -69,20 +72,28 @@ pi0_tabletop_reach = dataclasses.replace(
         action_expert=_SMALL,
         # A patch is as large as a block, so that it mostly shows one thing.
         siglip=SiglipConfig(width=64, depth=1, mlp_dim=128, num_heads=4, patch_size=8),
-        action_horizon=8,
+        action_horizon=4,
     ),
     data=DataConfig(
         datasets=(Dataset(source=Rlds(path=str(_REACH_HOME)), robot=_ONE_EYED, asset_id="tabletop_reach"),),
         tokenizer=str(_REACH_HOME / "tokenizer.model"),
         text_lengths=1,
     ),
-    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=1500, decay_lr=1e-4),
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=2000, decay_lr=1e-4),
+    ema_decay=0.99,
     batch_size=64,
-    num_train_steps=1500,
+    num_train_steps=2000,
     log_interval=50,
-    save_interval=250,
-    keep_period=250,
-    eval=EvalConfig(interval=250, num_rows=256),
+    save_interval=500,
+    eval=EvalConfig(
+        interval=500,
+        closed_loop=ClosedLoop(
+            env=world.Tabletop(task_list=(Task(Kind.REACH, "red"), Task(Kind.REACH, "blue"))),
+            interval=500,
+            episodes_per_task=50,
+            execute=4,
+        ),
+    ),
 )
 """A small pi0 (0.2 M parameters) that learns to reach for the block of the colour it is told; what `make demo` runs.
 
@@ -115,8 +126,13 @@ tabletop_dp = dataclasses.replace(
         datasets=(Dataset(source=Rlds(path=str(_REACH_RED_HOME)), robot=_ONE_EYED, asset_id="tabletop_reach_red"),),
         tokenizer="bytes",  # reads no text
     ),
-    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=1500, decay_lr=5e-5),
-    eval=EvalConfig(interval=250, num_rows=256, num_sample_steps=10),
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=2000, decay_lr=5e-5),
+    eval=EvalConfig(
+        interval=500,
+        closed_loop=ClosedLoop(
+            env=world.Tabletop(task_list=(Task(Kind.REACH, "red"),)), interval=500, episodes_per_task=100, execute=4
+        ),
+    ),
 )
 """A diffusion policy from images (ResNet with group norms, 1-D UNet) on one tabletop task, to move to the red block.
 
