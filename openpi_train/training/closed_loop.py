@@ -114,15 +114,16 @@ class ClosedLoopEvaluator:
     def __call__(self, params: Params, frozen: Params, folder: Path) -> Score | None:
         """The score, written with the videos below `folder`; None where it was to stop before the end."""
         assert self._policy is not None, "asked where nothing was due"
-        self._policy.params = {**frozen, **params}
+        policy = self._policy
+        policy.params = {**frozen, **params}
         recorder = Recorder(self._config.env, self._config.num_videos, folder / "videos")
         score = evaluate(
-            self._policy,
+            lambda: policy,
             self._config,
             execute=max(1, self._window.num_ahead // 2),
             history=self._window.history,
-            batch_size=self._policy.batch_size,
-            rows=self._policy.rows,
+            batch_size=policy.batch_size,
+            rows=policy.rows,
             gather=gather,
             all_done=lambda done: all(gather("episodes that are over", done)),
             recorder=recorder,
