@@ -18,6 +18,7 @@ BENCHMARKS = {
     "weights": "memory and time in which processes load their shares of start weights",
     "checkpoint": "how long a save holds up training, synchronous and asynchronous",
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
+    "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",
     "fault_drill": "random faults during a run: seconds and steps that each costs, and whether the result is the same",
 }
