@@ -20,6 +20,7 @@ BENCHMARKS = {
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
     "tabletop_dp": "a diffusion policy from images: successes in held-out initial states, as training goes on",
     "demo": "a small pi0 that is told what to do: the same (`make demo`)",
+    "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",
     "fault_drill": "random faults during a run: seconds and steps that each costs, and whether the result is the same",
 }

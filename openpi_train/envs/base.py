@@ -40,6 +40,8 @@ class Env(abc.ABC):
     control_hz: ClassVar[float]
     # Control steps after which an episode that has not succeeded counts as failed.
     max_steps: ClassVar[int]
+    # Whether there is a scripted expert that can `demonstrate` every task.
+    has_expert: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -51,7 +53,7 @@ class Env(abc.ABC):
         """The task in words, as a policy is told."""
 
     @abc.abstractmethod
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
         """Fresh episodes: each row's initial state is a function of its key and task alone, and not yet a success."""
 
     @abc.abstractmethod
@@ -63,8 +65,17 @@ class Env(abc.ABC):
         """What each episode's robot sees now."""
 
     @abc.abstractmethod
-    def success(self, states: Any) -> Bool[Array, " b"]:
+    def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
         """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""
+
+    def demonstrate(
+        self, states: Any, keys: Key[Array, " b"]
+    ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
+        """What a scripted expert commands in each episode, and what is to be carried out: that, disturbed by the keys.
+
+        So the commands show how to come back from where a policy's own errors lead.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no scripted expert")
 
     def pictures(self, states: Any, rows: np.ndarray) -> Mapping[str, np.ndarray]:
         """What a person is shown of these rows, for videos: uint8 [rows, height, width, 3] by camera.
@@ -94,7 +105,7 @@ class NoEnv(Env):
         """There is none."""
         raise self._nothing()
 
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Any:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
         """There is none."""
         raise self._nothing()
 

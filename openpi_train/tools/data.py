@@ -1,8 +1,8 @@
-"""The `data` verb: `prepare` the embedded dataset, build an `index`, `repack` for slow storage, `merge`, `convert`,
-`fit-fast` a tokenizer.
+"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `repack` for slow
+storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`, `data/zarr/robotwin.py`,
-`fit_fast.py`.
+Read next: `prepare.py`, `collect.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`,
+`data/zarr/robotwin.py`, `fit_fast.py`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|index|repack|merge|convert|fit-fast")
+    what = parser.add_subparsers(required=True, metavar="prepare|collect|index|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--name", default="tabletop", help="of the dataset's own folder (%(default)s)")
@@ -44,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
     prepare.add_argument("--seed", type=int, default=0, help="of scenes and disturbances (%(default)s)")
     prepare.set_defaults(run=_prepare)
+    collect = what.add_parser("collect", help="demonstrations by an environment's scripted expert, as a zarr store")
+    collect.add_argument("env", help="metaworld (needs the extra sim) or tabletop")
+    collect.add_argument("--tasks", nargs="+", help="tasks by name, such as reach push (default: all)")
+    collect.add_argument("--episodes-per-task", type=_at_least_1, default=20, help="successful episodes (%(default)s)")
+    collect.add_argument("--image-size", type=_at_least_1, help="pixels of a side (metaworld: no pictures without)")
+    collect.add_argument("--seed", type=int, default=0, help="of initial states and disturbances (%(default)s)")
+    collect.add_argument("--workers", type=_at_least_1, default=1, help="processes, same files with any (%(default)s)")
+    collect.set_defaults(run=_collect)
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
@@ -72,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--prompt", help="the task's instruction (default: its name in words)")
     convert.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
     convert.set_defaults(run=_convert)
-    for form in (merge, convert):
+    for form in (collect, merge, convert):
         form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
     fast = what.add_parser(
         "fit-fast",
@@ -111,6 +119,27 @@ def _prepare(given: argparse.Namespace) -> None:
         seed=given.seed,
     )
     print(f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}")
+
+
+def _collect(given: argparse.Namespace) -> None:
+    import jax
+
+    from openpi_train.envs.named import environment
+    from openpi_train.tools.collect import collect
+
+    # As for `prepare`.
+    jax.config.update("jax_platforms", "cpu")
+    found = collect(
+        environment(given.env, image_size=given.image_size),
+        given.out,
+        tasks=given.tasks,
+        episodes_per_task=given.episodes_per_task,
+        seed=given.seed,
+        workers=given.workers,
+    )
+    for one in found:
+        print(one.text())
+    _say_what_is_in(given.out)
 
 
 def _source(given: argparse.Namespace):
