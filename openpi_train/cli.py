@@ -299,6 +299,13 @@ def plan(argv: Sequence[str]) -> int:
     )
 
 
+def serve(argv: Sequence[str]) -> int:
+    """`serve <run>`: a trained policy for robots, over openpi's websocket protocol."""
+    from openpi_train.serve.flags import main
+
+    return main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
@@ -307,6 +314,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
     "plan": plan,
+    "serve": serve,
 }
 
 
