@@ -5,6 +5,7 @@ environment judges success, and step 0 is the untrained network.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import resource
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,30 +59,33 @@ def parse(
     return flags, rest
 
 
-def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[str]) -> Table:
-    """Write the demonstrations, train, and tell what came of it at every evaluation."""
+@contextlib.contextmanager
+def folder(flags: argparse.Namespace) -> Iterator[Path]:
+    """Where all is written: `--out`, or a folder that is gone at the end."""
     with tempfile.TemporaryDirectory() as temporary:
-        out = (flags.out or Path(temporary)).absolute()
-        made = prepare(
-            out / "datasets" if flags.quick else None,
-            name=study.dataset,
-            tasks=study.tasks,
-            # Of few episodes none might be held out.
-            episodes_per_task=40 if flags.quick else study.episodes_per_task,
-        )
-        words = [
-            "--exp-name",
-            "benchmark",
-            "--checkpoint-base-dir",
-            f"{out}/runs",
-            "--assets-base-dir",
-            f"{out}/assets",
-        ]
-        words += ["--dataset", str(made.dataset.parent), "--data.tokenizer", str(made.tokenizer), "--overwrite", *rest]
-        started, cpu_s = time.monotonic(), _children_s()
-        subprocess.run([sys.executable, "-m", "openpi_train", study.experiment, *words], cwd=ROOT, check=True)
-        wall_s, cpu_s = time.monotonic() - started, _children_s() - cpu_s
-        found = evaluations(out / "runs" / study.experiment / "benchmark")
+        yield (flags.out or Path(temporary)).absolute()
+
+
+def run_directory(study: Study, out: Path) -> Path:
+    """Where `measure` trains."""
+    return out / "runs" / study.experiment / "benchmark"
+
+
+def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[str], out: Path) -> Table:
+    """Write the demonstrations, train below `out`, and tell what came of it at every evaluation."""
+    made = prepare(
+        out / "datasets" if flags.quick else None,
+        name=study.dataset,
+        tasks=study.tasks,
+        # Of few episodes none might be held out.
+        episodes_per_task=40 if flags.quick else study.episodes_per_task,
+    )
+    words = ["--exp-name", "benchmark", "--checkpoint-base-dir", f"{out}/runs", "--assets-base-dir", f"{out}/assets"]
+    words += ["--dataset", str(made.dataset.parent), "--data.tokenizer", str(made.tokenizer), "--overwrite", *rest]
+    started, cpu_s = time.monotonic(), _children_s()
+    subprocess.run([sys.executable, "-m", "openpi_train", study.experiment, *words], cwd=ROOT, check=True)
+    wall_s, cpu_s = time.monotonic() - started, _children_s() - cpu_s
+    found = evaluations(run_directory(study, out))
     by_task = [f"{name} {found[-1][f'success/{name}']:.0%}" for name in study.tasks]
     notes = [
         f"{sum(made.num_episodes.values())} demonstrations, of which {made.num_episodes['train']} for training, "

@@ -25,4 +25,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
-    return [closed_loop.measure("Diffusion policy from images: tabletop, one task", STUDY, *parse(argv))]
+    flags, rest = parse(argv)
+    with closed_loop.folder(flags) as out:
+        return [closed_loop.measure("Diffusion policy from images: tabletop, one task", STUDY, flags, rest, out)]
