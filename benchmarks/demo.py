@@ -98,13 +98,11 @@ def act(address: str, config: ClosedLoop, videos: Path) -> Score:
                 raise RuntimeError(f"the server at {address} refuses: {answer}")
             return wire.decode(answer)["actions"]
 
+        def policy(observation: EnvObservation, _: Any) -> np.ndarray:
+            return np.stack([ask(request) for request in requests(observation, config.env)])
+
         recorder = Recorder(config.env, config.num_videos, videos)
-        score = evaluate(
-            lambda observation, _: np.stack([ask(request) for request in requests(observation, config.env)]),
-            config,
-            execute=EXECUTE,
-            recorder=recorder,
-        )
+        score = evaluate(lambda: policy, config, execute=EXECUTE, recorder=recorder)
     assert score is not None, "nobody asks it to stop"
     recorder.write()
     return score
