@@ -79,17 +79,16 @@ pi0_tabletop_reach = dataclasses.replace(
         tokenizer=str(_REACH_HOME / "tokenizer.model"),
         text_lengths=1,
     ),
-    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=2000, decay_lr=1e-4),
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=3000, decay_lr=1e-4),
     ema_decay=0.99,
-    batch_size=64,
-    num_train_steps=2000,
+    num_train_steps=3000,
     log_interval=50,
-    save_interval=500,
+    save_interval=1000,
     eval=EvalConfig(
-        interval=500,
+        interval=1000,
         closed_loop=ClosedLoop(
             env=world.Tabletop(task_list=(Task(Kind.REACH, "red"), Task(Kind.REACH, "blue"))),
-            interval=500,
+            interval=1000,
             episodes_per_task=50,
             execute=4,
         ),
@@ -127,6 +126,8 @@ tabletop_dp = dataclasses.replace(
         tokenizer="bytes",  # reads no text
     ),
     lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=2000, decay_lr=5e-5),
+    num_train_steps=2000,
+    save_interval=500,
     eval=EvalConfig(
         interval=500,
         closed_loop=ClosedLoop(
