@@ -110,7 +110,7 @@ tabletop_dp = dataclasses.replace(
         action_horizon=8,
         n_obs_steps=1,
         n_action_steps=4,
-        cameras=("base_0_rgb",),
+        cameras=("base_0_rgb", "left_wrist_0_rgb"),
         image_height=64,
         image_width=64,
         pooling="spatial_softmax",
@@ -122,7 +122,7 @@ tabletop_dp = dataclasses.replace(
     # The clean actions are learnt in fewer steps than the noise.
     objective=Diffusion(noise_schedule=NoiseSchedule(prediction_type="sample"), sampler="ddim", num_draws=2),
     data=DataConfig(
-        datasets=(Dataset(source=Rlds(path=str(_REACH_RED_HOME)), robot=_ONE_EYED, asset_id="tabletop_reach_red"),),
+        datasets=(Dataset(source=Rlds(path=str(_REACH_RED_HOME)), robot=Tabletop(), asset_id="tabletop_reach_red"),),
         tokenizer="bytes",  # reads no text
     ),
     lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=2000, decay_lr=5e-5),
