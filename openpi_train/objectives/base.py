@@ -55,6 +55,14 @@ class Objective(abc.ABC):
         del keys
         return model.sample_actions(observation, noise, num_steps)
 
+    def check_flow(self) -> None:
+        """Raise UsageError where a model trained so has no velocity that real-time chunking could guide."""
+        if "velocity" not in self.needs:
+            raise UsageError(
+                f"real-time chunking guides a flow by its velocity, and {type(self).__name__} trains none; leave out "
+                "--real-time-delay, or join chunks with --ensemble"
+            )
+
     def sample_towards(
         self,
         model: Any,
@@ -64,15 +72,8 @@ class Objective(abc.ABC):
         target: Float[Array, "b h a"],
         weights: Float[Array, "b h a"],
     ) -> Float[Array, "b h a"]:
-        """As `sample_actions`, guided towards `target` where `weights` says so (`real_time_chunking.py`).
-
-        Raises UsageError where the objective trains no flow.
-        """
-        if "velocity" not in self.needs:
-            raise UsageError(
-                f"real-time chunking guides a flow by its velocity, and {type(self).__name__} trains none; do without "
-                "--real-time-delay, or smooth chunks with --ensemble"
-            )
+        """As `sample_actions`, guided towards `target` where `weights` says so (`real_time_chunking.py`)."""
+        self.check_flow()
 
         def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
             return model.velocity(observation, actions[:, None], time[:, None])[:, 0].astype(jnp.float32)
