@@ -11,7 +11,7 @@ Answer = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Busy(Exception):
-    """The queue is full."""
+    """The queue is full, or closed."""
 
 
 class Batching:
@@ -27,6 +27,7 @@ class Batching:
         self._answer, self._num_clients = answer, num_clients
         self._max_batch, self._max_queue, self._wait_s = max_batch, max_queue, wait_s
         self._waiting: collections.deque[tuple[Any, asyncio.Future[Any]]] = collections.deque()
+        self._running: list[tuple[Any, asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
         self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         self._worker: asyncio.Task[None] | None = None
@@ -50,16 +51,19 @@ class Batching:
         return await future
 
     async def close(self) -> None:
-        """End the worker; what waits is not answered."""
+        """End the worker at once: Busy for whoever has no answer yet. What runs on the device is not waited for."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        self._device.shutdown(cancel_futures=True)
+        for _, future in (*self._running, *self._waiting):
+            if not future.done():
+                future.set_exception(Busy("the server is stopping"))
+        self._device.shutdown(wait=False, cancel_futures=True)
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            batch = await self._gather()
+            self._running = batch = await self._gather()
             try:
                 answers = await loop.run_in_executor(self._device, self._answer, [request for request, _ in batch])
             except Exception as error:  # whoever asked is told; the next batch may be well again

@@ -16,7 +16,7 @@ import jax
 from openpi_train.policy.loading import BATCH_SIZES, load_policy
 from openpi_train.policy.policy import Policy
 from openpi_train.runtime import compile_cache, logs
-from openpi_train.runtime.exits import DONE, NUMBERS, UsageError
+from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
 from openpi_train.serve.flags import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def run(flags: argparse.Namespace) -> int:
     )
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": flags.reset_pose}
 
-    async def serve() -> None:
+    async def serve() -> bool:
         server = PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
@@ -59,14 +59,17 @@ def run(flags: argparse.Namespace) -> int:
             *(time.monotonic() - started, policy.checkpoint, "wss" if tls else "ws", host, port),
             "with an API key" if key else "open to everybody who reaches it",
         )
-        await server.run(listener, tls)
+        finished = await server.run(listener, tls)
         logger.info("stopped; %s", server.measures.summary())
+        return finished
 
     try:
-        asyncio.run(serve())
+        finished = asyncio.run(serve())
     finally:
         if recorder is not None:
             recorder.close()
+    if not finished:
+        end(BUG)  # Python would wait for the device's thread
     return DONE
 
 

@@ -20,7 +20,7 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
@@ -29,7 +29,6 @@ from websockets.http11 import Request, Response
 
 from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationError
-from openpi_train.policy.policy import Policy
 from openpi_train.policy.record import Recorder
 from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.measures import Measures
@@ -56,12 +55,30 @@ class Limits:
     drain_s: float = 30.0
 
 
+@runtime_checkable
+class Served(Protocol):
+    """What the server asks of a policy; `policy/policy.py: Policy` says what each is."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What clients are told."""
+        ...
+
+    def prepare(self, observation: Mapping[str, Any]) -> Any:
+        """In any thread: an observation made ready for the device."""
+        ...
+
+    def answer(self, prepared: Sequence[Any]) -> list[dict[str, Any]]:
+        """In one thread: the answers to a batch."""
+        ...
+
+
 class PolicyServer:
     """Serves `policy`, which should be warm. `api_key` None lets all in; `recorder` notes all that is answered."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Served,
         *,
         limits: Limits,
         api_key: str | None = None,
@@ -90,8 +107,8 @@ class PolicyServer:
         """Have `run` take no more requests, finish those under way and return."""
         self._stopping.set()
 
-    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Serve on the bound socket until `stop`."""
+    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> bool:
+        """Serve on the bound socket until `stop`; returns whether all that was under way could be finished."""
         limits = self._limits
         self._batching.start()
         async with serve(
@@ -110,17 +127,20 @@ class PolicyServer:
             logger=_quiet,
         ) as server:
             await self._stopping.wait()
-            await self._finish(server)
-        await self._batching.close()
-        self._threads.shutdown(cancel_futures=True)
+            finished = await self._finish(server)
+            await self._batching.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return finished
 
-    async def _finish(self, server: Server) -> None:
+    async def _finish(self, server: Server) -> bool:
         logger.info("stopping: no new requests; %d clients wait for an answer", self._busy_clients)
         server.close(close_connections=False)
         try:
             await asyncio.wait_for(self._idle.wait(), self._limits.drain_s)
         except TimeoutError:
-            logger.warning("%d clients were not answered within %.0f s", self._busy_clients, self._limits.drain_s)
+            logger.warning("%d clients were not answered within %g s", self._busy_clients, self._limits.drain_s)
+            return False
+        return True
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """The answer to what is no websocket, or to who may not come in; None for who may."""
