@@ -116,11 +116,21 @@ def test_tabletop_compares_numbers_of_scenes(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["Demo", "Diffusion policy from images"])
+@pytest.mark.parametrize("title", ["Demo:", "Diffusion policy from images"])
 def test_policies_are_rolled_out_untrained_and_at_every_checkpoint(quick, title):
     found = rows(quick, title)
     assert [row["step"] for row in found] == [0, 1, 2]
     assert all(row["share"] in (0, 0.25, 0.5, 0.75, 1) and row["held-out loss"] > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_a_client_acts_through_the_socket(quick):
+    found = rows(quick, "Demo, served")
+    assert [(row["task"], row["successes"].split(" of ")[1]) for row in found] == [
+        ("reach_red", "1"),
+        ("reach_blue", "1"),
+        ("all", "2"),
+    ]
 
 
 @pytest.mark.parametrize(
