@@ -259,6 +259,20 @@ def doctor(argv: Sequence[str]) -> int:
     )
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """`eval RUN|CHECKPOINT`: a trained policy on held-out episodes and in an environment: errors, successes, videos."""
+    from openpi_train.tools.evaluate_flags import evaluate
+
+    return evaluate(argv, _process_parser(), _process_flags)
+
+
+def report(argv: Sequence[str]) -> int:
+    """`report RUN`: one HTML file about a run: curves, time, memory, data, evaluations with videos."""
+    from openpi_train.tools.evaluate_flags import report
+
+    return report(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """`plan <experiment>`: memory, traffic and speed on devices that are not here, per strategy; what to take."""
     parser = argparse.ArgumentParser(
@@ -315,6 +329,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "plan": plan,
     "serve": serve,
+    "eval": evaluate,
+    "report": report,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import faults, report, steps
+from benchmarks import closed_loop, faults, report, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,6 +123,38 @@ def test_metaworld_sets_success_against_cpu_time(quick):
     assert first["loss"] is None and last["loss"] > 0 and last["held-out loss"] != first["held-out loss"]
     assert first["success (95 % interval)"] == "0% (0% to 43%)"
     assert "2 demonstrations per task took " in quick[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["Demo:", "Diffusion policy from images"])
+def test_policies_are_rolled_out_untrained_and_at_every_checkpoint(quick, title):
+    found = rows(quick, title)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["share"] in (0, 0.25, 0.5, 0.75, 1) and row["held-out loss"] > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_a_client_acts_through_the_socket(quick):
+    found = rows(quick, "Demo, served")
+    assert [(row["task"], row["successes"].split(" of ")[1]) for row in found] == [
+        ("reach_red", "1"),
+        ("reach_blue", "1"),
+        ("all", "2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("untrained", "trained", "said"),
+    [
+        (0.0, 0.6, ""),
+        (0.0, 0.59, "demo succeeds in 59% of the episodes, 60% are asked for"),
+        (0.1, 0.9, "show nothing"),
+    ],
+)
+def test_a_policy_that_fails_or_a_task_that_is_done_by_chance_is_a_failure(untrained, trained, said):
+    study = closed_loop.Study(experiment="demo", dataset="", tasks=(), episodes_per_task=1, target=0.6)
+    found = closed_loop.failure(study, [{"success/all": untrained}, {"success/all": 0.0}, {"success/all": trained}])
+    assert said in found and bool(said) == bool(found)
 
 
 @pytest.mark.slow

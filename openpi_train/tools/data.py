@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_subparsers(required=True, metavar="prepare|collect|index|inspect|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
+    prepare.add_argument("--name", default="tabletop", help="of the dataset's own folder (%(default)s)")
+    prepare.add_argument("--tasks", nargs="+", help="tasks to record, such as reach_red pick_yellow (default: all)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
     prepare.add_argument("--val-episodes-per-task", type=int, default=4, help="held-out episodes (%(default)s)")
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
@@ -133,6 +135,8 @@ def _prepare(given: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")
     made = prepare(
         given.directory,
+        name=given.name,
+        tasks=given.tasks,
         episodes_per_task=given.episodes_per_task,
         val_episodes_per_task=given.val_episodes_per_task,
         image_size=given.image_size,

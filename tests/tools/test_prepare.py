@@ -190,6 +190,15 @@ def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, 
         prepare(tmp_path, **ARGUMENTS)
 
 
+def test_a_dataset_of_some_tasks_lies_beside_the_others(tmp_path, cheap):
+    everything, some = prepare(tmp_path), prepare(tmp_path, name="reach", tasks=["reach_blue", "reach_red"])
+    assert some.dataset == everything.dataset.parent.parent / "reach" / "1.0.0"
+    assert cheap[1]["tasks"] == ["move to the blue block", "move to the red block"]
+    assert [len(arguments["tasks"]) for arguments in cheap] == [len(ENV.tasks), 2]
+    with pytest.raises(UsageError, match="no task reach_pink; there are reach_red, reach_blue, pick_yellow"):
+        prepare(tmp_path, tasks=["reach_pink"])
+
+
 def test_useless_numbers_are_refused(tmp_path):
     with pytest.raises(UsageError, match="val_episodes_per_task 0 must be positive"):
         prepare(tmp_path, val_episodes_per_task=0)
