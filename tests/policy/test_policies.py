@@ -51,7 +51,7 @@ def lora(_):
 
 
 def paligemma(_):
-    return pi("paligemma_tiny", language=SIZES, head=SIZES, action_dim=8)
+    return pi("paligemma_tiny", language=SIZES, head=SIZES, action_dim=8, max_token_len=48)
 
 
 def pi0_fast(folder):

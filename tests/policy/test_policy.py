@@ -77,7 +77,7 @@ BAD = {
     ),
     "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected is uint8"),
     "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected is a str"),
-    "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it"),
+    "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it.*cut_prompts=True"),
     "number as key": ({3: 1}, "the key 3 is a int"),
 }
 
