@@ -51,7 +51,7 @@ def _reported(command: Callable[[], int]) -> int:
 def train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
     process, rest = _process_flags(argv)
-    if any(word.startswith("--deepspeed") for word in rest):  # process 0 says what it becomes
+    if not {"-h", "--help"} & set(rest):  # process 0 says which experiment a dataset chooses, what DeepSpeed's file is
         logs.configure(find_world(process.world, os.environ).process_index)
     experiment = parse_experiment(name, rest)
     from openpi_train.training import prepare, start
@@ -259,6 +259,20 @@ def doctor(argv: Sequence[str]) -> int:
     )
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """`eval RUN|CHECKPOINT`: a trained policy on held-out episodes and in an environment: errors, successes, videos."""
+    from openpi_train.tools.evaluate_flags import evaluate
+
+    return evaluate(argv, _process_parser(), _process_flags)
+
+
+def report(argv: Sequence[str]) -> int:
+    """`report RUN`: one HTML file about a run: curves, time, memory, data, evaluations with videos."""
+    from openpi_train.tools.evaluate_flags import report
+
+    return report(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """`plan <experiment>`: memory, traffic and speed on devices that are not here, per strategy; what to take."""
     parser = argparse.ArgumentParser(
@@ -315,6 +329,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "plan": plan,
     "serve": serve,
+    "eval": evaluate,
+    "report": report,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from openpi_train.data.config import DataConfig
+from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
@@ -35,12 +36,13 @@ _AT_LEAST_1 = (
     "keep_last",
 )
 _AT_LEAST_1 += ("keep_period", "num_epochs", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
-_AT_LEAST_1 += ("data.text_lengths",)
+_AT_LEAST_1 += ("data.text_lengths", "eval.closed_loop.episodes_per_task", "eval.closed_loop.episodes_per_device")
+_AT_LEAST_1 += ("eval.closed_loop.execute", "eval.closed_loop.max_steps")
 _AT_LEAST_1 += ("local_checkpoints.interval",)
 _AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
 _AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
 _LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "eval.num_train_rows": 0, "profile": 0}
-_LEAST |= {"sharding.min_shard_mib": 0}
+_LEAST |= {"sharding.min_shard_mib": 0, "eval.closed_loop.interval": 0, "eval.closed_loop.num_videos": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,10 @@ class EvalConfig:
     num_rows: int = 256
     # Training rows, always the same, of which the open-loop action error is measured, too.
     num_train_rows: int = 0
-    # Denoising steps of the sampler that the open-loop action error uses.
+    # Denoising steps of the sampler that evaluation uses.
     num_sample_steps: int = 10
+    # The policy acts in an environment, too.
+    closed_loop: ClosedLoop = dataclasses.field(default_factory=ClosedLoop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,6 +271,12 @@ class Experiment:
         if not 0 <= self.data.validation_fraction < 1:
             problems.append(
                 f"--data.validation-fraction {self.data.validation_fraction} must lie in [0, 1); 0 holds nothing out"
+            )
+        every, of = self.eval.closed_loop.interval, self.eval.interval
+        if every and (not of or every % of):
+            problems.append(
+                f"--eval.closed-loop.interval {every} is not a multiple of --eval.interval {of}: a closed loop is part "
+                "of an evaluation"
             )
         if self.freeze is not None:
             try:

@@ -19,6 +19,7 @@ import grain
 import jax
 import numpy as np
 
+from openpi_train.data.placement import local_rows, on_devices
 from openpi_train.data.rows import Rows
 from openpi_train.data.source import BadRecord
 from openpi_train.data.tuning import WorkerTuner, usable_cores
@@ -59,7 +60,7 @@ class Feed:
     ):
         self._rows, self._batch_size, self._sharding = rows, batch_size, sharding
         self._assemble = assemble
-        self._row_numbers = _local_rows(sharding, batch_size)
+        self._row_numbers = local_rows(sharding, batch_size)
         self._num_workers = 0 if num_workers == "auto" else num_workers
         self._tuner: WorkerTuner | None = None
         self._step = self._tuned_step = 0
@@ -200,21 +201,12 @@ class Feed:
         return (time.thread_time() - began) * len(self._row_numbers) / len(numbers)
 
     def _on_devices(self, columns: dict[str, np.ndarray]) -> Any:
-        first_of = {int(number): place for place, number in enumerate(self._row_numbers)}
-
         # CPU "devices" would use a worker's shared memory in place, and keep it for as long as the batch lives.
         in_place = self._num_workers and any(device.platform == "cpu" for device in self._sharding.device_set)
 
         def place(values: np.ndarray) -> jax.Array:
             values = np.array(values) if in_place else values
-
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None  # no device of the mesh is left out
-                start, stop, _ = index[0].indices(self._batch_size)
-                return values[first_of[start] : first_of[start] + stop - start]
-
-            shape = (self._batch_size, *values.shape[1:])
-            return jax.make_array_from_callback(shape, self._sharding, part)
+            return on_devices(values, self._sharding, self._batch_size, self._row_numbers)
 
         return self._assemble({name: place(values) for name, values in columns.items()})
 
@@ -222,19 +214,6 @@ class Feed:
         for message in skipped:
             self.bad_records += 1
             logger.warning("bad record %d, its row replaced: %s", self.bad_records, message)
-
-
-def _local_rows(sharding: jax.sharding.Sharding, batch_size: int) -> np.ndarray:
-    """The rows of the global batch that this process's devices hold, ascending, int64."""
-    try:
-        parts = sharding.addressable_devices_indices_map((batch_size,))
-    except ValueError as error:
-        raise ValueError(
-            f"a batch of {batch_size} rows does not divide over the devices ({sharding}): "
-            "set --batch-size to a multiple of their number"
-        ) from error
-    spans = {index[0].indices(batch_size)[:2] for index in parts.values() if index is not None}
-    return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
 
 
 def _differences(saved: Any, present: Any, path: str = "") -> list[str]:

@@ -61,6 +61,27 @@ class NoPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class NumberPrompt:
+    """For a model that tells a few instructions apart: `prompt` -> `prompt_tokens` int32 [1], its place among them.
+
+    Raises ValueError for an instruction that is none of them.
+    """
+
+    instructions: tuple[str, ...]
+
+    def __call__(self, row: Row) -> Row:
+        row = dict(row)
+        prompt = row.pop("prompt", None)
+        if prompt not in self.instructions:
+            raise ValueError(
+                f"the model does not know the instruction {prompt!r}; it knows "
+                f"{', '.join(map(repr, self.instructions))}: set --model.instructions"
+            )
+        number = self.instructions.index(prompt)
+        return row | {"prompt_tokens": np.array([number], np.int32), "prompt_mask": np.ones(1, bool)}
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenizePrompt:
     """`prompt` -> `prompt_tokens` int32 [length] and `prompt_mask` bool [length]; longer prompts are cut to `max_len`.
 

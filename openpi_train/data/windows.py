@@ -53,6 +53,11 @@ class WindowShape:
                     f"{name} {given} must lie in 0..{most}, so that the present step is one of the episode's"
                 )
 
+    @property
+    def num_ahead(self) -> int:
+        """Actions of a chunk from the present step on."""
+        return self.horizon + self.first_action
+
     def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where in episodes of these lengths the first present step lies, and where the one after the last."""
         assert self.pad_before is not None and self.pad_after is not None

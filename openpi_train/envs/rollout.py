@@ -1,10 +1,12 @@
 """Closed loop: a policy acts in a batch of episodes until they succeed or time is up.
 
-Read next: `base.py` for what an environment is. Nothing here knows which environment or policy it runs.
+Read next: `base.py` for what an environment is, `closed_loop.py` for an evaluation of many episodes. Nothing here knows
+which environment or policy it runs.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +42,9 @@ def rollout(
     *,
     execute: int,
     max_steps: int | None = None,
+    history: int = 1,
+    all_done: Callable[[bool], bool] = bool,
+    watch: Callable[[Any, np.ndarray], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome | None:
     """The outcome of one episode per key, each a function of its own key and task and of the policy alone.
@@ -49,6 +54,11 @@ def rollout(
     Args:
         execute: How many actions of each chunk are carried out before the policy is asked again.
         max_steps: Control steps before an episode counts as failed; the environment's own by default.
+        history: Observations that the policy sees, the last control steps' and the present one's; before the beginning
+            the first one repeats. With more than one they have the axis `o`.
+        all_done: Whether these episodes and those of the other processes are over, given whether these are. A policy
+            that needs all processes is asked equally often by all.
+        watch: Is shown the states before the first and after every control step, and which episodes had succeeded.
 
     Raises:
         ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
@@ -58,19 +68,38 @@ def rollout(
     policy_keys = row_randomness.for_purpose(keys, "env/policy")
     done = np.zeros(len(tasks), bool)
     steps = np.full(len(tasks), limit)
+    seen = collections.deque([env.observe(states)] * history, maxlen=history)
+    if watch is not None:
+        watch(states, done)
     taken = 0
-    while taken < limit and not done.all():
+    while taken < limit and not all_done(bool(done.all())):
         if stop_requested():
             return None
         now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(policy_keys, taken)
-        chunk = _checked(policy(env.observe(states), now), env, len(tasks), execute)
-        for number in range(min(execute, limit - taken)):
+        chunk = _checked(policy(_together(seen), now), env, len(tasks), execute)
+        count = min(execute, limit - taken)
+        for number in range(count):
             states = env.step(states, chunk[:, number])
             taken += 1
             new = np.asarray(env.success(states)) & ~done
             steps[new] = taken
             done |= new
+            if watch is not None:
+                watch(states, done)
+            if count - number <= history:  # the policy will see it
+                seen.append(env.observe(states))
     return Outcome(success=done, steps=steps, states=states)
+
+
+def _together(seen: Sequence[EnvObservation]) -> EnvObservation:
+    """The present observation, or with several all of them on an axis behind the rows'."""
+    if len(seen) == 1:
+        return seen[0]
+    return EnvObservation(
+        images={name: np.stack([one.images[name] for one in seen], axis=1) for name in seen[-1].images},
+        state=np.stack([one.state for one in seen], axis=1),
+        task=seen[-1].task,
+    )
 
 
 def _checked(chunk: Any, env: Env, num_rows: int, execute: int) -> Any:

@@ -8,6 +8,7 @@ The functions here act on one scene and the class on batches of them; both can b
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -168,6 +169,7 @@ class Tabletop(Env):
     state_dim: ClassVar[int] = 7
     control_hz: ClassVar[float] = 5.0
     max_steps: ClassVar[int] = 80
+    has_expert: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.image_size < 16:
@@ -184,9 +186,9 @@ class Tabletop(Env):
         """The task in words."""
         return self.task_list[task].instruction
 
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array, " b"]) -> Scene:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Scene:
         """Fresh scenes, one per key and task number."""
-        return _reset_batch(keys, tasks, self.task_list)
+        return _reset_batch(keys, jnp.asarray(tasks), self.task_list)
 
     def step(self, states: Scene, actions: Float[Array | np.ndarray, "b 7"]) -> Scene:
         """The scenes one control step later."""
@@ -198,7 +200,17 @@ class Tabletop(Env):
 
     def success(self, states: Scene) -> Bool[Array, " b"]:
         """Whether each scene's goal has held long enough."""
-        return jax.vmap(success)(states)
+        return _success_batch(states)
+
+    def pictures(self, states: Scene, rows: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Both cameras' pictures; no more are drawn than are asked for."""
+        return super().pictures(jax.tree.map(lambda leaf: leaf[rows], states), np.arange(len(rows)))
+
+    def demonstrate(self, states: Scene, keys: Key[Array, " b"]) -> tuple[Float[Array, "b 7"], Float[Array, "b 7"]]:
+        """What the scripted expert commands, and that with small disturbances and now and then a shove."""
+        from openpi_train.envs.tabletop_expert import command  # which imports this module
+
+        return command(states, keys)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -207,6 +219,7 @@ def _reset_batch(keys: Key[Array, " b"], numbers: Int[Array, " b"], tasks: tuple
 
 
 _step_batch = jax.jit(jax.vmap(step))
+_success_batch = jax.jit(jax.vmap(success))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -49,18 +49,26 @@ def demonstrate(
     Returns the scenes before each step [steps, b, ...], the expert's undisturbed commands, and the scenes after it.
     """
 
-    def disturbance(key: Key[Array, ""], number: Array) -> Float[Array, "7"]:
-        noise_key, shove_key, when_key = jax.random.split(jax.random.fold_in(key, number), 3)
-        noise = jax.random.normal(noise_key, (7,)) * jnp.asarray(NOISE)
-        shove = jax.random.normal(shove_key, (7,)) * jnp.asarray(SHOVE)
-        return noise + jnp.where(jax.random.bernoulli(when_key, SHOVE_PROBABILITY), shove, 0.0)
-
     def one_step(now: Scene, number: Array) -> tuple[Scene, tuple[Scene, Array, Scene]]:
-        commands = jax.vmap(expert)(now)
-        after = jax.vmap(env.step)(now, commands + jax.vmap(disturbance, in_axes=(0, None))(keys, number))
+        commands, carried_out = command(now, jax.vmap(jax.random.fold_in, (0, None))(keys, number))
+        after = jax.vmap(env.step)(now, carried_out)
         return after, (now, commands, after)
 
     return jax.lax.scan(one_step, scenes, jnp.arange(num_steps))[1]
+
+
+@jax.jit
+def command(scenes: Scene, keys: Key[Array, " b"]) -> tuple[Float[Array, "b 7"], Float[Array, "b 7"]]:
+    """What the expert commands in a batch of scenes at one control step, and that with the keys' disturbance."""
+    commands = jax.vmap(expert)(scenes)
+    return commands, commands + jax.vmap(_disturbance)(keys)
+
+
+def _disturbance(key: Key[Array, ""]) -> Float[Array, "7"]:
+    noise_key, shove_key, when_key = jax.random.split(key, 3)
+    noise = jax.random.normal(noise_key, (7,)) * jnp.asarray(NOISE)
+    shove = jax.random.normal(shove_key, (7,)) * jnp.asarray(SHOVE)
+    return noise + jnp.where(jax.random.bernoulli(when_key, SHOVE_PROBABILITY), shove, 0.0)
 
 
 def expert(scene: Scene) -> Float[Array, "7"]:

@@ -18,6 +18,7 @@ from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
 from openpi_train.models.base import ModelConfig, RowTransform
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
+from openpi_train.nn.denoising_mlp import DenoisingMlp, mlp_flops
 from openpi_train.nn.denoising_transformer import DenoisingTransformer, transformer_flops
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features, resnet_activations, resnet_flops
 from openpi_train.nn.unet1d import ConditionalUnet1d, unet_flops
@@ -46,8 +47,19 @@ class TransformerSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpSizes:
+    """Sizes of the residual MLP."""
+
+    width: int = 512
+    depth: int = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DiffusionPolicyConfig(ModelConfig):
-    """A diffusion policy from images and states. `horizon` actions begin with the first of the observed steps."""
+    """A diffusion policy from images and states, or states alone.
+
+    `action_horizon` actions begin with the first of the observed steps.
+    """
 
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
 
@@ -63,6 +75,8 @@ class DiffusionPolicyConfig(ModelConfig):
     n_action_steps: int = 6
     # Camera slots, those of the run's robots.
     cameras: tuple[str, ...] = ("head_camera",)
+    # Instructions that it tells apart, each by a number of its own beside the state; () for a policy of one task.
+    instructions: tuple[str, ...] = ()
     # Size of the images in pixels.
     image_height: int = 240
     image_width: int = 320
@@ -75,16 +89,18 @@ class DiffusionPolicyConfig(ModelConfig):
     # Widths of the encoder's stages (ResNet-18's).
     encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
     # Which network denoises.
-    denoiser: Literal["unet", "transformer"] = "unet"
+    denoiser: Literal["unet", "transformer", "mlp"] = "unet"
     # Sizes of the UNet.
     unet: UnetSizes = dataclasses.field(default_factory=UnetSizes)
     # Sizes of the transformer.
     transformer: TransformerSizes = dataclasses.field(default_factory=TransformerSizes)
-    # Width of the diffusion step's encoding in the UNet.
+    # Sizes of the MLP.
+    mlp: MlpSizes = dataclasses.field(default_factory=MlpSizes)
+    # Width of the diffusion step's encoding in the UNet and the MLP.
     diffusion_step_embed_dim: int = 128
     # The diffusion step that flow matching's time 1 stands for.
     num_diffusion_steps: int = 100
-    # It reads no text.
+    # It reads no text but the number of an instruction.
     vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
     def __post_init__(self):
@@ -114,6 +130,8 @@ class DiffusionPolicyConfig(ModelConfig):
             problems.append(f"unet.widths {self.unet.widths} must be multiples of num_groups {groups} and of 8")
         if any(width % 16 for width in self.encoder_widths):
             problems.append(f"encoder_widths {self.encoder_widths} must be multiples of 16, the channels of a group")
+        if len(set(self.instructions)) < len(self.instructions):
+            problems.append(f"instructions name one twice: {', '.join(self.instructions)}")
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
@@ -142,7 +160,12 @@ class DiffusionPolicyConfig(ModelConfig):
     def condition_width(self) -> int:
         """Numbers of the condition of each observation step."""
         features = num_features(self.pooling, self.encoder_widths, self.num_keypoints)
-        return len(self.cameras) * features + self.used_state_dim
+        return len(self.cameras) * features + self.used_state_dim + len(self.instructions)
+
+    @property
+    def prompt_length(self) -> int | None:
+        """The number of the instruction, where there are several."""
+        return 1 if self.instructions else None
 
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
@@ -150,9 +173,9 @@ class DiffusionPolicyConfig(ModelConfig):
             name: ResNet18(self.pooling, widths=self.encoder_widths, num_keypoints=self.num_keypoints, rngs=rngs)
             for name in names
         }
-        return DiffusionPolicy(encoders, self._build_denoiser(rngs), self.num_diffusion_steps)
+        return DiffusionPolicy(encoders, self._build_denoiser(rngs), self.num_diffusion_steps, len(self.instructions))
 
-    def _build_denoiser(self, rngs: nnx.Rngs) -> ConditionalUnet1d | DenoisingTransformer:
+    def _build_denoiser(self, rngs: nnx.Rngs) -> ConditionalUnet1d | DenoisingTransformer | DenoisingMlp:
         if self.denoiser == "unet":
             return ConditionalUnet1d(
                 self.action_dim,
@@ -160,6 +183,16 @@ class DiffusionPolicyConfig(ModelConfig):
                 widths=self.unet.widths,
                 kernel_size=self.unet.kernel_size,
                 num_groups=self.unet.num_groups,
+                step_width=self.diffusion_step_embed_dim,
+                rngs=rngs,
+            )
+        if self.denoiser == "mlp":
+            return DenoisingMlp(
+                self.action_dim,
+                self.n_obs_steps * self.condition_width,
+                horizon=self.action_horizon,
+                width=self.mlp.width,
+                depth=self.mlp.depth,
                 step_width=self.diffusion_step_embed_dim,
                 rngs=rngs,
             )
@@ -185,6 +218,7 @@ class DiffusionPolicyConfig(ModelConfig):
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         history = () if self.n_obs_steps == 1 else (self.n_obs_steps,)
+        text = self.prompt_length or 0
         return action_batch(
             {
                 **{
@@ -193,8 +227,8 @@ class DiffusionPolicyConfig(ModelConfig):
                 },
                 **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
                 "state": spec(jnp.float32, *history, self.used_state_dim),
-                "prompt_tokens": spec(jnp.int32, 0),
-                "prompt_mask": spec(jnp.bool_, 0),
+                "prompt_tokens": spec(jnp.int32, text),
+                "prompt_mask": spec(jnp.bool_, text),
                 "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
                 "action_mask": spec(jnp.bool_, self.action_horizon),
                 "dim_mask": spec(jnp.bool_, self.action_dim),
@@ -204,32 +238,31 @@ class DiffusionPolicyConfig(ModelConfig):
 
     def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.transforms import ExactDims, NoPrompt, ResizeImages
+        from openpi_train.data.transforms import ExactDims, NoPrompt, NumberPrompt, ResizeImages
 
         del tokenizer
         return (
             ResizeImages(self.image_height, self.image_width),
-            NoPrompt(),
+            NumberPrompt(self.instructions) if self.instructions else NoPrompt(),
             ExactDims(self.action_dim, self.used_state_dim),
         )
 
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs in convolutions and matrix products, of images as they are stored (crops take less)."""
         images = cameras * self.n_obs_steps * resnet_flops(self.image_height, self.image_width, self.encoder_widths)
+        sizes = self.action_horizon, self.action_dim, self.n_obs_steps * self.condition_width
         if self.denoiser == "unet":
-            width, unet = self.n_obs_steps * self.condition_width, self.unet
-            one = unet_flops(
+            one = unet_flops(*sizes, self.unet.widths, self.unet.kernel_size, self.diffusion_step_embed_dim)
+        elif self.denoiser == "mlp":
+            one = mlp_flops(*sizes, self.mlp.width, self.mlp.depth, self.diffusion_step_embed_dim)
+        else:
+            one = transformer_flops(
                 self.action_horizon,
                 self.action_dim,
-                width,
-                unet.widths,
-                unet.kernel_size,
-                self.diffusion_step_embed_dim,
-            )
-        else:
-            sizes = self.transformer.width, self.transformer.depth
-            one = transformer_flops(
-                self.action_horizon, self.action_dim, self.condition_width, self.n_obs_steps, *sizes
+                self.condition_width,
+                self.n_obs_steps,
+                self.transformer.width,
+                self.transformer.depth,
             )
         return images + draws * one
 
@@ -242,6 +275,8 @@ class DiffusionPolicyConfig(ModelConfig):
         if self.denoiser == "unet":
             levels = [self.action_horizon / 2**level * width for level, width in enumerate(self.unet.widths)]
             chunk = 24.0 * math.fsum(levels)
+        elif self.denoiser == "mlp":
+            chunk = 4.0 * (1 + self.mlp.depth) * self.mlp.width
         else:
             sizes = self.transformer
             chunk = sizes.depth * (self.action_horizon + self.n_obs_steps) * 20.0 * sizes.width

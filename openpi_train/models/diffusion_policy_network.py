@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from openpi_train.nn.denoising_mlp import DenoisingMlp
 from openpi_train.nn.denoising_transformer import DenoisingTransformer
 from openpi_train.nn.resnet import ResNet18
 from openpi_train.nn.siglip import float_images
@@ -24,21 +25,24 @@ class DiffusionPolicy(nnx.Module):
         encoders: by camera slot; the one named "shared" is for all others.
         denoiser: from (noisy chunks, diffusion steps, condition per observation step) to a chunk.
         num_diffusion_steps: the diffusion step that flow time 1, pure noise, stands for.
+        num_instructions: how many of them an observation's one token may name; 0: none is read.
     """
 
     def __init__(
         self,
         encoders: Mapping[str, ResNet18],
-        denoiser: ConditionalUnet1d | DenoisingTransformer,
+        denoiser: ConditionalUnet1d | DenoisingTransformer | DenoisingMlp,
         num_diffusion_steps: int,
+        num_instructions: int = 0,
     ):
         self.encoders = nnx.Dict(encoders)
         self.denoiser = denoiser
-        self.num_diffusion_steps = num_diffusion_steps
+        self.num_diffusion_steps, self.num_instructions = num_diffusion_steps, num_instructions
 
     @jax.named_scope("encode")
     def encode(self, observation: Observation) -> Float[Array, "b o e"]:
-        """What the denoiser is told of each observation step: features of every camera, sorted by slot, then the state.
+        """What the denoiser is told of each observation step: features of every camera, sorted by slot, a one among
+        zeros for the instruction, then the state.
 
         An absent camera's features are zeros.
         """
@@ -49,8 +53,11 @@ class DiffusionPolicy(nnx.Module):
             images = images if images.ndim == 5 else images[:, None]  # b o height width 3
             found = encoder(images.reshape(-1, *images.shape[2:])).reshape(*images.shape[:2], -1)
             features.append(jnp.where(observation.image_masks[slot][:, None, None], found, 0.0))
-        state = observation.state
-        return jnp.concatenate([*features, state if state.ndim == 3 else state[:, None]], axis=-1)
+        state = observation.state if observation.state.ndim == 3 else observation.state[:, None]
+        if self.num_instructions:
+            told = jax.nn.one_hot(observation.prompt_tokens, self.num_instructions)  # b 1 n
+            features.append(jnp.broadcast_to(told, (*state.shape[:2], self.num_instructions)))
+        return jnp.concatenate([*features, state], axis=-1)
 
     def denoise(
         self, condition: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]

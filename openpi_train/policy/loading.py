@@ -79,15 +79,8 @@ def load_policy(
         CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
         UsageError: an argument is missing or not possible; the message says which are.
     """
-    given = registry.load(experiment) if isinstance(experiment, str) else experiment
-    stored = formats.open_checkpoint(directory)
-    if stored.experiment is not None:
-        run = experiment_from_json(stored.experiment, given)
-    elif given is not None:
-        run = given
-    else:
-        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
-    chosen = _dataset(run, dataset)
+    stored, run = open_run(directory, experiment)
+    chosen = choose_dataset(run, dataset)
     model, window = run.model, run.model.window
     config = run.data
     pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
@@ -124,7 +117,18 @@ def load_policy(
     )
 
 
-def _dataset(run: Experiment, wanted: int | str | None) -> Dataset:
+def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
+    """The checkpoint, opened, and the experiment that it belongs to. Arguments and errors are `load_policy`'s."""
+    given = registry.load(experiment) if isinstance(experiment, str) else experiment
+    stored = formats.open_checkpoint(directory)
+    if stored.experiment is not None:
+        return stored, experiment_from_json(stored.experiment, given)
+    if given is None:
+        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
+    return stored, given
+
+
+def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
     datasets = run.data.datasets
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))

@@ -71,13 +71,19 @@ class Policy:
         return _completed(row, self.sampler.row_spec()), state
 
     def answer(
-        self, prepared: Sequence[tuple[Row, np.ndarray]], draws: Sequence[int] | None = None
+        self,
+        prepared: Sequence[tuple[Row, np.ndarray]],
+        draws: Sequence[int] | None = None,
+        towards: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[dict[str, Any]]:
-        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each."""
+        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each.
+
+        `towards`: a normalised target and its weights, for real-time chunking (`acting.py`).
+        """
         if not prepared:
             return []
         numbers = [next(self._draws) for _ in prepared] if draws is None else [int(draw) for draw in draws]
-        chunks = self.sampler.sample([row for row, _ in prepared], numbers)
+        chunks = self.sampler.sample([row for row, _ in prepared], numbers, towards)
         return [
             {"actions": self._in_robot_units(chunk, state), "state": state, "draw": number}
             for chunk, (_, state), number in zip(chunks, prepared, numbers, strict=True)

@@ -1,25 +1,22 @@
-"""The embedded tabletop environment's gripper: end-effector deltas, as its dataset records and its steps take them.
+"""The embedded tabletop environment's gripper: end-effector deltas, as its datasets record and its steps take them.
 
-Read next: `data/windows.py`, the caller; `bridge.py` for a real arm of the same layout.
+Read next: `arm.py`, which reads the columns; `bridge.py` for a real arm of the same layout.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
-from openpi_train.robots.base import Robot, Steps
+from openpi_train.robots.arm import Arm
 
 _POSE = ("x_m", "y_m", "z_m", "roll_rad", "pitch_rad", "yaw_rad")
-STATE_COLUMN = "observation/state"
-ACTION_COLUMN = "action"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tabletop(Robot):
+class Tabletop(Arm):
     """Pose and gripper as state, bounded pose deltas and a gripper command as action, 7 dims each.
 
-    The gripper is 0 closed .. 1 open, in the state measured, in the action commanded.
+    The gripper is 0 closed .. 1 open, in the state measured, in the action commanded. The defaults are `data prepare`'s
+    RLDS dataset; a zarr store of `data collect` has `state`, `image_0` and `image_1`.
     """
 
     # The model's camera slot: the dataset's image feature.
@@ -46,20 +43,3 @@ class Tabletop(Robot):
     def delta_mask(self) -> None:
         """No dim: the recorded actions are deltas already."""
         return None
-
-    def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded; every step may start a window."""
-        del episode_ends
-        state, actions = _column(columns, STATE_COLUMN), _column(columns, ACTION_COLUMN)
-        return Steps(state=state, actions=actions, use=np.ones(len(state), bool))
-
-
-def _column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    if name not in columns:
-        raise ValueError(f"the Tabletop robot reads the column {name!r}; the dataset has {', '.join(sorted(columns))}")
-    column = np.asarray(columns[name], np.float32)
-    if column.ndim != 2 or column.shape[1] != len(_POSE) + 1:
-        raise ValueError(
-            f"column {name!r} has shape {list(column.shape[1:])} per step; the Tabletop robot reads 7 dims"
-        )
-    return column

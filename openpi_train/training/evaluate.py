@@ -90,13 +90,13 @@ class Evaluator:
     def _values(self, state: TrainState) -> dict[str, float]:
         values = self._evaluate(state.params, state.frozen)
         if state.ema is not None:
-            averaged = self._evaluate(self._on_devices(state.ema), state.frozen)
+            averaged = self._evaluate(self.on_devices(state.ema), state.frozen)
             values |= {f"{name}_ema": value for name, value in averaged.items()}
         if "sample" in self._trainer.model.provides:
             values["val/action_mse_mean_baseline"] = self._baseline()
         return values
 
-    def _on_devices(self, params: Params) -> Params:
+    def on_devices(self, params: Params) -> Params:
         """The same parameters, out of host memory where they lie there between steps."""
         plan, key = self._trainer.plan, ("average on the devices",)
         if "ema" not in ON_HOST[plan.offload]:

@@ -230,15 +230,19 @@ class Wandb:
         self._run.finish()
 
 
+# What only lines of evaluations have.
+_EVALUATED = ("val/", "success/")
+
+
 def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
-    """The held-out results in a run's `metrics.jsonl` up to `last_step`; empty for a run that begins (step 0)."""
+    """The evaluations' results in a run's `metrics.jsonl` up to `last_step`; empty for a run that begins (step 0)."""
     if not last_step or not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
     return [
-        {name: value for name, value in line.items() if name == "step" or name.startswith("val/")}
+        {name: value for name, value in line.items() if name == "step" or name.startswith(_EVALUATED)}
         for line in lines
-        if "val/loss" in line
+        if any(name.startswith(_EVALUATED) for name in line)
     ]
 
 

@@ -19,6 +19,7 @@ from openpi_train.runtime import phases, preempt
 from openpi_train.runtime.phases import phase
 from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.closed_loop import ClosedLoopEvaluator
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import StateLayout
@@ -48,6 +49,7 @@ class Run:
     feed: Feed
     recorder: Recorder
     evaluator: Evaluator
+    closed_loop: ClosedLoopEvaluator
     checkpoints: Checkpoints
     metrics: Metrics
     progress: ProgressReport
@@ -57,6 +59,8 @@ class Run:
     # The batches' shapes, if they have several (see `data/text_lengths.py`).
     text_lengths: tuple[int, ...] = ()
     programs: Programs | None = None
+    # `Tokenizer.fingerprint`: what the tokens that the weights learn stand for.
+    tokenizer: str | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -136,24 +140,39 @@ class Run:
 
     @phase("evaluating")
     def evaluate(self, step: int, state: TrainState) -> bool:
-        """Evaluate on the held-out rows, write the result, and let the checkpoint compete for the best.
+        """Evaluate on the held-out rows and in the environment, write it, and let the checkpoint compete for the best.
 
         Returns False where a stop that was asked for meanwhile left it out; a resumed run catches up.
         """
         started = time.perf_counter()
         values = self.evaluator(state)
+        if not values and self.evaluator.has_rows:
+            return False
+        if values:
+            line = ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items())
+            logger.info("held-out, step %d: %s (%.1f s)", step, line, time.perf_counter() - started)
+        if self.closed_loop.is_due(step, self.experiment.num_train_steps):
+            successes = self._act(step, state)
+            if successes is None:
+                return False
+            values |= successes
         if not values:
-            return not self.evaluator.has_rows
-        logger.info(
-            "held-out, step %d: %s (%.1f s)",
-            step,
-            ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items()),
-            time.perf_counter() - started,
-        )
+            return True
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
         self.history.append({"step": step, **values})
-        self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
+        if "val/loss" in values:
+            self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
         return True
+
+    def _act(self, step: int, state: TrainState) -> dict[str, float] | None:
+        """Successes in the environment, of the averaged weights where there are any; None where a stop came between."""
+        started = time.perf_counter()
+        params = state.params if state.ema is None else self.evaluator.on_devices(state.ema)
+        score = self.closed_loop(params, state.frozen, self.directory / "eval" / str(step))
+        if score is None:
+            return None
+        logger.info("closed loop, step %d (%.1f s):\n%s", step, time.perf_counter() - started, score.table())
+        return score.metrics()
 
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
@@ -176,7 +195,11 @@ class Run:
         return {
             "data_position": self.feed.position(),
             "experiment": as_json(self.experiment),
-            "extra": {"wandb_id": self.metrics.wandb_id, "unread_metrics": self.recorder.unread()},
+            "extra": {
+                "wandb_id": self.metrics.wandb_id,
+                "unread_metrics": self.recorder.unread(),
+                "tokenizer": self.tokenizer,
+            },
         }
 
     def stop_requested(self) -> bool:

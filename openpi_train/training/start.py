@@ -21,6 +21,7 @@ from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
+from openpi_train.interop.weights import check_tokenizer
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime import logs, phases, preempt, selftest, session
@@ -29,6 +30,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.closed_loop import ClosedLoopEvaluator
 from openpi_train.training.epochs import in_steps, process_0_first
 from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import StateLayout, create_state, read_state
@@ -115,8 +117,11 @@ def start(
         cores=usable_cores() // gather("hosts of the processes", platform.node()).count(platform.node()),
     )
     with jax.set_mesh(trainer.plan.real_mesh):
-        state, meta = first_state(experiment, trainer, layout, checkpoints, feed)
+        state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer)
         evaluator = make_evaluator(experiment, trainer, data)
+        closed_loop = ClosedLoopEvaluator(
+            trainer, data, experiment.eval.closed_loop, experiment.eval.num_sample_steps, preempt.stop_requested
+        )
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
@@ -132,6 +137,7 @@ def start(
         feed=feed,
         recorder=recorder,
         evaluator=evaluator,
+        closed_loop=closed_loop,
         checkpoints=checkpoints,
         metrics=make_metrics(experiment, directory, int(state.step), data.train.num_samples),
         progress=ProgressReport(
@@ -145,6 +151,7 @@ def start(
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
         text_lengths=data.train.text.lengths if data.train.text else (),
+        tokenizer=data.tokenizer,
         norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
     )
 
@@ -170,7 +177,9 @@ def open_run_data(experiment: Experiment) -> OpenedData:
     with reported_as(DataError):
         tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
         windows = open_windows(config, model.window)
-        model = model.fit_prompts(tokenizer, prompts(windows))
+        acting = experiment.eval.closed_loop
+        told = [(text, acting.env.state_dim) for text in map(acting.env.instruction, range(len(acting.env.tasks)))]
+        model = model.fit_prompts(tokenizer, [*prompts(windows), *told])
         data = open_data(
             config,
             shape=model.window,
@@ -188,13 +197,19 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             batch_size=experiment.batch_size,
             most=config.text_lengths,
             draws=experiment.objective.draws_per_row,
+            assets_dir=experiment.assets_dir,
         )
-    return dataclasses.replace(data, model=model)
+    return dataclasses.replace(data, model=model, tokenizer=tokenizer.fingerprint)
 
 
 @phase("making the state")
 def first_state(
-    experiment: Experiment, trainer: Trainer, layout: StateLayout, checkpoints: Checkpoints, feed: Feed
+    experiment: Experiment,
+    trainer: Trainer,
+    layout: StateLayout,
+    checkpoints: Checkpoints,
+    feed: Feed,
+    tokenizer: str | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """The newest checkpoint and its `meta` with `--resume`, else start weights or fresh ones and an empty one."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
@@ -202,6 +217,7 @@ def first_state(
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:
         state, meta = restored
+        check_tokenizer(meta.get("tokenizer"), tokenizer, where="the run")
         try:
             feed.seek(meta["data_position"])
         except ValueError as error:
@@ -209,6 +225,7 @@ def first_state(
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
         return state, meta
     loader = experiment.weight_loader
+    check_tokenizer(loader.tokenizer(), tokenizer, where="--weight-loader.params-path")
     if (leaves := loader.load_state(experiment.model)) is not None:
         state = read_state(layout, leaves, where="--weight-loader.params-path")
         feed.seek({**feed.position(), "step": int(state.step)})
@@ -279,6 +296,13 @@ def report(run: Run) -> None:
     if len(run.history) < 2:
         return
     first, last = run.history[0], run.history[-1]
+    if "success/all" in first and "success/all" in last:
+        logger.info(
+            "success in the environment: %.1f %% before, %.1f %% after",
+            *(100 * one["success/all"] for one in (first, last)),
+        )
+    if not ("val/loss" in first and "val/loss" in last):
+        return
     suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
     before, after = first[f"val/loss{suffix}"], last[f"val/loss{suffix}"]
     logger.info("held-out loss%s: %.4f before, %.4f after", weights, before, after)

@@ -1,0 +1,69 @@
+"""From what a robot sees to a model's row, and from the model's chunk back to the robot's actions.
+
+The same steps as training's (`rows.py`), in the same order, without actions. Read next: `transforms.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.rows import RowSpec, RowTransform
+from openpi_train.data.transforms import Normalize, Unnormalize
+from openpi_train.data.windows import WindowShape
+from openpi_train.robots.base import Robot
+
+# Entries of a training row that no policy is given.
+_TARGETS = ("actions", "action_mask", "dim_mask")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation:
+    """One robot's way to a model and back.
+
+    `transforms` are the model config's, for rows that `normalize` has normalised; `spec` is that of its finished rows,
+    `window` what it sees and predicts.
+    """
+
+    robot: Robot
+    normalize: Normalize
+    transforms: tuple[RowTransform, ...]
+    spec: RowSpec
+    window: WindowShape
+
+    def row(self, images: Mapping[str, np.ndarray], state: np.ndarray, prompt: str) -> dict[str, np.ndarray]:
+        """A model's row without actions, by entry.
+
+        Args: `images` uint8 [(o,) height, width, 3] by the dataset's image features, `state` [(o,) s] in the robot's
+        units; the axis o is there where the model sees more than one control step.
+
+        Raises ValueError where an image of the robot's cameras is missing, or the row does not fit the model.
+        """
+        row: dict[str, Any] = {"state": self.robot.to_model(np.asarray(state, np.float32))[0], "prompt": prompt}
+        for slot, feature in self.robot.cameras.items():
+            if feature not in images:
+                raise ValueError(
+                    f"{type(self.robot).__name__}'s camera {slot} reads {feature!r}; there is "
+                    f"{', '.join(images) or 'no image'}"
+                )
+            row[f"image/{slot}"] = np.asarray(images[feature])
+            row[f"image_mask/{slot}"] = np.True_
+        for transform in (self.normalize, *self.transforms):
+            row = transform(row)
+        found = {}
+        for name, (shape, dtype) in self.spec.items():
+            if name in _TARGETS:
+                continue
+            absent = name.startswith(("image/", "image_mask/")) and name not in row  # a slot of another robot
+            found[name] = np.zeros(shape, dtype) if absent else np.asarray(row[name]).astype(dtype, copy=False)
+            if found[name].shape != shape:
+                raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")
+        return found
+
+    def actions(self, chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
+        """The robot's actions [h, a] from the present control step on, of a normalised chunk and the present state."""
+        known = Unnormalize(self.normalize.stats, self.normalize.form)({"actions": chunk})["actions"]
+        own = known[..., : len(self.robot.action_names)]
+        actions = self.robot.from_model(own, np.asarray(state, np.float32))
+        return actions[-self.window.first_action :]

@@ -1,0 +1,26 @@
+"""Environments by the names that command lines use, each with all its tasks. Read next: `base.py`."""
+
+import difflib
+import importlib
+
+from openpi_train.envs.base import Env
+
+# Module and what makes one there: keyword arguments are fields.
+ENVS = {
+    "metaworld": ("openpi_train.envs.metaworld", "with_all_tasks"),
+    "tabletop": ("openpi_train.envs.tabletop", "Tabletop"),
+}
+
+
+def environment(name: str, *, image_size: int | None = None) -> Env:
+    """The environment of this name; `image_size` pixels of its pictures' sides, None: its own choice.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in ENVS:
+        close = difflib.get_close_matches(name, ENVS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"no environment {name!r}{hint} There are {', '.join(ENVS)}")
+    module, make = ENVS[name]
+    given = {} if image_size is None else {"image_size": image_size}
+    return getattr(importlib.import_module(module), make)(**given)

@@ -1,0 +1,64 @@
+"""The smallest network of a diffusion policy: a residual MLP over the whole chunk, for policies from states.
+
+Where an action chunk is short and nothing is to be seen, it does on two CPU cores what a UNet does on a GPU.
+Read next: `unet1d.py`, what it stands in for; `models/diffusion_policy_network.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from openpi_train.nn.resnet import EPSILON, TORCH_INIT
+from openpi_train.nn.unet1d import encode_step
+
+_linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
+
+
+class ResidualLayer(nnx.Module):
+    """A norm, Mish and a linear layer beside a short cut."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
+        self.linear = _linear(width, width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        return x + self.linear(jax.nn.mish(self.norm(x)))
+
+
+class DenoisingMlp(nnx.Module):
+    """From noisy action chunks, diffusion steps and a condition to what the objective asks for, of the chunks' shape.
+
+    Args:
+        action_dim: numbers of an action.
+        condition_width: numbers of the condition.
+        step_width: of the diffusion step's encoding, which joins the condition.
+    """
+
+    def __init__(
+        self, action_dim: int, condition_width: int, *, horizon: int, width: int, depth: int, step_width: int,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
+        self.step_width = step_width
+        self.inputs = _linear(horizon * action_dim + step_width + condition_width, width, rngs=rngs)
+        self.layers = nnx.List([ResidualLayer(width, rngs=rngs) for _ in range(depth)])
+        self.outputs = _linear(width, horizon * action_dim, rngs=rngs)
+
+    @jax.named_scope("denoising_mlp")
+    def __call__(
+        self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n ..."]
+    ) -> Float[Array, "n h a"]:
+        """`condition` is flattened; `step` is the diffusion step."""
+        parts = [noisy, encode_step(step, self.step_width), condition]
+        x = self.inputs(jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=-1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.outputs(jax.nn.mish(x)).reshape(noisy.shape)
+
+
+def mlp_flops(horizon: int, action_dim: int, condition_width: int, width: int, depth: int, step_width: int) -> float:
+    """Forward FLOPs for one chunk, two per multiply-add, in linear layers."""
+    chunk = horizon * action_dim
+    return 2.0 * width * (2 * chunk + step_width + condition_width + depth * width)

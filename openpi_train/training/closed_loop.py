@@ -1,0 +1,174 @@
+"""The policy that is being trained, in an environment: every process simulates its rows, all devices compute together.
+
+A device always computes on equally many episodes, filled up with empty rows, and an episode always has the same place
+among them: so the result does not depend on the number of processes or devices, to the bit.
+Read next: `envs/closed_loop.py`, `data/translation.py`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key
+
+from openpi_train.data.files import write_json
+from openpi_train.data.opened import OpenedData
+from openpi_train.data.placement import from_devices, local_rows, on_devices
+from openpi_train.data.transforms import Normalize
+from openpi_train.data.translation import Translation
+from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.score import Score
+from openpi_train.envs.video import Recorder
+from openpi_train.nn.params import Params, merge_module
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.mesh import TENSOR
+from openpi_train.training.agreement import gather
+from openpi_train.training.sampling import sample_chunks
+from openpi_train.training.step import Trainer
+from openpi_train.types import observation as observation_of
+
+
+class MeshPolicy:
+    """A `rollout.Policy` that computes on all devices of a plan together. All processes ask it equally often."""
+
+    def __init__(self, trainer: Trainer, translation: Translation, config: ClosedLoop, num_sample_steps: int):
+        self._trainer, self._translation, self._env = trainer, translation, config.env
+        self._num_steps = num_sample_steps
+        self._cameras = {feature: _camera(feature, config.env) for feature in translation.robot.cameras.values()}
+        mesh = trainer.plan.mesh
+        self.batch_size = config.episodes_per_device * (mesh.size // mesh.shape[TENSOR])
+        self.rows = local_rows(trainer.plan.batch, self.batch_size)
+        self.params: Params = {}
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
+        """The chunks from the present control step on, in the robot's units [b, h, a]."""
+        images = {feature: np.asarray(observation.images[camera]) for feature, camera in self._cameras.items()}
+        states, tasks = np.asarray(observation.state), np.asarray(observation.task)
+        rows = [
+            self._translation.row(
+                {name: image[index] for name, image in images.items()},
+                states[index],
+                self._env.instruction(int(task)),
+            )
+            for index, task in enumerate(tasks)
+        ]
+        columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        batch = observation_of({name: self._placed(column) for name, column in columns.items()})
+        chunks = self._sample(batch, self._placed(np.asarray(jax.random.key_data(keys))))
+        present = states[:, -1] if states.ndim == 3 else states
+        return np.stack([self._translation.actions(*pair) for pair in zip(chunks, present, strict=False)])
+
+    def _placed(self, column: np.ndarray) -> jax.Array:
+        filled = np.zeros((len(self.rows), *column.shape[1:]), column.dtype)
+        filled[: len(column)] = column
+        return on_devices(filled, self._trainer.plan.batch, self.batch_size, self.rows)
+
+    def _sample(self, observation: Any, key_data: jax.Array) -> np.ndarray:
+        inputs = (self.params, observation, key_data)
+        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
+        if shardings not in self._compiled:
+            self._compiled[shardings] = jax.jit(self._program).lower(*inputs).compile()
+            gather("compiled the policy", None)  # gloo gives up on processes that compile for 30 s longer than others
+        return from_devices(self._compiled[shardings](*inputs))
+
+    def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
+        trainer = self._trainer
+        chunk = trainer.model.batch_spec(1, ()).actions.shape[1:]
+
+        def share(params, batch, rest):
+            model: Any = merge_module(trainer.graphdef, params)
+            observation, data = batch
+            keys = jax.random.wrap_key_data(data)
+            return sample_chunks(trainer.objective, model, observation, keys, self._num_steps, chunk)
+
+        return trainer.devices.rows(share, params, (observation, key_data), None)
+
+
+class ClosedLoopEvaluator:
+    """Evaluates parameters in the experiment's environment. Every process must call it, at the same steps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: OpenedData,
+        config: ClosedLoop,
+        num_sample_steps: int,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
+        """Raises UsageError where the environment is not the robot's."""
+        self._config, self._stop_requested = config, stop_requested
+        self._window = trainer.model.window
+        self._policy: MeshPolicy | None = None
+        if config.num_episodes:
+            translation = translation_of(data, config)
+            self._policy = MeshPolicy(trainer, translation, config, num_sample_steps)
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether there is a closed loop at this step, which is one of an evaluation."""
+        interval = self._config.interval
+        return self._policy is not None and (step in (0, last) or bool(interval and step % interval == 0))
+
+    def __call__(self, params: Params, frozen: Params, folder: Path) -> Score | None:
+        """The score, written with the videos below `folder`; None where it was to stop before the end."""
+        assert self._policy is not None, "asked where nothing was due"
+        policy = self._policy
+        policy.params = {**frozen, **params}
+        recorder = Recorder(self._config.env, self._config.num_videos, folder / "videos")
+        score = evaluate(
+            lambda: policy,
+            self._config,
+            execute=max(1, self._window.num_ahead // 2),
+            history=self._window.history,
+            batch_size=policy.batch_size,
+            rows=policy.rows,
+            gather=gather,
+            all_done=lambda done: all(gather("episodes that are over", done)),
+            recorder=recorder,
+            stop_requested=self._stop_requested,
+        )
+        if score is None:
+            return None
+        recorder.write()
+        if jax.process_index() == 0:
+            write_json(folder / "closed_loop.json", score.as_json())
+        return score
+
+
+def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
+    """How the robot of `config.dataset` meets the model. Raises UsageError where they do not fit."""
+    env, windows = config.env, data.train.windows
+    if not 0 <= config.dataset < len(windows):
+        raise UsageError(
+            f"--eval.closed-loop.dataset {config.dataset}: the run has {len(windows)} datasets, numbered from 0"
+        )
+    robot = windows[config.dataset].robot
+    widths = {"actions": (len(robot.action_names), env.action_dim), "state": (len(robot.state_names), env.state_dim)}
+    for name, (has, takes) in widths.items():
+        if has != takes:
+            raise UsageError(
+                f"{type(robot).__name__} of dataset {config.dataset} has {has} {name} dims, {type(env).__name__} has "
+                f"{takes}: choose another --eval.closed-loop.dataset or environment"
+            )
+    if missing := sorted(name for name in robot.cameras.values() if _camera(name, env) not in env.cameras):
+        raise UsageError(
+            f"{type(robot).__name__} of dataset {config.dataset} reads {', '.join(missing)}; {type(env).__name__} has "
+            f"{', '.join(env.cameras) or 'no camera'}"
+        )
+    normalize, *transforms = data.train.transforms[config.dataset]
+    assert isinstance(normalize, Normalize), "rows are normalised first (data/opened.py)"
+    return Translation(
+        robot=robot,
+        normalize=normalize,
+        transforms=tuple(transforms),
+        spec=data.train.spec,
+        window=windows[config.dataset].shape,
+    )
+
+
+def _camera(feature: str, env: Env) -> str:
+    """The camera of `env` that a dataset's image feature shows; RLDS has all that is observed below `observation/`."""
+    return feature if feature in env.cameras else feature.removeprefix("observation/")
