@@ -259,6 +259,20 @@ def doctor(argv: Sequence[str]) -> int:
     )
 
 
+def evaluate(argv: Sequence[str]) -> int:
+    """`eval RUN|CHECKPOINT`: a trained policy on held-out episodes and in an environment: errors, successes, videos."""
+    from openpi_train.tools.evaluate_flags import evaluate
+
+    return evaluate(argv, _process_parser(), _process_flags)
+
+
+def report(argv: Sequence[str]) -> int:
+    """`report RUN`: one HTML file about a run: curves, time, memory, data, evaluations with videos."""
+    from openpi_train.tools.evaluate_flags import report
+
+    return report(argv)
+
+
 def plan(argv: Sequence[str]) -> int:
     """`plan <experiment>`: memory, traffic and speed on devices that are not here, per strategy; what to take."""
     parser = argparse.ArgumentParser(
@@ -299,6 +313,13 @@ def plan(argv: Sequence[str]) -> int:
     )
 
 
+def serve(argv: Sequence[str]) -> int:
+    """`serve <run>`: a trained policy for robots, over openpi's websocket protocol."""
+    from openpi_train.serve.flags import main
+
+    return main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
@@ -307,6 +328,9 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
     "plan": plan,
+    "serve": serve,
+    "eval": evaluate,
+    "report": report,
 }
 
 

@@ -51,7 +51,7 @@ class ClosedLoop:
 
 
 def evaluate(
-    policy: Policy,
+    begin: Callable[[], Policy],
     config: ClosedLoop,
     *,
     execute: int,
@@ -63,9 +63,10 @@ def evaluate(
     recorder: Recorder | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Score | None:
-    """The score of the policy; None where `stop_requested` said so meanwhile.
+    """The score of a policy; None where `stop_requested` said so meanwhile.
 
     Args:
+        begin: gives the policy for each batch of episodes: it may remember what it said before.
         execute: actions of a chunk that are carried out, where `config` leaves it open.
         history: observations that the policy sees (`rollout`).
         batch_size: episodes at a time, over all processes; None: all of them.
@@ -85,7 +86,7 @@ def evaluate(
         acted = numbers if count else np.array([config.num_episodes - 1])
         tasks = acted % len(env.tasks)
         outcome = rollout(
-            policy,
+            begin(),
             env,
             episode_keys(config, acted),
             tasks,

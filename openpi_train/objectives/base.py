@@ -10,6 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from openpi_train.nn.augment import Augmentation
+from openpi_train.objectives.real_time_chunking import sample_towards
+from openpi_train.runtime.exits import UsageError
 from openpi_train.types import ActionBatch, Observation
 
 Norms = dict[str, Float[Array, ""]]
@@ -52,6 +54,31 @@ class Objective(abc.ABC):
         """
         del keys
         return model.sample_actions(observation, noise, num_steps)
+
+    def check_flow(self) -> None:
+        """Raise UsageError where a model trained so has no velocity that real-time chunking could guide."""
+        if "velocity" not in self.needs:
+            raise UsageError(
+                f"real-time chunking guides a flow by its velocity, and {type(self).__name__} trains none; leave out "
+                "--real-time-delay, or join chunks with --ensemble"
+            )
+
+    def sample_towards(
+        self,
+        model: Any,
+        observation: Observation,
+        noise: Float[Array, "b h a"],
+        num_steps: int,
+        target: Float[Array, "b h a"],
+        weights: Float[Array, "b h a"],
+    ) -> Float[Array, "b h a"]:
+        """As `sample_actions`, guided towards `target` where `weights` says so (`real_time_chunking.py`)."""
+        self.check_flow()
+
+        def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
+            return model.velocity(observation, actions[:, None], time[:, None])[:, 0].astype(jnp.float32)
+
+        return sample_towards(velocity, noise, num_steps, target, weights)
 
 
 def element_mask(

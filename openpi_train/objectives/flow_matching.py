@@ -90,9 +90,22 @@ class FlowMatching(Objective):
         self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
     ) -> Float[Array, "b h a"]:
         """Where the model's flow leads from `noise`."""
-        if self.augment:
-            observation = self.augmentation(observation, None)
-        return super().sample_actions(model, observation, noise, keys, num_steps)
+        return super().sample_actions(model, self._as_evaluated(observation), noise, keys, num_steps)
+
+    def sample_towards(
+        self,
+        model: Any,
+        observation: Observation,
+        noise: Float[Array, "b h a"],
+        num_steps: int,
+        target: Float[Array, "b h a"],
+        weights: Float[Array, "b h a"],
+    ) -> Float[Array, "b h a"]:
+        """Where the guided flow leads from `noise`."""
+        return super().sample_towards(model, self._as_evaluated(observation), noise, num_steps, target, weights)
+
+    def _as_evaluated(self, observation: Observation) -> Observation:
+        return self.augmentation(observation, None) if self.augment else observation
 
     @jax.named_scope("loss")
     def loss_at(

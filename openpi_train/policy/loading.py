@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 4, 16)
 # The share of a device's memory up to which each holds all parameters, the rest being for activations and caches.
 _MOST_OF_MEMORY = 0.6
+# Smaller arrays stay whole where the others are cut.
+_MIN_SHARD_MIB = 4.0
 
 
 def load_policy(
@@ -75,15 +77,8 @@ def load_policy(
         CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
         UsageError: an argument is missing or not possible; the message says which are.
     """
-    given = registry.load(experiment) if isinstance(experiment, str) else experiment
-    stored = formats.open_checkpoint(directory)
-    if stored.experiment is not None:
-        run = experiment_from_json(stored.experiment, given)
-    elif given is not None:
-        run = given
-    else:
-        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
-    chosen = _dataset(run, dataset)
+    stored, run = open_run(directory, experiment)
+    chosen = choose_dataset(run, dataset)
     model, window = run.model, run.model.window
     config = run.data
     pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
@@ -120,7 +115,18 @@ def load_policy(
     )
 
 
-def _dataset(run: Experiment, wanted: int | str | None) -> Dataset:
+def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
+    """The checkpoint, opened, and the experiment that it belongs to. Arguments and errors are `load_policy`'s."""
+    given = registry.load(experiment) if isinstance(experiment, str) else experiment
+    stored = formats.open_checkpoint(directory)
+    if stored.experiment is not None:
+        return stored, experiment_from_json(stored.experiment, given)
+    if given is None:
+        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
+    return stored, given
+
+
+def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
     datasets = run.data.datasets
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
@@ -209,4 +215,4 @@ def _plan(devices: list[Any], leaves: Leaves) -> Plan:
     fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
     if fits or len(devices) == 1:
         return Plan(mesh=make_mesh(1, devices), strategy="replicated")
-    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3")
+    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3", min_shard_mib=_MIN_SHARD_MIB)

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from openpi_train.data.rows import RowSpec, RowTransform
 from openpi_train.data.transforms import Unnormalize
 from openpi_train.policy.observation import ObservationError, ObservationForm
 from openpi_train.policy.sampler import Row, Sampler
+
+if TYPE_CHECKING:
+    from openpi_train.policy.record import Replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,13 +71,19 @@ class Policy:
         return _completed(row, self.sampler.row_spec()), state
 
     def answer(
-        self, prepared: Sequence[tuple[Row, np.ndarray]], draws: Sequence[int] | None = None
+        self,
+        prepared: Sequence[tuple[Row, np.ndarray]],
+        draws: Sequence[int] | None = None,
+        towards: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[dict[str, Any]]:
-        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each."""
+        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each.
+
+        `towards`: a normalised target and its weights, for real-time chunking (`acting.py`).
+        """
         if not prepared:
             return []
         numbers = [next(self._draws) for _ in prepared] if draws is None else [int(draw) for draw in draws]
-        chunks = self.sampler.sample([row for row, _ in prepared], numbers)
+        chunks = self.sampler.sample([row for row, _ in prepared], numbers, towards)
         return [
             {"actions": self._in_robot_units(chunk, state), "state": state, "draw": number}
             for chunk, (_, state), number in zip(chunks, prepared, numbers, strict=True)
@@ -83,6 +93,15 @@ class Policy:
         actions = self.unnormalize({"actions": chunk})["actions"][:, : len(self.form.robot.action_names)]
         actions = self.form.robot.from_model(actions, state)
         return np.ascontiguousarray(actions[-self.form.window.first_action :], np.float32)
+
+    def replay(self, record: str | Path) -> "Replay":
+        """Ask all again that was recorded (`serve --record`): how many answers, and which came out otherwise.
+
+        Raises UsageError where this policy samples otherwise than the recorded one.
+        """
+        from openpi_train.policy.record import replay  # msgpack, which serving alone needs
+
+        return replay(self, record)
 
     def warm_up(self) -> None:
         """Compile for every shape now, not at the first observation that has it."""

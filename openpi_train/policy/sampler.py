@@ -46,7 +46,7 @@ class Sampler:
     num_steps: int
     batch_sizes: tuple[int, ...]
     text_lengths: tuple[int, ...] | None
-    _programs: dict[tuple[int, int | None], Any] = dataclasses.field(default_factory=dict)
+    _programs: dict[tuple[int, int | None, bool], Any] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     @property
@@ -61,16 +61,32 @@ class Sampler:
         return {name: one for name, one in self._spec(longest).items() if name not in _NOT_OBSERVED}
 
     @property
+    def chunk(self) -> tuple[int, int]:
+        """Actions of a chunk, and the model's action dims."""
+        horizon, width = self.model.batch_spec(1, self.cameras).actions.shape[1:]
+        return horizon, width
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of its images; zeros where it sees none."""
         shapes = [shape for name, (shape, _) in self.row_spec().items() if name.startswith("image/")]
         return (shapes[0][-3], shapes[0][-2]) if shapes else (0, 0)
 
-    def sample(self, rows: Sequence[Row], draws: Sequence[int]) -> np.ndarray:
-        """The normalised chunks float32 [n, h, a] of these rows; a row's noise is a function of seed and draw alone."""
+    def sample(
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[int],
+        towards: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """The normalised chunks float32 [n, h, a] of these rows; a row's noise is a function of seed and draw alone.
+
+        `towards`: a target and its weights, both float32 [n, h, a], for real-time chunking.
+        """
         found, most = [], self.sizes[-1]
         for start in range(0, len(rows), most):
-            found.append(self._sample(rows[start : start + most], draws[start : start + most]))
+            part = slice(start, start + most)
+            guides = () if towards is None else tuple(one[part] for one in towards)
+            found.append(self._sample(rows[part], draws[part], guides))
         return np.concatenate(found)
 
     def warm_up(self) -> None:
@@ -79,7 +95,7 @@ class Sampler:
             for length in self.text_lengths or (None,):
                 self._run(size, length, self._columns([self._blank()] * size, length), np.zeros(size, np.int32))
 
-    def _sample(self, rows: Sequence[Row], draws: Sequence[int]) -> np.ndarray:
+    def _sample(self, rows: Sequence[Row], draws: Sequence[int], guides: tuple[np.ndarray, ...]) -> np.ndarray:
         size = next(size for size in self.sizes if size >= len(rows))
         length = None
         if self.text_lengths:
@@ -88,7 +104,8 @@ class Sampler:
         filler = size - len(rows)
         columns = self._columns([*rows, *[rows[-1]] * filler], length)
         numbers = np.array([*draws, *[draws[-1]] * filler], np.int32)
-        return self._run(size, length, columns, numbers)[: len(rows)]
+        filled = [np.concatenate([guide, *[guide[-1:]] * filler]) for guide in guides]
+        return self._run(size, length, columns, numbers, *filled)[: len(rows)]
 
     def _columns(self, rows: Sequence[Row], length: int | None) -> dict[str, np.ndarray]:
         stacked = {name: np.stack([row[name] for row in rows]) for name in self.row_spec()}
@@ -97,25 +114,28 @@ class Sampler:
     def _blank(self) -> Row:
         return {name: np.ones(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
 
-    def _run(self, size: int, length: int | None, columns: Mapping[str, np.ndarray], draws: np.ndarray) -> np.ndarray:
+    def _run(
+        self, size: int, length: int | None, columns: Mapping[str, np.ndarray], draws: np.ndarray, *guides: np.ndarray
+    ) -> np.ndarray:
         with self._lock, jax.set_mesh(self.plan.real_mesh):
-            inputs = jax.device_put((observation(dict(columns)), draws), self.plan.batch)
-            if (size, length) not in self._programs:
-                program = self._program(length)
-                self._programs[size, length] = jax.jit(program).lower(self.params, inputs).compile()
-            return np.asarray(jax.device_get(self._programs[size, length](self.params, inputs)), np.float32)
+            inputs = jax.device_put((observation(dict(columns)), draws, *guides), self.plan.batch)
+            which = (size, length, bool(guides))
+            if which not in self._programs:
+                self._programs[which] = jax.jit(self._program(length)).lower(self.params, inputs).compile()
+            return np.asarray(jax.device_get(self._programs[which](self.params, inputs)), np.float32)
 
     def _program(self, length: int | None) -> Any:
-        """The function of parameters and (observation, draws) to be compiled."""
+        """The function of parameters and (observation, draws, and a target with its weights or none) to be compiled."""
         model = self.model if length is None else self.model.with_text_length(length)
         graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
         chunk = model.batch_spec(1, self.cameras).actions.shape[1:]
 
         def share(params: Any, batch: Any, rest: None) -> Any:
-            seen, draws = batch
+            seen, draws, *towards = batch
             keys = sample_keys(self.seed, draws)
             module = merge_module(graphdef, params)
-            return sample_chunks(self.objective, module, seen, keys, self.num_steps, chunk)
+            guides = (towards[0], towards[1]) if towards else None
+            return sample_chunks(self.objective, module, seen, keys, self.num_steps, chunk, guides)
 
         devices = Devices(self.plan, model.compute_dtype)
         return lambda params, batch: devices.rows(share, params, batch, None)

@@ -24,6 +24,13 @@ def sample_chunks(
     keys: Key[Array, " b"],
     num_steps: int,
     chunk: tuple[int, ...],
+    towards: tuple[Float[Array, "b h a"], Float[Array, "b h a"]] | None = None,
 ) -> Float[Array, "b h a"]:
-    """Normalised chunks of the shape `chunk` (h, a), in `num_steps` denoising steps; a row's noise is its key's."""
-    return objective.sample_actions(model, observation, draw_noise(keys, *chunk), keys, num_steps)
+    """Normalised chunks of the shape `chunk` (h, a), in `num_steps` denoising steps; a row's noise is its key's.
+
+    `towards`: a target and weights, for real-time chunking.
+    """
+    noise = draw_noise(keys, *chunk)
+    if towards is not None:
+        return objective.sample_towards(model, observation, noise, num_steps, *towards)
+    return objective.sample_actions(model, observation, noise, keys, num_steps)

@@ -35,17 +35,21 @@ def test_an_episodes_key_is_of_its_task_and_attempt_whatever_else_is_run():
 
 
 def test_batches_change_no_episode_and_a_share_of_rows_is_that_share():
-    whole = evaluate(noisy, CONFIG, execute=2)
+    whole = evaluate(lambda: noisy, CONFIG, execute=2)
     assert whole is not None and [episode.number for episode in whole.episodes] == list(range(9))
     assert {episode.steps for episode in whole.episodes} >= {1, 2, 3}
-    assert evaluate(noisy, CONFIG, execute=2, batch_size=4) == whole
+    assert evaluate(lambda: noisy, CONFIG, execute=2, batch_size=4) == whole
     # The second of two processes in batches of four: its episodes, and one along the way that does not count.
-    share = evaluate(noisy, CONFIG, execute=2, batch_size=4, rows=np.array([2, 3]))
+    share = evaluate(lambda: noisy, CONFIG, execute=2, batch_size=4, rows=np.array([2, 3]))
     assert share is not None and share.episodes == tuple(whole.episodes[number] for number in (2, 3, 6, 7))
 
 
 def test_a_request_to_stop_leaves_no_score():
-    assert evaluate(noisy, CONFIG, execute=2, stop_requested=lambda: True) is None
+    assert evaluate(lambda: noisy, CONFIG, execute=2, stop_requested=lambda: True) is None
+
+
+def onwards(observation, keys):
+    return np.ones((len(keys), 2, 1))
 
 
 class Painted(FewTasks):
@@ -59,7 +63,7 @@ class Painted(FewTasks):
 def test_videos_show_every_control_step_of_the_first_episodes(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIG, env=Painted(), num_videos=2, max_steps=2)
     recorder = video.Recorder(config.env, config.num_videos, tmp_path)
-    evaluate(lambda observation, keys: np.ones((len(keys), 2, 1)), config, execute=2, recorder=recorder, batch_size=3)
+    evaluate(lambda: onwards, config, execute=2, recorder=recorder, batch_size=3)
     paths = recorder.write()
     assert [path.name for path in paths] == ["000_reach_0_success.mp4", "001_reach_1_success.mp4"]
     with av.open(str(paths[1])) as file:
@@ -74,5 +78,5 @@ def test_videos_show_every_control_step_of_the_first_episodes(tmp_path, monkeypa
 
 def test_a_world_that_draws_nothing_has_no_video(tmp_path, caplog):
     recorder = video.Recorder(CONFIG.env, 2, tmp_path)
-    evaluate(noisy, CONFIG, execute=2, recorder=recorder)
+    evaluate(lambda: noisy, CONFIG, execute=2, recorder=recorder)
     assert recorder.write() == [] and not list(tmp_path.iterdir())

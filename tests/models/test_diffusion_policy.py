@@ -93,6 +93,7 @@ def test_sizes_that_do_not_go_together_are_refused(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.slow
 def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
     observation = rows().observation
     encode = jax.jit(lambda observation: model.encode(observation))
@@ -110,7 +111,7 @@ def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
 
 @pytest.mark.parametrize(
     "objective",
-    [Diffusion(augmentation=CROP, num_draws=2), FlowMatching(augmentation=CROP)],
+    [pytest.param(Diffusion(augmentation=CROP, num_draws=2), marks=pytest.mark.slow), FlowMatching(augmentation=CROP)],
     ids=lambda o: type(o).__name__,
 )
 def test_shares_add_up_filler_counts_for_nothing_and_evaluation_repeats_itself(model, objective):

@@ -45,8 +45,9 @@ def test_a_missing_or_misshapen_column_is_named():
     missing = columns()
     del missing["action"]
     with pytest.raises(
-        ValueError, match="its action from action; the dataset lacks action and has observation/state: set"
+        ValueError,
+        match="Tabletop robot reads its action from action; the dataset lacks action and has observation/state: set",
     ):
         ROBOT.read(missing, np.array([5]))
-    with pytest.raises(ValueError, match=r"robot has 7 action dims \(.*\); the dataset gives 6: action 6"):
+    with pytest.raises(ValueError, match=r"Tabletop robot has 7 action dims \(.*\); the dataset gives 6: action 6"):
         ROBOT.read({**columns(), "action": np.zeros((5, 6))}, np.array([5]))

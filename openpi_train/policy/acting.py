@@ -1,0 +1,84 @@
+"""A loaded policy in an environment: `rollout.Policy`, as it is or with real-time chunking. Read next: `policy.py`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key
+
+from openpi_train.data.normalize import normalize
+from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.objectives.real_time_chunking import prefix_weights
+from openpi_train.policy.policy import Policy
+
+
+class Acting:
+    """Chunks of a loaded policy from the present control step on, in the robot's units."""
+
+    def __init__(self, policy: Policy, env: Env):
+        self._policy, self._env = policy, env
+
+    def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
+        """The chunks [b, h, a]."""
+        answers = self._policy.answer(self._prepared(observation), _draws(keys))
+        return np.stack([answer["actions"] for answer in answers])
+
+    def _prepared(self, observation: EnvObservation) -> list[tuple[Any, np.ndarray]]:
+        images = {name: np.asarray(image) for name, image in observation.images.items()}
+        states = np.asarray(observation.state)
+        return [
+            self._policy.prepare(
+                {
+                    **{name: image[row] for name, image in images.items()},
+                    "state": states[row],
+                    "prompt": self._env.instruction(int(task)),
+                }
+            )
+            for row, task in enumerate(np.asarray(observation.task))
+        ]
+
+
+class ActingInRealTime(Acting):
+    """The same for one batch of episodes, where a chunk is ready `delay` control steps after it was asked for.
+
+    Meanwhile the chunk before goes on; the new one is inpainted onto it. `execute` actions lie between two questions.
+    """
+
+    def __init__(self, policy: Policy, env: Env, *, delay: int, execute: int):
+        """Raises ValueError where delay and execute do not fit the chunk."""
+        super().__init__(policy, env)
+        self._delay, self._execute = delay, execute
+        self._ahead = policy.form.window.num_ahead
+        self._weights = prefix_weights(self._ahead, delay, execute)
+        self._plan: np.ndarray | None = None
+
+    def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
+        """What is carried out from now on [b, h, a]: the plan while the new chunk is computed, then that."""
+        prepared, draws = self._prepared(observation), _draws(keys)
+        if self._plan is None:
+            self._plan = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws)])
+            return self._plan
+        rest = self._plan[:, self._execute :]
+        towards = self._towards(rest, np.stack([state for _, state in prepared]))
+        chunks = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws, towards)])
+        self._plan = np.concatenate([rest[:, : self._delay], chunks[:, self._delay :]], axis=1)
+        return self._plan
+
+    def _towards(self, rest: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rest of the plan as the model's own actions, seen from the present states; and the weights."""
+        robot, (horizon, width) = self._policy.form.robot, self._policy.sampler.chunk
+        _, relative = robot.to_model(states, rest)
+        assert relative is not None
+        unnormalize = self._policy.unnormalize
+        actions = normalize(relative, unnormalize.stats["actions"], unnormalize.form)
+        target = np.zeros((len(rest), horizon, width), np.float32)
+        first = horizon - self._ahead  # the actions before lie in the past
+        target[:, first : first + actions.shape[1], : actions.shape[2]] = actions
+        weights = np.zeros_like(target)
+        weights[:, first:] = self._weights[:, None]
+        return target, weights
+
+
+def _draws(keys: Key[Array, " b"]) -> list[int]:
+    """A number per row for the policy's noise."""
+    return (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()

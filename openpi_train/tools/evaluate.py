@@ -1,0 +1,228 @@
+"""The `eval` verb: a trained policy on held-out episodes (open loop) and in an environment (closed loop).
+
+Every process loads the policy on its own devices and takes its share of the episodes, in groups that are the same for
+any number of processes: so the result is, too. What comes out lies in the run's `eval/<step>/`.
+Read next: `open_loop.py`, `envs/closed_loop.py`, `policy/acting.py`.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.data.files import write_json, write_text
+from openpi_train.data.opened import open_windows
+from openpi_train.envs.base import Env, NoEnv
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.ensembling import Ensembled
+from openpi_train.envs.named import environment
+from openpi_train.envs.rollout import Policy as EnvPolicy
+from openpi_train.envs.video import Recorder
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.policy.acting import Acting, ActingInRealTime
+from openpi_train.policy.loading import choose_dataset, load_policy, open_run
+from openpi_train.policy.policy import Policy
+from openpi_train.runtime import logs, session
+from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.runtime.phases import phase
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.tools import figures, open_loop
+from openpi_train.training.agreement import gather
+
+logger = logging.getLogger(__name__)
+
+_PLOTTED_EPISODES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `eval` was asked for; the fields are its flags, None where the run's own settings hold.
+
+    `episodes` are those per task in the environment, `held_out` the recorded ones; 0 leaves that part out.
+    """
+
+    checkpoint: str
+    experiment: str | None = None
+    dataset: str | None = None
+    env: str | None = None
+    episodes: int | None = None
+    held_out: int = 20
+    execute: int | None = None
+    ensemble: float | None = None
+    real_time_delay: int | None = None
+    max_steps: int | None = None
+    videos: int | None = None
+    seed: int | None = None
+    batch_size: int = 16
+    num_sample_steps: int | None = None
+    average: bool = True
+    out: Path | None = None
+
+
+def main(request: Request, flags: WorldFlags, devices_per_process: int | None) -> int:
+    """Evaluate, write it, and print the tables. Every process of the run must call it."""
+    logs.configure(0)
+    world = find_world(flags, os.environ)
+    logs.configure(world.process_index)
+    facts = {"eval": as_json(dataclasses.replace(request, out=str(request.out)))}
+    session.start(world, facts=facts, devices_per_process=devices_per_process)
+    with phase("evaluating"):
+        run(request)
+    session.stop()
+    return 0
+
+
+def run(request: Request) -> Path:
+    """Evaluate in processes that have met. Returns the folder of the results. Every process must call it."""
+    figures.require_figures()
+    stored, experiment = open_run(request.checkpoint, request.experiment)
+    number = _dataset_number(experiment, request.dataset)
+    config = closed_loop_of(request, experiment, number)
+    folder = request.out or folder_of(stored.where)
+    if not request.held_out and not config.num_episodes:
+        raise UsageError("there is nothing to do: --held-out 0, and no environment (give one with --env NAME)")
+    policy = load_policy(
+        request.checkpoint,
+        experiment=experiment if stored.experiment is None else request.experiment,
+        dataset=number,
+        average=request.average,
+        num_sample_steps=request.num_sample_steps,
+        batch_sizes=(request.batch_size,),
+        devices=jax.local_devices(),
+    )
+    begin = _begin(request, policy, config)  # refused before anything is computed
+    if request.held_out:
+        _in_open_loop(request, policy, experiment, number, folder)
+    if config.num_episodes:
+        _in_closed_loop(request, policy, config, begin, folder)
+    elif jax.process_index() == 0:
+        print("closed loop: the experiment names no environment; give one with --env NAME")
+    return folder
+
+
+def folder_of(checkpoint: str) -> Path:
+    """`eval/<step>` in the directory of the run whose checkpoint this is. Raises UsageError where it is no run's."""
+    step = Path(checkpoint)
+    step = step.parent if step.name == "params" else step
+    if not (step.parent / "experiment.json").is_file():
+        raise UsageError(f"{checkpoint} lies in no run's directory: say with --out DIR where the results are to go")
+    return step.parent / "eval" / step.name
+
+
+def closed_loop_of(request: Request, experiment: Experiment, dataset: int) -> ClosedLoop:
+    """The experiment's closed loop with what was asked for in its place."""
+    given = {
+        "env": NoEnv() if request.episodes == 0 else _env(request.env),
+        "episodes_per_task": request.episodes or None,
+        "execute": request.execute,
+        "max_steps": request.max_steps,
+        "num_videos": request.videos,
+        "seed": request.seed,
+        "dataset": dataset,
+        "episodes_per_device": request.batch_size,
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(experiment.eval.closed_loop, **asked)
+
+
+def _env(name: str | None) -> Env | None:
+    with reported_as(UsageError):
+        return None if name is None else environment(name)
+
+
+def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
+    """Which dataset's robot acts: a number or an asset id; by default that of the run's own closed loop."""
+    if wanted is None:
+        return experiment.eval.closed_loop.dataset
+    chosen = choose_dataset(experiment, int(wanted) if wanted.isdecimal() else wanted)
+    return experiment.data.datasets.index(chosen)
+
+
+def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
+    with reported_as(DataError):
+        windows = open_windows(experiment.data, experiment.model.window)[number].in_split("validation")
+        if not len(windows):
+            raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
+        episodes = open_loop.held_out_episodes(windows, request.held_out)
+        found = [
+            open_loop.predict(policy, windows, episode, request.batch_size)
+            for episode in episodes[jax.process_index() :: jax.process_count()]
+        ]
+    names, plotted = policy.form.robot.action_names, episodes[:_PLOTTED_EPISODES]
+    for _, predicted in found:
+        if predicted.episode in plotted:
+            picture = figures.chunks(predicted, names, policy.form.robot.control_hz)
+            write_text(folder / f"open_loop_{predicted.episode}.svg", picture)
+    parts = gather("open-loop errors", [error.as_list() for error, _ in found])
+    errors = [open_loop.EpisodeError.from_list(values) for part in parts for values in part]
+    if jax.process_index() == 0:
+        result = open_loop.summary(names, errors)
+        result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]
+        write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
+        print(f"open loop, {len(episodes)} held-out episodes, {result['control_steps']} control steps:")
+        print(open_loop.table(result))
+
+
+def _in_closed_loop(
+    request: Request, policy: Policy, config: ClosedLoop, begin: Callable[[], EnvPolicy], folder: Path
+) -> None:
+    recorder = Recorder(config.env, config.num_videos, folder / "videos")
+    index, count, size = jax.process_index(), jax.process_count(), config.episodes_per_device
+    score = evaluate(
+        begin,
+        config,
+        execute=_execute(config, policy),
+        history=policy.form.window.history,
+        batch_size=size * count,
+        rows=size * index + np.arange(size),
+        gather=gather,
+        recorder=recorder,
+    )
+    assert score is not None, "nothing asked it to stop"
+    videos = sorted(path for part in gather("videos", [path.name for path in recorder.write()]) for path in part)
+    if index == 0:
+        write_json(
+            folder / "closed_loop.json",
+            {
+                "settings": _settings(request) | {"execute": _execute(config, policy)},
+                "env": as_json(config.env),
+                **score.as_json(),
+                "videos": [f"videos/{name}" for name in videos],
+            },
+        )
+        print(f"closed loop, {type(config.env).__name__}, {config.num_episodes} episodes:")
+        print(score.table())
+        print(f"written to {folder}")
+
+
+def _execute(config: ClosedLoop, policy: Policy) -> int:
+    return max(1, policy.form.window.num_ahead // 2) if config.execute is None else config.execute
+
+
+def _begin(request: Request, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:
+    """What makes the policy of a batch of episodes. Raises UsageError for options that do not go together."""
+    execute = _execute(config, policy)
+    if request.ensemble is not None and request.real_time_delay is not None:
+        raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
+    if request.real_time_delay is not None:
+        policy.sampler.objective.check_flow()
+        real_time = functools.partial(
+            ActingInRealTime, policy, config.env, delay=request.real_time_delay, execute=execute
+        )
+        with reported_as(UsageError):
+            real_time()
+        return real_time
+    acting = Acting(policy, config.env)
+    if request.ensemble is not None:
+        return lambda: Ensembled(acting, request.ensemble or 0.0, execute)
+    return lambda: acting
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    return as_json(dataclasses.replace(request, out=None))

@@ -1,0 +1,117 @@
+"""Open loop: what a policy would have done in held-out episodes against what was done, in the robot's own units.
+
+Read next: `evaluate.py`, which asks; `training/evaluate.py` for the same in normalised units while training.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.windows import Windows
+from openpi_train.policy.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeError:
+    """One episode's sums over all predicted control steps inside it, per action dim; as JSON in `as_list`."""
+
+    episode: int
+    count: int
+    absolute: np.ndarray
+    squared: np.ndarray
+    recorded: np.ndarray
+    recorded_squared: np.ndarray
+
+    def as_list(self) -> list[Any]:
+        """For other processes."""
+        sums = (self.absolute, self.squared, self.recorded, self.recorded_squared)
+        return [self.episode, self.count, *(one.tolist() for one in sums)]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> "EpisodeError":
+        """What `as_list` gave."""
+        episode, count, *sums = values
+        return cls(episode, count, *(np.asarray(one, np.float64) for one in sums))
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """An episode's recorded actions [n, a], and chunks [h, a] predicted at control steps of it."""
+
+    episode: int
+    recorded: np.ndarray
+    chunks: Mapping[int, np.ndarray]
+
+
+def held_out_episodes(windows: Windows, count: int) -> list[int]:
+    """At most `count` episodes of the split, spread evenly over it."""
+    episodes = np.unique(np.searchsorted(windows.source.episode_ends, windows.starts, side="right"))
+    chosen = np.linspace(0, len(episodes) - 1, min(count, len(episodes))).round().astype(int)
+    return episodes[chosen].tolist()
+
+
+def observation_at(windows: Windows, step: int) -> dict[str, Any]:
+    """What the robot saw at a control step of the dataset, as a policy is asked with it."""
+    first, _ = windows.bounds(np.array([step]))
+    behind = np.maximum(np.arange(step - windows.shape.history + 1, step + 1), first)
+    images = {feature: windows.source.frames(behind, feature) for feature in windows.robot.cameras.values()}
+    seen = {**images, "state": windows.steps.state[behind]}
+    if windows.shape.history == 1:
+        seen = {name: value[0] for name, value in seen.items()}
+    return {**seen, "prompt": windows.prompt_at(step)}
+
+
+def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> tuple[EpisodeError, Predicted]:
+    """Ask the policy once for every stretch of the episode as long as its chunks, at the numbers of the steps as draws.
+
+    Args: `batch_size` observations are asked about at a time.
+    """
+    ends = windows.source.episode_ends
+    start, end = (int(ends[episode - 1]) if episode else 0), int(ends[episode])
+    places = windows.starts[(windows.starts >= start) & (windows.starts < end)]
+    steps = [int(places[0])]
+    for place in places.tolist():
+        if place >= steps[-1] + windows.shape.num_ahead:
+            steps.append(place)
+    answers: list[dict[str, Any]] = []
+    for first in range(0, len(steps), batch_size):
+        part = steps[first : first + batch_size]
+        answers += policy.infer_batch([observation_at(windows, step) for step in part], draws=part)
+    recorded = np.asarray(windows.steps.actions[start:end], np.float64)
+    chunks = {step - start: answer["actions"][: end - step] for step, answer in zip(steps, answers, strict=True)}
+    told = np.concatenate([recorded[step : step + len(chunk)] for step, chunk in chunks.items()])
+    difference = np.concatenate([*chunks.values()]) - told
+    error = EpisodeError(
+        episode, len(told), np.abs(difference).sum(0), (difference**2).sum(0), told.sum(0), (told**2).sum(0)
+    )
+    return error, Predicted(episode, recorded, chunks)
+
+
+def summary(names: Sequence[str], errors: Sequence[EpisodeError]) -> dict[str, Any]:
+    """Per action dim the mean absolute and the root mean squared error, and the latter of the best constant.
+
+    `names` end with the units. Sums go by episode number, so that it does not matter who measured which.
+    """
+    ordered = sorted(errors, key=lambda error: error.episode)
+    count = sum(error.count for error in ordered)
+    absolute, squared, total, total_squared = (
+        np.sum([getattr(error, name) for error in ordered], axis=0)
+        for name in ("absolute", "squared", "recorded", "recorded_squared")
+    )
+    spread = np.sqrt(np.maximum(total_squared / count - (total / count) ** 2, 0))
+    columns = zip(names, absolute / count, np.sqrt(squared / count), spread, strict=True)
+    dims = {name: {"mean_absolute": float(a), "rms": float(r), "rms_of_mean": float(s)} for name, a, r, s in columns}
+    return {"episodes": [error.episode for error in ordered], "control_steps": count, "dims": dims}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A line per action dim."""
+    width = max(len(name) for name in (*found["dims"], "action"))
+    lines = [f"{'action':<{width}}  mean absolute  root mean square  of the best constant"]
+    for name, one in found["dims"].items():
+        lines.append(
+            f"{name:<{width}}  {one['mean_absolute']:>13.4g}  {one['rms']:>16.4g}  {one['rms_of_mean']:>20.4g}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""Real-time chunking on a flow whose every answer is known: standard normal actions, independent of each other.
+
+There E[action | x_t] = (1 - t) x / (t^2 + (1 - t)^2), so the velocity is (x - E) / t; with full weights and no clip the
+guided velocity is (x - target) / t, which leads to the target exactly.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from openpi_train.objectives.real_time_chunking import guided_velocity, prefix_weights, sample_towards
+
+SHAPE = (2, 5, 3)
+NOISE, TARGET = (jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp.float32) for seed in (0, 1))
+
+
+def expected(x, t):
+    return (1 - t) * x / (t**2 + (1 - t) ** 2)
+
+
+def velocity(actions, time):
+    t = time[:, None, None]
+    return (actions - expected(actions, t)) / t
+
+
+@pytest.mark.parametrize("t", [0.9, 0.5, 0.2])
+def test_with_full_weights_and_no_clip_the_velocity_points_at_the_target(t):
+    times = jnp.full(2, t)
+    guided = guided_velocity(velocity, NOISE, times, TARGET, jnp.ones(SHAPE), max_guidance=1e9)
+    np.testing.assert_allclose(guided, (NOISE - TARGET) / t, rtol=2e-5, atol=2e-5)
+
+
+def test_the_clip_and_a_weight_scale_the_correction():
+    t, weight = 0.9, 0.3
+    guided = guided_velocity(velocity, NOISE, jnp.full(2, t), TARGET, jnp.full(SHAPE, weight), max_guidance=2.0)
+    slope = (1 - t) / (t**2 + (1 - t) ** 2)
+    correction = 2.0 * weight * (TARGET - expected(NOISE, t)) * slope
+    np.testing.assert_allclose(guided, velocity(NOISE, jnp.full(2, t)) - correction, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_been():
+    weights = jnp.zeros(SHAPE).at[:, :2].set(1.0)
+    sample = jax.jit(lambda weights: sample_towards(velocity, NOISE, 10, TARGET, weights, max_guidance=1e9))
+    found, free = sample(weights), sample(jnp.zeros(SHAPE))
+    np.testing.assert_allclose(found[:, :2], TARGET[:, :2], atol=1e-5)
+    np.testing.assert_array_equal(found[:, 2:], free[:, 2:])
+
+
+def test_the_soft_mask_is_the_papers():
+    weights = prefix_weights(8, delay=2, execute=3)
+    share = [(8 - 3 - i) / (8 - 3 - 2 + 1) for i in (2, 3, 4)]
+    by_hand = [1, 1, *(c * (np.e**c - 1) / (np.e - 1) for c in share), 0, 0, 0]
+    np.testing.assert_allclose(weights, by_hand, rtol=1e-6)
+    assert prefix_weights(4, delay=0, execute=4).tolist() == [0, 0, 0, 0]
+
+
+def test_a_delay_that_outlasts_the_old_chunk_is_refused():
+    with pytest.raises(ValueError, match="the delay may be at most 5"):
+        prefix_weights(8, delay=6, execute=3)
