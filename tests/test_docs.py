@@ -24,7 +24,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.keys import row_keys
 from openpi_train.serve import main as serve_main
-from openpi_train.tools import convert, doctor, plan, stats
+from openpi_train.tools import convert, doctor, evaluate, evaluate_flags, plan, report, stats
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
 
@@ -99,12 +99,10 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
+    monkeypatch.setattr(evaluate_flags, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    places |= {
-        serve_main: ["run", "replay"],
-        plan: ["main"],
-        data_tool: ["_prepare", "_index", "_repack", "_merge", "_convert", "_fit_fast"],
-    }
+    places |= {evaluate: ["main"], report: ["main"], serve_main: ["run", "replay"]}
+    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_merge", "_convert", "_fit_fast"]}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)

@@ -29,7 +29,7 @@ def report(argv: Sequence[str]) -> int:
     given = _report_parser().parse_args(argv)
     from openpi_train.tools.report import main
 
-    return main(given.runs, given.out, with_batches=given.batches)
+    return main(given.runs, given.out, with_batches=given.batches, experiment=given.experiment)
 
 
 def _eval_parser() -> argparse.ArgumentParser:
@@ -75,6 +75,7 @@ def _report_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file (report.html in the first run's directory)")
+    parser.add_argument("--experiment", metavar="NAME", help="the runs' own, where it uses classes of yours")
     parser.add_argument("--no-batches", dest="batches", action="store_false", help="leave out the data's sample batch")
     return parser
 

@@ -12,8 +12,9 @@ from openpi_train.tools.open_loop import Predicted
 
 Points = tuple[Sequence[float], Sequence[float]]
 
+_WORTH_A_LOGARITHM = 10.0  # below this ratio a linear axis has the better ticks
 _COLOURS = ("#1f5fa8", "#c8501e", "#2c8a4b", "#8a4fa3", "#a3832c", "#4a4a4a")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9.0,
     "axes.grid": True,
@@ -49,7 +50,7 @@ def lines(
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
-        figure = _figure(6.2, 2.6)
+        figure = _figure(5.4, 2.6)
         axes = figure.subplots()
         for number, (name, (x, y)) in enumerate(series.items()):
             colour = _COLOURS[number % len(_COLOURS)]
@@ -58,8 +59,10 @@ def lines(
             if bands and name in bands:
                 place, low, high = bands[name]
                 axes.fill_between(place, low, high, color=colour, alpha=0.15, linewidth=0)
-        if logarithmic and all(value > 0 for _, y in series.values() for value in y):
+        values = [value for _, y in series.values() for value in y]
+        if logarithmic and min(values) > 0 and max(values) > _WORTH_A_LOGARITHM * min(values):
             axes.set_yscale("log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if limits is not None:
             axes.set_ylim(*limits)
         axes.set_xlabel(x_label)
@@ -73,10 +76,11 @@ def shares(names: Sequence[Any], parts: Mapping[str, Sequence[float]], *, x_labe
     import matplotlib as mpl
 
     with mpl.rc_context({**_STYLE, "axes.grid": False}):
-        figure = _figure(6.2, 2.4)
+        figure = _figure(5.4, 2.4)
         axes = figure.subplots()
         axes.stackplot(names, list(parts.values()), labels=list(parts), colors=_COLOURS, step="pre", linewidth=0)
         axes.set_ylim(0, 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel(x_label)
         axes.set_ylabel("share of the time")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
@@ -115,7 +119,7 @@ def bars(parts: Mapping[str, Mapping[str, float]], *, unit: str) -> str:
 
     series = list(dict.fromkeys(name for values in parts.values() for name in values))
     with mpl.rc_context(_STYLE):
-        figure = _figure(6.2, 0.5 + 0.24 * len(parts) * max(len(series), 1))
+        figure = _figure(5.4, 0.5 + 0.24 * len(parts) * max(len(series), 1))
         axes = figure.subplots()
         height = 0.8 / len(series)
         for number, name in enumerate(series):

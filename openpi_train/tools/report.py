@@ -1,0 +1,99 @@
+"""The `report` verb: one HTML file about a run, or about several side by side, of what lies in their directories.
+
+Nothing is trained, and runs may still be going. A part that cannot be made says why.
+Read next: `report_parts.py`, `page.py`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from openpi_train import registry
+from openpi_train.data.files import write_text
+from openpi_train.runtime.exits import RunError
+from openpi_train.tools import figures, report_parts
+from openpi_train.tools.page import missing, page, table
+from openpi_train.tools.run_files import Missing, RunFiles
+
+logger = logging.getLogger(__name__)
+
+
+def main(paths: Sequence[Path], out: Path | None, *, with_batches: bool, experiment: str | None = None) -> int:
+    """Write the report of the runs at these paths; print where it lies. Raises UsageError where one is no run."""
+    figures.require_figures()
+    runs = [RunFiles.at(path) for path in paths]
+    target = out or runs[0].path / "report.html"
+    write_text(target, html_of(runs, with_batches=with_batches, experiment=experiment))
+    print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | None = None) -> str:
+    """The page. `experiment` names one whose classes the runs use beside the package's."""
+    like = None if experiment is None else registry.load(experiment)
+
+    def batch(run: RunFiles) -> str:
+        from openpi_train.tools.report_batch import sample_batch
+
+        return sample_batch(run, like)
+
+    parts: dict[str, Callable[[RunFiles], str]] = {
+        "Evaluation": report_parts.evaluations,
+        "Time": report_parts.time_split,
+        "Memory": report_parts.memory,
+        "Norm statistics": report_parts.norm_stats,
+        **({"Sample batch": batch} if with_batches else {}),
+        "Environment": report_parts.environment,
+    }
+    sections = {"Summary": _made(lambda: _summary(runs)), "Curves": _made(lambda: report_parts.curves(runs))}
+    for run in runs:
+        for name, part in parts.items():
+            title = name if len(runs) == 1 else f"{name}: {run.path.name}"
+            sections[title] = _made(lambda part=part, run=run: part(run))
+    title = " · ".join(run.name for run in runs)
+    return page(title, sections, f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} by python -m openpi_train report.")
+
+
+def _made(part: Callable[[], str]) -> str:
+    try:
+        return part()
+    except (Missing, RunError) as reason:
+        return missing(str(reason))
+    except (KeyError, IndexError, TypeError, ValueError, OSError) as error:  # files of another version, or torn
+        logger.warning("a part of the report cannot be made", exc_info=error)
+        return missing(f"This part cannot be made of what the run has written ({type(error).__name__}: {error}).")
+
+
+def _summary(runs: Sequence[RunFiles]) -> str:
+    """A line per run."""
+    head = [
+        "run",
+        "step",
+        "state",
+        "loss",
+        "held-out loss",
+        "EMA",
+        "action error",
+        "best constant",
+        "success",
+        "samples/s",
+    ]
+    rows = []
+    for run in runs:
+        total = run.experiment.get("num_train_steps")
+        state = "ended" if run.is_finished else "going on, or interrupted"
+        success = run.last("success/all")
+        rows.append(
+            [
+                run.name,
+                f"{run.step} of {total}",
+                state,
+                *(run.last(name) for name in ("loss", "val/loss", "val/loss_ema")),
+                next((v for n in ("val/action_mse_ema", "val/action_mse") if (v := run.last(n)) is not None), None),
+                run.last("val/action_mse_mean_baseline"),
+                None if success is None else f"{success:.0%}",
+                run.last("samples_per_s"),
+            ]
+        )
+    return table(head, rows)

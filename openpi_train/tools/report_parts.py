@@ -1,0 +1,225 @@
+"""The parts of a report, each from what lies in a run's directory to HTML. Read next: `report.py`, which joins them."""
+
+import html
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openpi_train.tools import figures
+from openpi_train.tools.page import figure, folded, media, note, table
+from openpi_train.tools.page import figures as beside
+from openpi_train.tools.run_files import Missing, RunFiles
+
+_GIB = 2**30
+# Title, unit, whether logarithmic, and metrics with what each line is called.
+_CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
+    ("Training loss", "loss", True, {"loss": "training"}),
+    ("Held-out loss", "loss", True, {"val/loss": "parameters", "val/loss_ema": "average (EMA)"}),
+    (
+        "Open-loop action error while training, normalised units",
+        "mean squared error",
+        False,
+        {
+            "val/action_mse": "held-out",
+            "val/action_mse_ema": "held-out, EMA",
+            "train/action_mse": "training rows",
+            "val/action_mse_mean_baseline": "best constant",
+        },
+    ),
+    ("Learning rate", "learning rate", False, {"learning_rate": "learning rate"}),
+    ("Gradient norm, before clipping", "norm", True, {"grad_norm": "gradient"}),
+    ("Speed", "samples/s", False, {"samples_per_s": "samples/s"}),
+)
+
+
+def curves(runs: Sequence[RunFiles]) -> str:
+    """Every curve of one run, or of several in one figure."""
+    parts = []
+    for title, unit, logarithmic, metrics in _CURVES:
+        series = {
+            (label if len(runs) == 1 else f"{run.path.name}: {label}"): points
+            for run in runs
+            for name, label in metrics.items()
+            if (points := run.series(name))[0]
+        }
+        if series:
+            parts.append(figure(figures.lines(series, unit=unit, logarithmic=logarithmic), title))
+    successes = {run.path.name if len(runs) > 1 else "all tasks": run for run in runs if run.series("success/all")[0]}
+    if successes:
+        bands = {
+            name: (
+                run.series("success/all_low")[0],
+                run.series("success/all_low")[1],
+                run.series("success/all_high")[1],
+            )
+            for name, run in successes.items()
+        }
+        series = {name: run.series("success/all") for name, run in successes.items()}
+        picture = figures.lines(series, unit="share of episodes", bands=bands, limits=(0.0, 1.0))
+        parts.append(figure(picture, "Success in the environment, with a 95 % interval"))
+    if not parts:
+        raise Missing("metrics.jsonl has no line yet: the first comes after --log-interval steps.")
+    return beside(parts)
+
+
+def time_split(run: RunFiles) -> str:
+    """Where the loop's time goes."""
+    names = ("device", "data", "host", "evaluation", "checkpoint")
+    series = {name: run.series(f"time/{name}_share") for name in names}
+    steps = series["device"][0]
+    if not steps:
+        raise Missing("no line of metrics.jsonl has the shares of the time yet.")
+    picture = figures.shares(steps, {name: values for name, (_, values) in series.items()})
+    rows = []
+    for metric, label, unit in (
+        ("time/step_s", "step", "s"),
+        ("data/wait_s", "of it, waiting for data", "s"),
+        ("mfu", "FLOPs of the model / peak (mfu)", "share"),
+        ("time/evaluation_s", "last evaluation", "s"),
+        ("time/checkpoint_stall_s", "held up by the last save", "s"),
+    ):
+        rows.append([label, run.last(metric), unit])
+    return beside([figure(picture, "Where the time goes"), table(["", "last", "unit"], rows)])
+
+
+def memory(run: RunFiles) -> str:
+    """The forecast of plan.json against the compiled program's own account."""
+    plan = run.json("plan.json")
+    forecast, compiled = plan["bytes_per_device"], plan.get("compiled_bytes_per_device")
+    parts = ("params", "frozen", "optimizer", "ema", "grads", "compute_copy", "activations", "micro_grads")
+    shown = {name: {"forecast": forecast[name] / _GIB} for name in parts if forecast.get(name)}
+    rows = [[name, values["forecast"]] for name, values in shown.items()]
+    content = [figure(figures.bars(shown, unit="GiB per device"), "What the plan forecasts"), table(["", "GiB"], rows)]
+    available = plan["available_bytes_per_device"] / _GIB
+    if compiled is None:
+        content.append(note("The step has not been compiled yet: there is no account of it to compare with."))
+    else:
+        pairs = {
+            "state": (forecast["state"], compiled["state"]),
+            "its own (gradients, activations)": (
+                forecast["total"] - forecast["state"],
+                compiled["temporaries"] + compiled["batch"],
+            ),
+            "together": (forecast["total"], compiled["total"]),
+        }
+        rows = [[name, a / _GIB, b / _GIB, f"{b / a:.2f}" if a else "–"] for name, (a, b) in pairs.items()]
+        content.append(table(["GiB per device", "forecast", "compiled", "ratio"], rows))
+    words = (
+        f"Strategy {plan['strategy']}, rematerialisation {plan['remat']}; {available:.1f} GiB of a device are there."
+    )
+    return note(words) + beside(content)
+
+
+def norm_stats(run: RunFiles) -> str:
+    """Norm statistics per dimension."""
+    parts = []
+    names = _dim_names(run)
+    for asset, stats in run.norm_stats().items():
+        for kind, entry in stats.items():
+            columns = [key for key in ("mean", "std", "q01", "q99", "min", "max") if entry.get(key) is not None]
+            dims = names.get((asset, kind), [])
+            rows = [
+                [dims[dim] if dim < len(dims) else f"{kind} {dim}", *(float(entry[key][dim]) for key in columns)]
+                for dim in range(len(entry["mean"]))
+            ]
+            parts.append(f"<h3>{asset}, {kind}</h3>" + table(["dimension", *columns], rows))
+    return "".join(parts)
+
+
+def _dim_names(run: RunFiles) -> dict[tuple[str, str], Sequence[str]]:
+    """The robots' names of dims, where the experiment can be read back here."""
+    from openpi_train.policy.experiment_json import experiment_from_json
+    from openpi_train.runtime.exits import RunError
+
+    try:
+        datasets = experiment_from_json(run.experiment).data.datasets
+    except RunError:
+        return {}
+    kinds: dict[str, Callable[[Any], Sequence[str]]] = {
+        "state": lambda robot: robot.state_names,
+        "actions": lambda robot: robot.action_names,
+    }
+    return {(one.asset, kind): names(one.robot) for one in datasets for kind, names in kinds.items()}
+
+
+def evaluations(run: RunFiles) -> str:
+    """Open loop and closed loop of the last evaluated step; the others' successes in a table."""
+    folders = run.evaluations
+    if not folders:
+        raise Missing(
+            "no evaluation: an experiment with eval.closed_loop.env writes one while it trains, and "
+            f"`python -m openpi_train eval {run.path}` one afterwards."
+        )
+    parts = []
+    newest = folders[-1]
+    inside = RunFiles(newest)
+    for title, part in (("Closed loop", _closed_loop), ("Open loop", _open_loop)):
+        try:
+            content = part(inside)
+        except Missing as reason:
+            content = note(str(reason))
+        parts.append(f"<h3>{title}, step {newest.name}</h3>{content}")
+    rows = []
+    for folder in folders[:-1]:
+        try:
+            found = RunFiles(folder).json("closed_loop.json")["overall"]
+        except Missing:
+            continue
+        rows.append([int(folder.name), f"{found['successes']}/{found['trials']}", _share(found)])
+    if rows:
+        parts.append("<h3>Closed loop, earlier steps</h3>" + table(["step", "episodes", "success"], rows))
+    return "".join(parts)
+
+
+def _closed_loop(folder: RunFiles) -> str:
+    found = folder.json("closed_loop.json", "`eval` was not asked for it")
+    rows = [
+        [name, f"{one['successes']}/{one['trials']}", _share(one), one["mean_steps"]]
+        for name, one in {**found["tasks"], "all tasks": found["overall"]}.items()
+    ]
+    content = table(["task", "episodes", "success (95 % interval)", "control steps until then"], rows)
+    videos = [folder.path / name for name in found.get("videos", [])]
+    shown = [media(path, path.stem.replace("_", " ")) for path in videos if path.is_file()]
+    return content + (beside(shown) if shown else note("There are no videos."))
+
+
+def _share(found: Any) -> str:
+    return f"{found['rate']:.0%} ({found['low']:.0%} – {found['high']:.0%})"
+
+
+def _open_loop(folder: RunFiles) -> str:
+    found = folder.json("open_loop.json", "`eval` was not asked for it")
+    rows = [[name, one["mean_absolute"], one["rms"], one["rms_of_mean"]] for name, one in found["dims"].items()]
+    head = ["action", "mean absolute error", "root mean square", "of the best constant"]
+    episodes = (
+        f"{len(found['episodes'])} held-out episodes, {found['control_steps']} control steps, in the robot's units."
+    )
+    plots = [folder.path / name for name in found.get("plots", [])]
+    shown = [media(path, f"held-out episode {path.stem.rpartition('_')[2]}") for path in plots if path.is_file()]
+    return note(episodes) + table(head, rows) + beside(shown)
+
+
+def environment(run: RunFiles) -> str:
+    """On what it ran, and how to run it again."""
+    starts = run.json("environment.json")["starts"]
+    last = starts[-1]
+    git = last.get("git") or {}
+    commit = git.get("commit", "unknown") + (" with changes" if git.get("modified") else "")
+    rows = [
+        ["started", ", ".join(start["started_at"] for start in starts)],
+        ["host", last["host"]],
+        ["processes", last["process_count"]],
+        ["devices", f"{last['devices']['count']} x {last['devices']['kind']}"],
+        ["commit", commit],
+        ["versions", ", ".join(f"{name} {version}" for name, version in last["versions"].items())],
+    ]
+    command = shlex.join(["python", "-m", "openpi_train", *starts[0]["argv"][1:]])
+    place = f"cd {shlex.quote(starts[0]['directory'])}" + (f"  # commit {git['commit']}" if git else "")
+    variables = "\n".join(f"{name}={value}" for name, value in last["variables"].items())
+    return (
+        table(["", ""], [[name, str(value)] for name, value in rows])
+        + f"<h3>To run it again</h3><pre>{html.escape(place)}\n{html.escape(command)}</pre>"
+        + folded("Environment variables", f"<pre>{html.escape(variables) or 'none'}</pre>")
+        + folded("The whole experiment", f"<pre>{html.escape(json.dumps(run.experiment, indent=1))}</pre>")
+    )

@@ -1,0 +1,115 @@
+"""What lies in a run's directory, read for a report; a part that is not there is `Missing`, with the reason.
+
+Read next: `report.py`.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.files import read_json
+from openpi_train.runtime.exits import UsageError
+
+
+class Missing(Exception):
+    """A part of a report that cannot be made; the message says what is missing and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """A run's directory, of a run that ended or that is still going."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> "RunFiles":
+        """The run at this path. Raises UsageError where there is none."""
+        if not (path / "experiment.json").is_file():
+            raise UsageError(
+                f"{path} is no run's directory (no experiment.json in it): name <base>/<experiment>/<name>"
+            )
+        return cls(path.resolve())
+
+    @property
+    def name(self) -> str:
+        """Experiment and run."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    def json(self, name: str, why: str = "the run has not written it yet") -> Any:
+        """The content of a JSON file of the run."""
+        try:
+            return read_json(self.path / name)
+        except FileNotFoundError:
+            raise Missing(f"{name} is not there: {why}.") from None
+        except (ValueError, OSError) as error:
+            raise Missing(f"{name} cannot be read ({error}).") from error
+
+    @functools.cached_property
+    def experiment(self) -> Mapping[str, Any]:
+        """What was run."""
+        return self.json("experiment.json")
+
+    @functools.cached_property
+    def metrics(self) -> Sequence[Mapping[str, Any]]:
+        """The lines of metrics.jsonl; a last one that is being written is passed over."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return ()
+        found = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [line for line in found if isinstance(line, dict) and "step" in line]
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where it is a finite number."""
+        pairs = [(line["step"], line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
+        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        values = self.series(name)[1]
+        return values[-1] if values else None
+
+    @property
+    def step(self) -> int:
+        """The last step that is on record."""
+        return max((line["step"] for line in self.metrics), default=0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it got to its last step."""
+        try:
+            return self.json("results.json")["summary"]["step"] >= self.experiment["num_train_steps"]
+        except (Missing, KeyError):
+            return False
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps with a whole checkpoint."""
+        return sorted(int(file.parent.name) for file in self.path.glob("*/manifest.json") if file.parent.name.isdigit())
+
+    @property
+    def evaluations(self) -> list[Path]:
+        """Folders of evaluations, by step."""
+        folders = [path for path in self.path.glob("eval/*") if path.name.isdigit()]
+        return sorted(folders, key=lambda path: int(path.name))
+
+    def norm_stats(self) -> dict[str, Mapping[str, Any]]:
+        """Norm stats of the newest checkpoint by asset, or of the assets directory."""
+        found = {}
+        steps = self.checkpoints
+        base = Path(self.experiment.get("assets_base_dir", "assets")) / self.path.parent.name
+        for folder in [self.path / str(steps[-1]) / "assets" if steps else base, base]:
+            for file in sorted(folder.rglob("norm_stats.json")):
+                asset = file.parent.relative_to(folder).as_posix()
+                found.setdefault(asset, read_json(file)["norm_stats"])
+        if not found:
+            raise Missing("no norm stats: there is no checkpoint yet, and none below --assets-base-dir.")
+        return found
