@@ -86,7 +86,7 @@ def served(checkpoint: Path) -> Iterator[str]:
 
 
 def act(address: str, config: ClosedLoop, folder: Path) -> Score:
-    """The score of the policy at `address` (openpi's protocol); it is written with videos into `folder`, as by `eval`."""
+    """The score of the policy at `address` (openpi's protocol), also written with videos into `folder`."""
     from websockets.sync.client import connect
 
     from openpi_train.policy import wire
