@@ -1,6 +1,6 @@
 """What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words, in about 10 CPU minutes.
 
-Then it is served, and a client acts in the environment with what it answers over a socket.
+Then it is served, a client acts in the environment with what it answers over a socket, and `report` shows all.
 Read next: `closed_loop.py`, `configs/tabletop.py`.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import closed_loop
 from benchmarks.report import ROOT, Table
+from openpi_train.data.files import write_json
 from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.score import Score
@@ -53,8 +54,10 @@ def main(argv: Sequence[str]) -> list[Table]:
             max_steps=2 * EXECUTE if flags.quick else None,
             seed=CLIENT_SEED,
         )
-        with served(closed_loop.run_directory(STUDY, out)) as address:
-            score = act(address, config, out / "videos")
+        run = closed_loop.run_directory(STUDY, out)
+        with served(run) as address:
+            score = act(address, config, run / "eval" / str(trained.rows[-1][0]))
+        subprocess.run([sys.executable, "-m", "openpi_train", "report", str(run)], cwd=ROOT, check=True)
     rows = [
         [name, f"{one.successes} of {one.trials}", "{:.0%} to {:.0%}".format(*one.interval), one.share]
         for name, one in {**score.by_task, "all": score.overall}.items()
@@ -82,8 +85,8 @@ def served(checkpoint: Path) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def act(address: str, config: ClosedLoop, videos: Path) -> Score:
-    """The score of the policy at `address` (openpi's protocol), and videos of its first episodes."""
+def act(address: str, config: ClosedLoop, folder: Path) -> Score:
+    """The score of the policy at `address` (openpi's protocol), also written with videos into `folder`."""
     from websockets.sync.client import connect
 
     from openpi_train.policy import wire
@@ -101,10 +104,12 @@ def act(address: str, config: ClosedLoop, videos: Path) -> Score:
         def policy(observation: EnvObservation, _: Any) -> np.ndarray:
             return np.stack([ask(request) for request in requests(observation, config.env)])
 
-        recorder = Recorder(config.env, config.num_videos, videos)
+        recorder = Recorder(config.env, config.num_videos, folder / "videos")
         score = evaluate(lambda: policy, config, execute=EXECUTE, recorder=recorder)
     assert score is not None, "nobody asks it to stop"
-    recorder.write()
+    videos = [f"videos/{path.name}" for path in recorder.write()]
+    settings = {"server": address, "execute": EXECUTE, "seed": config.seed}
+    write_json(folder / "closed_loop.json", {"settings": settings, **score.as_json(), "videos": videos})
     return score
 
 

@@ -5,8 +5,10 @@ and `manifest.json`. Training itself saves and restores elsewhere (`training/che
 """
 
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
 from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored import Index, Leaves, Piece, Stored, StoredLeaf, assembled
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -44,14 +46,11 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         raise CheckpointError(
             f"{step} is half a checkpoint: {MANIFEST}, which is written last, is missing. Take another step of that run"
         )
-    if step.local:
-        share, shares = jax.process_index(), jax.process_count()
-        if damage := find_damage(step.local, share=share, shares=shares, below="params/"):
-            raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
+    _check(step, "params/")
     meta = _meta(step)
     params, state = openpi.read_params(step / "params"), None
     if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
-        state = published_state(open_item(step / "train_state"), params, openpi.parameter_names(model))
+        state = published_state(_checked(open_item(step / "train_state"), step), params, openpi.parameter_names(model))
     return Stored(
         where=str(step),
         format="ours",
@@ -61,6 +60,28 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         experiment=meta.get("experiment"),
         tokenizer=meta.get("tokenizer"),
     )
+
+
+def _check(step: Place, below: str) -> None:
+    if step.local is None:
+        return
+    share, shares = jax.process_index(), jax.process_count()
+    if damage := find_damage(step.local, share=share, shares=shares, below=below):
+        raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
+
+
+def _checked(state: Leaves, step: Place) -> Leaves:
+    """The training state's leaves; the first that is read has its files checked: start weights need none of them."""
+    check = functools.cache(lambda: _check(step, "train_state/"))
+
+    def checked(leaf: StoredLeaf) -> StoredLeaf:
+        def stream(index: Index) -> Iterator[Piece]:
+            check()
+            return leaf.pieces(index)
+
+        return dataclasses.replace(leaf, stream=stream, read=lambda index: assembled(stream(index), index, leaf.dtype))
+
+    return {name: checked(leaf) for name, leaf in state.items()}
 
 
 def recorded_tokenizer(place: Place) -> str | None:

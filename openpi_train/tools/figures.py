@@ -13,7 +13,7 @@ from openpi_train.tools.open_loop import Predicted
 Points = tuple[Sequence[float], Sequence[float]]
 
 _WORTH_A_LOGARITHM = 10.0  # below this ratio a linear axis has the better ticks
-_COLOURS = ("#1f5fa8", "#c8501e", "#2c8a4b", "#8a4fa3", "#a3832c", "#4a4a4a")
+_COLOURS = ("#1f5fa8", "#c8501e", "#2c8a4b", "#8a4fa3", "#a3832c", "#4a4a4a", "#3aa6b9", "#d4779b")
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9.0,
@@ -113,25 +113,18 @@ def chunks(predicted: Predicted, names: Sequence[str], control_hz: float) -> str
         return _svg(figure)
 
 
-def bars(parts: Mapping[str, Mapping[str, float]], *, unit: str) -> str:
-    """Bars side by side, a group for each part: `parts` are values by series, by part."""
+def bars(values: Mapping[str, float], *, unit: str) -> str:
+    """A bar for each value, with its number."""
     import matplotlib as mpl
 
-    series = list(dict.fromkeys(name for values in parts.values() for name in values))
-    with mpl.rc_context(_STYLE):
-        figure = _figure(5.4, 0.5 + 0.24 * len(parts) * max(len(series), 1))
+    with mpl.rc_context({**_STYLE, "axes.grid": False}):
+        figure = _figure(5.4, 0.5 + 0.28 * len(values))
         axes = figure.subplots()
-        height = 0.8 / len(series)
-        for number, name in enumerate(series):
-            places = np.arange(len(parts)) + (number - (len(series) - 1) / 2) * height
-            axes.barh(
-                places, [values.get(name, 0.0) for values in parts.values()], height, label=name, color=_COLOURS[number]
-            )
-        axes.set_yticks(np.arange(len(parts)), list(parts))
+        drawn = axes.barh(list(values), list(values.values()), 0.7, color=_COLOURS[0])
+        axes.bar_label(drawn, fmt=" {:.3g}")
+        axes.margins(x=0.12)
         axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
         axes.set_xlabel(unit)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         return _svg(figure)
 
 

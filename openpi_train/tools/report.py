@@ -42,14 +42,14 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
         "Evaluation": report_parts.evaluations,
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
-        "Norm statistics": report_parts.norm_stats,
+        "Norm statistics": lambda run: report_parts.norm_stats(run, like),
         **({"Sample batch": batch} if with_batches else {}),
         "Environment": report_parts.environment,
     }
     sections = {"Summary": _made(lambda: _summary(runs)), "Curves": _made(lambda: report_parts.curves(runs))}
     for run in runs:
         for name, part in parts.items():
-            title = name if len(runs) == 1 else f"{name}: {run.path.name}"
+            title = name if len(runs) == 1 else f"{name}: {run.name}"
             sections[title] = _made(lambda part=part, run=run: part(run))
     title = " · ".join(run.name for run in runs)
     return page(title, sections, f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} by python -m openpi_train report.")

@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from openpi_train.experiment import Experiment
+from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.runtime.exits import RunError
 from openpi_train.tools import figures
 from openpi_train.tools.page import figure, folded, media, note, table
 from openpi_train.tools.page import figures as beside
@@ -38,14 +41,14 @@ def curves(runs: Sequence[RunFiles]) -> str:
     parts = []
     for title, unit, logarithmic, metrics in _CURVES:
         series = {
-            (label if len(runs) == 1 else f"{run.path.name}: {label}"): points
+            (label if len(runs) == 1 else f"{run.name}: {label}"): points
             for run in runs
             for name, label in metrics.items()
             if (points := run.series(name))[0]
         }
         if series:
             parts.append(figure(figures.lines(series, unit=unit, logarithmic=logarithmic), title))
-    successes = {run.path.name if len(runs) > 1 else "all tasks": run for run in runs if run.series("success/all")[0]}
+    successes = {run.name if len(runs) > 1 else "all tasks": run for run in runs if run.series("success/all")[0]}
     if successes:
         bands = {
             name: (
@@ -88,9 +91,8 @@ def memory(run: RunFiles) -> str:
     plan = run.json("plan.json")
     forecast, compiled = plan["bytes_per_device"], plan.get("compiled_bytes_per_device")
     parts = ("params", "frozen", "optimizer", "ema", "grads", "compute_copy", "activations", "micro_grads")
-    shown = {name: {"forecast": forecast[name] / _GIB} for name in parts if forecast.get(name)}
-    rows = [[name, values["forecast"]] for name, values in shown.items()]
-    content = [figure(figures.bars(shown, unit="GiB per device"), "What the plan forecasts"), table(["", "GiB"], rows)]
+    shown = {name: forecast[name] / _GIB for name in parts if forecast.get(name)}
+    content = [figure(figures.bars(shown, unit="GiB per device"), "What the plan forecasts")]
     available = plan["available_bytes_per_device"] / _GIB
     if compiled is None:
         content.append(note("The step has not been compiled yet: there is no account of it to compare with."))
@@ -111,10 +113,10 @@ def memory(run: RunFiles) -> str:
     return note(words) + beside(content)
 
 
-def norm_stats(run: RunFiles) -> str:
-    """Norm statistics per dimension."""
+def norm_stats(run: RunFiles, like: Experiment | None) -> str:
+    """Norm statistics per dimension; `like` has the classes that the run's experiment uses beside the package's."""
     parts = []
-    names = _dim_names(run)
+    names = _dim_names(run, like)
     for asset, stats in run.norm_stats().items():
         for kind, entry in stats.items():
             columns = [key for key in ("mean", "std", "q01", "q99", "min", "max") if entry.get(key) is not None]
@@ -127,13 +129,10 @@ def norm_stats(run: RunFiles) -> str:
     return "".join(parts)
 
 
-def _dim_names(run: RunFiles) -> dict[tuple[str, str], Sequence[str]]:
+def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], Sequence[str]]:
     """The robots' names of dims, where the experiment can be read back here."""
-    from openpi_train.policy.experiment_json import experiment_from_json
-    from openpi_train.runtime.exits import RunError
-
     try:
-        datasets = experiment_from_json(run.experiment).data.datasets
+        datasets = experiment_from_json(run.experiment, like).data.datasets
     except RunError:
         return {}
     kinds: dict[str, Callable[[Any], Sequence[str]]] = {

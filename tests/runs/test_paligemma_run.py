@@ -38,8 +38,8 @@ def test_two_processes_under_zero3_then_one_train_as_one_does(tmp_path, home, na
     assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
     expected, found = losses(alone, name), losses(several, name)
     assert list(found) == list(range(1, STEPS // 2 + 1))
-    # As many devices: the same to rounding. (Seen: the flow head's bit for bit; of the token head's, a loss here and
-    # there other by its last bit, and those after it not.)
+    # As many devices: the same to rounding. (The flow head's bit for bit; the token head's only with as many threads,
+    # NPROC, in both runs: docs/numerics.md.)
     np.testing.assert_allclose(list(found.values()), [expected[step] for step in found], rtol=1e-6)
 
     done = train(several, name, *RUN, "--resume", **home)
