@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 NEWEST ?= python3.13
 
-.PHONY: train test quick newest lint bench clean
+.PHONY: train demo test quick newest lint bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -16,6 +16,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(BIN)/python -m openpi_train data prepare
 	$(BIN)/python -m openpi_train launch local --processes 2 -- pi0_bridge_traj_tiny --exp-name first_run --overwrite
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m benchmarks demo --out checkpoints/demo
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

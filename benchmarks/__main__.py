@@ -18,8 +18,12 @@ BENCHMARKS = {
     "weights": "memory and time in which processes load their shares of start weights",
     "checkpoint": "how long a save holds up training, synchronous and asynchronous",
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
+    "tabletop_dp": "a diffusion policy from images: successes in held-out initial states, as training goes on",
+    "demo": "a small pi0 that is told what to do: the same (`make demo`)",
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
+    "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",
+    "vla_runs": "every way of training a VLA, in small: 2 processes x 2 devices under zero3, resumed on 1 device",
     "fault_drill": "random faults during a run: seconds and steps that each costs, and whether the result is the same",
 }
 

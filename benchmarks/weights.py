@@ -1,13 +1,16 @@
 """Start weights: the most memory that a process takes to load its share, against the bytes of that share.
 
-A checkpoint of a model's shapes in float32 is written chunk by chunk, cut as a trainer on eight devices cuts it, with
-values that compress well. Then processes of one CPU device each load it as a run does, cut as by zero3, in bfloat16.
-Full pi0 (`--experiment pi0_bridge_traj`) has 13 GB on disk and 6.5 GB placed; what passes through comes on top.
-Read next: `openpi_train/interop/stored.py` (`place`), `openpi_train/training/init.py`.
+A checkpoint of a model's shapes in float32 is written chunk by chunk, cut as a trainer on eight devices cuts it
+(`--chunks 1`: as one on a single device does), with values that repeat, and so compress quickly. Then processes of one
+CPU device each load it as a run does, cut as by zero3, in bfloat16. Full pi0 (`--experiment pi0_bridge_traj`) has 13 GB
+before compression and 6.5 GB placed; with `--turns` one process after the other loads, measures and lets go, so
+that a machine suffices which could not hold all shares. Read next: `openpi_train/interop/stored.py` (`place`),
+`openpi_train/training/init.py`.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -43,6 +46,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--experiment", default=MEDIUM, help="whose model (100 M parameters; pi0_bridge_traj: full pi0)"
     )
     parser.add_argument("--processes", type=int, default=4, help="processes of one device each (4)")
+    parser.add_argument("--convert", metavar="FORM", help="convert it to this form instead, and measure that")
+    parser.add_argument("--turns", action="store_true", help="one process after the other loads, and lets go")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help="parts in which each large array lies on disk (8)")
     flags = parser.parse_args(argv)
     if flags.quick:
@@ -57,6 +62,8 @@ def main(argv: Sequence[str]) -> list[Table]:
     total = sum(math.prod(leaf.shape) for leaf in shapes.values()) * 4
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "params", registry.load(flags.experiment).model, flags.chunks)
+        if flags.convert:
+            return [_convert(Path(folder), flags, total)]
         found = _load(Path(folder), flags)
     row: list[Cell] = [flags.processes, total / 1e9, *(Spread(tuple(one[name] for one in found)) for name in found[0])]
     row.append(Spread(tuple(one["peak_mb"] / one["share_mb"] for one in found)))
@@ -83,10 +90,20 @@ def write(item: Path, model: ModelConfig, num_chunks: int) -> None:
         store = {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{'.'.join(keys)}/"}
         spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "create": True}
         array: Any = tensorstore.open(spec).result()
-        values = (np.arange(math.prod(chunk), dtype=np.uint16) % 251).astype(np.float32).reshape(chunk) / 251
-        for begin in np.ndindex(*(size // part for size, part in zip(leaf.shape, chunk, strict=True))):
-            array[tuple(slice(at * part, (at + 1) * part) for at, part in zip(begin, chunk, strict=True))] = values
+        for place in np.ndindex(*(size // part for size, part in zip(leaf.shape, chunk, strict=True))):
+            array.kvstore.write(".".join(map(str, place)) or "0", _compressed(math.prod(chunk))).result()
     (item / METADATA).write_text(json.dumps({"tree_metadata": entries, "use_zarr3": False}))
+
+
+@functools.lru_cache(maxsize=1)
+def _compressed(count: int) -> bytes:
+    """A chunk of so many float32 as Orbax compresses it, made piece by piece."""
+    import zstandard
+
+    values = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32)
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    parts = [compressor.compress(values[: count - begin].tobytes()) for begin in range(0, count, len(values))]
+    return b"".join([*parts, compressor.flush()])
 
 
 def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -98,14 +115,37 @@ def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
     return tuple(size // parts if dim == longest else size for dim, size in enumerate(shape))
 
 
+def _convert(folder: Path, flags: argparse.Namespace, total: int) -> Table:
+    """What a conversion takes, above one that only accounts for every key."""
+    words = [sys.executable, "-m", "benchmarks.weights", "convert", str(folder / "params"), str(folder / "out")]
+    words += ["--experiment", flags.experiment, "--to", flags.convert, "--no-outputs"]
+    environ, found = {**os.environ, "JAX_PLATFORMS": "cpu"}, []
+    for more in (["--dry-run"], []):
+        done = subprocess.run([*words, *more], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    dry, real = found
+    row: list[Cell] = [flags.convert, total / 1e9, real["seconds"], real["peak_mb"], real["peak_mb"] - dry["peak_mb"]]
+    columns = ("form", "checkpoint GB", "seconds", "peak MB", "above --dry-run MB")
+    return Table(f"Convert: {flags.experiment.rpartition(':')[2]}", columns, [row], ["Outputs are not compared."])
+
+
+def convert_and_measure(words: Sequence[str]) -> dict[str, float]:
+    """Run `convert` with these words."""
+    from openpi_train import cli
+
+    started = time.monotonic()
+    if code := cli.run(["convert", *words]):
+        raise SystemExit(code)
+    return {"seconds": time.monotonic() - started, "peak_mb": _resident_mb("VmHWM")}
+
+
 def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
     """What each process found."""
     words = [sys.executable, "-m", "benchmarks.weights", str(folder), flags.experiment, f"127.0.0.1:{free_port()}"]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    counts, turns = str(flags.processes), str(int(flags.turns))
     children = [
-        subprocess.Popen(
-            [*words, str(index), str(flags.processes)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([*words, str(index), counts, turns], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
         for index in range(flags.processes)
     ]
     said = [child.communicate()[0] for child in children]
@@ -114,12 +154,15 @@ def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-def load_share(folder: Path, name: str, coordinator: str, process: int, processes: int) -> dict[str, float]:
+def load_share(
+    folder: Path, name: str, coordinator: str, process: int, processes: int, turns: bool
+) -> dict[str, float]:
     """Load as one process of a run, and measure."""
     import jax
     import optax
 
     from openpi_train.runtime import session
+    from openpi_train.runtime.agree import barrier
     from openpi_train.runtime.world import WorldFlags, find_world
     from openpi_train.sharding.mesh import make_mesh
     from openpi_train.sharding.strategy import Plan
@@ -131,17 +174,23 @@ def load_share(folder: Path, name: str, coordinator: str, process: int, processe
     plan = Plan(mesh=make_mesh(processes), strategy="zero3")
     rule, everything = optax.identity(), lambda path: True  # as frozen parameters: bfloat16, and nothing beside them
     layout = lay_out(model, rule, everything, False, plan)
+    found: dict[str, float] = {}
     with jax.set_mesh(plan.real_mesh):
         jax.block_until_ready(jax.numpy.zeros(1))
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        before, started = _resident_mb("VmRSS"), time.monotonic()
-        weights = CheckpointWeightLoader(params_path=str(folder / "params")).load(model)
-        state = create_state(layout, model, rule, everything, False, 0, weights)
-        jax.block_until_ready(state)
-        seconds, peak = time.monotonic() - started, _resident_mb("VmHWM")
-    share = sum(shard.data.nbytes for leaf in state.frozen.values() for shard in leaf.addressable_shards)
+        for turn in range(processes if turns else 1):
+            if turn == process or not turns:
+                Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+                before, started = _resident_mb("VmRSS"), time.monotonic()
+                weights = CheckpointWeightLoader(params_path=str(folder / "params")).load(model)
+                state = create_state(layout, model, rule, everything, False, 0, weights)
+                jax.block_until_ready(state)
+                seconds, peak = time.monotonic() - started, _resident_mb("VmHWM")
+                share = sum(shard.data.nbytes for leaf in state.frozen.values() for shard in leaf.addressable_shards)
+                found = {"share_mb": share / 1e6, "seconds": seconds, "peak_mb": peak - before}
+                del state
+            barrier(f"turn {turn}", 1800)
     session.stop(60)
-    return {"share_mb": share / 1e6, "seconds": seconds, "peak_mb": peak - before}
+    return found
 
 
 def _resident_mb(field: str) -> float:
@@ -150,6 +199,8 @@ def _resident_mb(field: str) -> float:
     return int(found[1]) * 1024 / 1e6
 
 
-if __name__ == "__main__":
-    place, named, address, index, count = sys.argv[1:]
-    print(json.dumps(load_share(Path(place), named, address, int(index), int(count))))
+if __name__ == "__main__" and sys.argv[1] == "convert":
+    print(json.dumps(convert_and_measure(sys.argv[2:])))
+elif __name__ == "__main__":
+    place, named, address, index, count, in_turns = sys.argv[1:]
+    print(json.dumps(load_share(Path(place), named, address, int(index), int(count), in_turns == "1")))

@@ -23,6 +23,7 @@ debug = Experiment(
     data=DataConfig(
         datasets=(Dataset(source=FakeData(image_height=32, image_width=32), robot=Bridge(), asset_id="fake"),),
         tokenizer="bytes",
+        text_lengths=1,  # one program to compile
     ),
     batch_size=8,
     num_train_steps=10,

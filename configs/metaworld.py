@@ -19,7 +19,7 @@ from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, EmaWarmup, LRSchedule
 from openpi_train.robots.metaworld import MetaWorld
 
-_WORLD = World(split="held_out")
+_WORLD = World()
 
 metaworld_mt5_dp = Experiment(
     model=DiffusionPolicyConfig(

@@ -46,14 +46,14 @@ Command: python -m openpi_train paligemma_flow_lora --exp-name x --weight-loader
 Hardware: 13 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
-paligemma_flow_head = dataclasses.replace(paligemma_flow, freeze="backbone/.*", ema_decay=None)
+paligemma_flow_head = dataclasses.replace(paligemma_flow, freeze="backbone", ema_decay=None)
 """The head alone on a frozen PaliGemma: no backward pass in the backbone.
 
 Command: python -m openpi_train paligemma_flow_head --exp-name x --weight-loader.params-path pt_224.npz
 Hardware: 13 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
-paligemma_flow_frozen_tower = dataclasses.replace(paligemma_flow, freeze="backbone/image_encoder/.*")
+paligemma_flow_frozen_tower = dataclasses.replace(paligemma_flow, freeze="vision")
 """Language model and head on a frozen image tower.
 
 Command: python -m openpi_train paligemma_flow_frozen_tower --exp-name x --weight-loader.params-path pt_224.npz
@@ -111,7 +111,7 @@ Hardware: 60 GiB for state, gradients and bfloat16 copy. Time and result: not ye
 paligemma_tokens_lora = dataclasses.replace(
     paligemma_tokens,
     model=dataclasses.replace(paligemma_tokens.model, paligemma_variant="gemma_2b_lora"),
-    freeze="image_encoder/.*",
+    freeze="vision",
     ema_decay=None,
     batch_size=32,
 )

@@ -51,7 +51,7 @@ def _reported(command: Callable[[], int]) -> int:
 def train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
     process, rest = _process_flags(argv)
-    if any(word.startswith("--deepspeed") for word in rest):  # process 0 says what it becomes
+    if not {"-h", "--help"} & set(rest):  # process 0 says which experiment a dataset chooses, what DeepSpeed's file is
         logs.configure(find_world(process.world, os.environ).process_index)
     experiment = parse_experiment(name, rest)
     from openpi_train.training import prepare, start
@@ -313,6 +313,13 @@ def plan(argv: Sequence[str]) -> int:
     )
 
 
+def serve(argv: Sequence[str]) -> int:
+    """`serve <run>`: a trained policy for robots, over openpi's websocket protocol."""
+    from openpi_train.serve.flags import main
+
+    return main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
@@ -321,6 +328,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
     "plan": plan,
+    "serve": serve,
     "eval": evaluate,
     "report": report,
 }

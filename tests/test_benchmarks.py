@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import os
 import random
 import re
 import shlex
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import faults, report, steps
+from benchmarks import closed_loop, faults, report, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,10 +31,9 @@ def quick(tmp_path_factory) -> tuple[str, dict]:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    # Compiling is most of the time, and the speed of what is compiled does not matter here.
-    environ = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    # With the suite's XLA_FLAGS: compiling is most of the time, and the speed of what is compiled matters nothing here.
     program = [sys.executable, "-m", "benchmarks", *words]
-    return subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800)
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=800)
 
 
 def rows(quick: tuple[str, dict], title: str) -> list[dict]:
@@ -96,6 +94,7 @@ def test_weights_sets_the_peak_against_the_share(quick):
         assert ratio == pytest.approx(peak / share)
 
 
+@pytest.mark.slow
 def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
     found = rows(quick, "Checkpoint")
     assert [(row["state"], row["save"]) for row in found] == [
@@ -113,6 +112,49 @@ def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
 def test_tabletop_compares_numbers_of_scenes(quick):
     found = rows(quick, "Tabletop")
     assert [row["scenes"] for row in found] == [1, 2]
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_metaworld_sets_success_against_cpu_time(quick):
+    pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'openpi_train[sim]'")
+    first, last = rows(quick, "Meta-World")
+    assert [first["step"], last["step"]] == ["0", "4"] and 0 < first["CPU s"] < last["CPU s"]
+    assert first["loss"] is None and last["loss"] > 0 and last["held-out loss"] != first["held-out loss"]
+    assert first["success (95 % interval)"] == "0% (0% to 43%)"
+    assert "2 demonstrations per task took " in quick[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["Demo:", "Diffusion policy from images"])
+def test_policies_are_rolled_out_untrained_and_at_every_checkpoint(quick, title):
+    found = rows(quick, title)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["share"] in (0, 0.25, 0.5, 0.75, 1) and row["held-out loss"] > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_a_client_acts_through_the_socket(quick):
+    found = rows(quick, "Demo, served")
+    assert [(row["task"], row["successes"].split(" of ")[1]) for row in found] == [
+        ("reach_red", "1"),
+        ("reach_blue", "1"),
+        ("all", "2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("untrained", "trained", "said"),
+    [
+        (0.0, 0.6, ""),
+        (0.0, 0.59, "demo succeeds in 59% of the episodes, 60% are asked for"),
+        (0.1, 0.9, "show nothing"),
+    ],
+)
+def test_a_policy_that_fails_or_a_task_that_is_done_by_chance_is_a_failure(untrained, trained, said):
+    study = closed_loop.Study(experiment="demo", dataset="", tasks=(), episodes_per_task=1, target=0.6)
+    found = closed_loop.failure(study, [{"success/all": untrained}, {"success/all": 0.0}, {"success/all": trained}])
+    assert said in found and bool(said) == bool(found)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.keys import row_keys
+from openpi_train.serve import main as serve_main
 from openpi_train.tools import convert, doctor, evaluate, evaluate_flags, plan, report, stats
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
@@ -61,16 +62,21 @@ def code_lines(text: str) -> list[str]:
     return [line for line in lines if re.sub(r"^([A-Z_]+=\S* )+", "", line).startswith(PROGRAMS)]
 
 
-def python_blocks(file: Path) -> str:
-    blocks = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
-    return "\n\n".join(block for block in blocks if block.startswith("# my_runs.py"))
+def python_blocks(file: Path) -> dict[str, str]:
+    """The files that a page prints, by name; a block begins with its file's."""
+    files: dict[str, str] = {}
+    for block, name in re.findall(r"^```python\n(# (\w+\.py).*?)^```", file.read_text(), re.DOTALL | re.MULTILINE):
+        files[name] = f"{files.get(name, '')}\n\n{block}"
+    return files
 
 
 @pytest.fixture(scope="module")
 def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     """The `my_runs.py` that docs/extending.md prints, imported as the registry imports a user's file."""
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
-    file.write_text(python_blocks(ROOT / "docs" / "extending.md"))
+    written = python_blocks(ROOT / "docs" / "extending.md") | python_blocks(ROOT / "docs" / "your_own_robot.md")
+    for name, text in written.items():
+        file.with_name(name).write_text(text)
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
     stores = {"six_tasks": "arms_14", "pusht/pusht_cchi_v7_replay": "push_t"}
     for name, fixture in stores.items():
@@ -81,7 +87,8 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     registry.load(f"{file}:try7")
     yield sys.modules["my_runs"]
     sys.path.remove(str(file.parent))
-    del sys.modules["my_runs"]
+    for name in written:
+        sys.modules.pop(name.removesuffix(".py"), None)
 
 
 @pytest.fixture
@@ -100,8 +107,9 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     monkeypatch.setattr(evaluate_flags, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
+    verbs = ["_prepare", "_collect", "_index", "_inspect", "_repack", "_merge", "_convert", "_fit_fast"]
+    places |= {serve_main: ["run", "replay"], plan: ["main"], data_tool: verbs}
     places |= {evaluate: ["main"], report: ["main"]}
-    places |= {plan: ["main"], data_tool: ["_prepare", "_index", "_repack", "_merge", "_convert", "_fit_fast"]}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)

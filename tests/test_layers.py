@@ -20,7 +20,7 @@ ROWS = (
     {"registry", "planning", "elastic"},
     {"training"},
     {"policy"},
-    {"tools"},
+    {"tools", "serve"},
     {"cli"},
     {"__main__"},
 )

@@ -6,6 +6,7 @@ into prompts, and `models/action_tokens.py`, which decodes them on devices.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -63,6 +64,11 @@ class FastTokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, which are below it."""
         return self._bpe.get_vocab_size()
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that its tokens depend on."""
+        return hashlib.sha256(f"{self.scale} {self.min_token} {self._json}".encode()).hexdigest()
 
     def encode(self, chunk: np.ndarray) -> list[int]:
         """The tokens of a chunk [h, a]. Raises ValueError where a coefficient has no token."""

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.norm_stats import cached_norm_stats, report_notes
 from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
 from openpi_train.data.rows import Rows, RowSpec, RowTransform
 from openpi_train.data.source import SourceConfig
-from openpi_train.data.text_lengths import TextLengths, choose_lengths, shares_of_rows
+from openpi_train.data.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.windows import Windows, WindowShape
 
@@ -36,6 +37,8 @@ class OpenedData:
     cameras: tuple[str, ...]
     # The model's config, its prompts no longer than those of these data; None where no run asked for it.
     model: Any = None
+    # `Tokenizer.fingerprint` of the run's; None where no run asked for it.
+    tokenizer: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -108,32 +111,43 @@ def open_data(
 
 
 def in_text_lengths(
-    data: OpenedData, model: Any, tokenizer: Any, *, batch_size: int, most: int, draws: int = 1
+    data: OpenedData,
+    model: Any,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    most: int,
+    draws: int = 1,
+    assets_dir: str | Path = ".",
 ) -> OpenedData:
     """The same data, training batches cut to one of at most `most` lengths of text where `model` can tell them.
 
-    Args: `draws` is the objective's `draws_per_row`, for what a token costs.
+    Args: `draws` is the objective's `draws_per_row`, for what a token costs; below `assets_dir` it is kept how many
+    tokens chunks have, for a model whose text goes on with them.
     """
-    rows, robots = data.train, [window.robot for window in data.train.windows]
-    found = [
-        [model.prompt_tokens(tokenizer, text, len(robot.state_names)) for text in window.prompts]
-        for window, robot in zip(rows.windows, robots, strict=True)
-    ]
-    if model.prompt_length is None or any(None in tokens for tokens in found):
+    rows = data.train
+    if model.prompt_length is None or most == 1:
         return data
-    tokens = tuple(np.array(of_dataset) for of_dataset in found)
-    numbers = [window.prompt_numbers(np.arange(len(window))) for window in rows.windows]
+    tokens = []
+    for window, asset, transforms in zip(rows.windows, rows.names, rows.transforms, strict=True):
+        dims = len(window.robot.state_names)
+        of_prompts = np.array([model.prompt_tokens(tokenizer, text, dims) for text in window.prompts])
+        of_samples = of_prompts[window.prompt_numbers(np.arange(len(window)))]
+        if (fast := model.chunk_tokenizer(tokenizer)) is not None:
+            folder = Path(assets_dir) / asset
+            of_samples = of_samples + chunk_tokens(window, transforms[0], fast, model.action_dim, folder)
+        tokens.append(np.minimum(of_samples, model.prompt_length))
     lengths = choose_lengths(
-        shares_of_rows(tokens, numbers, rows.mixture.weights.tolist()),
-        model.prompt_length,
+        shares_of_rows(tokens, rows.mixture.weights.tolist()),
+        rounded(int(max(of_samples.max() for of_samples in tokens)), model.prompt_length),
         batch_size=batch_size,
         cost=lambda length: model.with_text_length(length).flops_per_row(len(data.cameras), draws),
         most=most,
     )
-    if len(lengths) == 1:
+    if lengths == (model.prompt_length,):
         return data
     shorter = {length: row_spec(model.with_text_length(length).batch_spec(1, data.cameras)) for length in lengths}
-    train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tokens), shorter)
+    train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tuple(tokens)), shorter)
     return dataclasses.replace(data, train=train)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import image, tables
-from openpi_train.data.source import BadRecord, Source, SourceConfig
+from openpi_train.data.source import About, BadRecord, Source, SourceConfig
 from openpi_train.data.stored import StoredSource
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files
         "format": FORMAT,
         **plan,
         "cameras": sizes,
+        "about": source.about().as_json(),
         "num_files": num_files,
         "num_steps": source.num_steps,
         "num_episodes": source.num_episodes,
@@ -221,6 +222,10 @@ class StepArraySource(StoredSource):
         """See `Source.frames`."""
         height, width = self._manifest["cameras"].get(camera, (0, 0))
         return image.decode_frames(self, steps, camera, (height, width))
+
+    def about(self) -> About:
+        """See `Source.about`."""
+        return About.from_json(self._manifest.get("about", {}))
 
     def describe(self, step: int) -> str:
         """See `Source.describe`."""

@@ -93,7 +93,7 @@ class Rows:
         for name, column in columns.items():
             if cut[name].shape != column.shape and np.count_nonzero(cut[name]) != np.count_nonzero(column):
                 raise ValueError(
-                    f"{name}: a row has more text than its instruction had when the run started; the data changed, or "
+                    f"{name}: a row has more text than its sample had when the run started; the data changed, or "
                     "the tokenizer joins words. Start again with --resume, or set --data.text-lengths 1"
                 )
         return cut
@@ -111,12 +111,7 @@ class Rows:
 
     def _length(self, dataset: np.ndarray, index: np.ndarray) -> int:
         """The length of a batch with these samples' text; 0 where all batches are alike."""
-        if self.text is None:
-            return 0
-        prompt = np.empty_like(index)
-        for number in np.unique(dataset):
-            prompt[dataset == number] = self.windows[number].prompt_numbers(index[dataset == number])
-        return self.text.of(dataset, prompt)
+        return self.text.of(dataset, index) if self.text is not None else 0
 
     def _row(self, dataset: int, index: int, position: int, skipped: list[str]) -> Row:
         error: BadRecord | None = None

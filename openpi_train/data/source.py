@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,34 @@ logger = logging.getLogger(__name__)
 
 class BadRecord(DataError):
     """A record that cannot be read. The message names file, record and episode; raised when the step is touched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a dataset says of itself beside its numbers; what its format has no place for is absent.
+
+    Attributes:
+        control_hz: Control steps per second.
+        dim_names: By column, a name for each of its numbers.
+        left_out: What the dataset has and the source has not, each with the reason.
+        robot_type: The robot's name.
+    """
+
+    control_hz: float | None = None
+    dim_names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    robot_type: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What a format of ours keeps: all but what is left out."""
+        names = {column: list(names) for column, names in self.dim_names.items()}
+        return {"control_hz": self.control_hz, "dim_names": names, "robot_type": self.robot_type}
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any], left_out: Mapping[str, str] | None = None) -> "About":
+        """What `as_json` gave."""
+        names = {column: tuple(names) for column, names in kept.get("dim_names", {}).items()}
+        return cls(kept.get("control_hz"), names, dict(left_out or {}), kept.get("robot_type"))
 
 
 class Source(abc.ABC):
@@ -77,6 +105,10 @@ class Source(abc.ABC):
         """
         raise ValueError(f"{type(self).__name__} does not store encoded pictures, so it cannot be repacked")
 
+    def about(self) -> About:
+        """What the dataset says of itself, read from its metadata at every call."""
+        return About()
+
     @abc.abstractmethod
     def describe(self, step: int) -> str:
         """Where a step lies, for messages: file, record number, episode and step in it."""
@@ -99,6 +131,11 @@ class SourceConfig(abc.ABC):
         Raises as `open` does.
         """
         return {name: column.shape[1:] for name, column in self.open().columns.items()}
+
+
+def column_name(stored: str) -> str:
+    """A feature's name as robots know it: `observation.state` of a format without slashes is `observation/state`."""
+    return stored.replace(".", "/")
 
 
 def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_record: Literal["error", "skip"]) -> None:

@@ -1,7 +1,7 @@
 """How long the text of a batch is made: one of a few lengths, the least in which all of its rows are sure to fit.
 
 A padded token costs what a real one does, and every length is a compiled program more. So there are as many as pay.
-Everybody knows the length of any batch without reading it: it is a function of the instructions of its rows.
+Everybody knows the length of any batch without reading it: it is a function of which samples its rows are.
 Read next: `rows.py`, which cuts the rows.
 """
 
@@ -25,15 +25,15 @@ _LEAST_SAVING = 0.02
 class TextLengths:
     """The lengths of a run's batches, ascending: the last one holds every row.
 
-    `tokens` has an array for every dataset: the most tokens of a row with each of its instructions.
+    `tokens` has an array for every dataset: the most tokens of a row with each of its samples.
     """
 
     lengths: tuple[int, ...]
     tokens: tuple[np.ndarray, ...]
 
-    def of(self, dataset: np.ndarray, prompt: np.ndarray) -> int:
-        """The length of a batch of rows with these instructions, by dataset and number in it."""
-        longest = max(int(self.tokens[number][prompt[dataset == number]].max()) for number in np.unique(dataset))
+    def of(self, dataset: np.ndarray, sample: np.ndarray) -> int:
+        """The length of a batch of rows with these samples, by dataset and number in it."""
+        longest = max(int(self.tokens[number][sample[dataset == number]].max()) for number in np.unique(dataset))
         return self.at_least(longest)
 
     def at_least(self, tokens: int) -> int:
@@ -81,14 +81,12 @@ def choose_lengths(
     return best
 
 
-def shares_of_rows(
-    tokens: Sequence[np.ndarray], prompts: Sequence[np.ndarray], weights: Sequence[float]
-) -> dict[int, float]:
-    """The share of rows by their most tokens. Per dataset: tokens of its instructions, each sample's, its weight."""
+def shares_of_rows(tokens: Sequence[np.ndarray], weights: Sequence[float]) -> dict[int, float]:
+    """The share of rows by their most tokens. Per dataset: those of its samples, and its weight."""
     shares: dict[int, float] = {}
-    for lengths, numbers, weight in zip(tokens, prompts, weights, strict=True):
-        counts = np.bincount(numbers, minlength=len(lengths))
+    for of_samples, weight in zip(tokens, weights, strict=True):
+        lengths, counts = np.unique(of_samples, return_counts=True)
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
-            shares[length] = shares.get(length, 0.0) + weight * count / counts.sum()
+            shares[length] = shares.get(length, 0.0) + weight * count / len(of_samples)
     total = sum(shares.values())
     return {length: share / total for length, share in shares.items()}

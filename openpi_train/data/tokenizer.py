@@ -3,6 +3,8 @@
 The prompt formats are openpi's (`models/tokenizer.py`). Read next: `transforms.py` (`TokenizePrompt`).
 """
 
+import functools
+import hashlib
 import io
 import logging
 from collections.abc import Iterable
@@ -56,6 +58,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of pieces; tokens are below it."""
         return self._processor.vocab_size()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Digest of the pieces in their order: with another one, the same tokens are other words."""
+        pieces = (self._processor.id_to_piece(token) for token in range(self.vocab_size))
+        return hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
 
     def without_cuts(self) -> "Tokenizer":
         """The same tokenizer, which refuses prompts that are too long."""

@@ -68,6 +68,10 @@ class Env(abc.ABC):
     def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
         """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""
 
+    def for_demonstrations(self) -> "Env":
+        """This environment with initial states that are kept out of evaluations (default: the same, of other keys)."""
+        return self
+
     def demonstrate(
         self, states: Any, keys: Key[Array, " b"]
     ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:

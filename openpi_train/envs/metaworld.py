@@ -54,8 +54,8 @@ class MetaWorld(Env):
     task_list: tuple[str, ...] = ("reach", "button-press", "drawer-close", "window-open", "push")
     # Height and width of the picture; None: none, and no OpenGL is needed.
     image_size: int | None = None
-    # No initial state of one split is one of the other.
-    split: Literal["train", "held_out"] = "train"
+    # No initial state of one split is one of the other; demonstrations begin with those of `train`.
+    split: Literal["train", "held_out"] = "held_out"
 
     action_dim: ClassVar[int] = 4
     state_dim: ClassVar[int] = 39
@@ -124,6 +124,10 @@ class MetaWorld(Env):
     def success(self, states: Episodes) -> Bool[np.ndarray, " b"]:
         """Whether Meta-World has reported a success so far."""
         return states.success
+
+    def for_demonstrations(self) -> "MetaWorld":
+        """With the initial states of the split `train`."""
+        return dataclasses.replace(self, split="train")
 
     def demonstrate(
         self, states: Episodes, keys: Key[Array, " b"]

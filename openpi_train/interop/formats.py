@@ -5,6 +5,7 @@ start weights, `convert` and their accounting are the same for all. Read next: `
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Format:
         recognises: whether a place holds one; looks at few files.
         open: what it holds, by published names; the model is given where it is known, for forms with other layouts.
         write: writes one into a directory that does not exist yet; None where it is only read.
+        keeps: what of an opened checkpoint this form can hold; None: all but the training state.
         lacks: a regular expression: published names that such a checkpoint, a base to start from, does not hold.
     """
 
@@ -34,8 +36,18 @@ class Format:
     recognises: Callable[[Place], bool]
     open: Callable[[Place, ModelConfig | None], Stored]
     write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
+    keeps: Callable[[Stored, ModelConfig], Stored] | None = None
     lacks: str | None = None
 
+    def kept(self, stored: Stored, model: ModelConfig) -> Stored:
+        """What of the checkpoint, which is the model's, can be written in this form."""
+        if stored.train_state is None:
+            return stored
+        return self.keeps(stored, model) if self.keeps else dataclasses.replace(stored, train_state=None)
+
+
+# How `convert` names what is not yet whole.
+_CUT_OFF = r"\..+\.partial-.+"
 
 # The first that recognises a place has it.
 FORMATS: tuple[Format, ...] = (
@@ -52,6 +64,7 @@ FORMATS: tuple[Format, ...] = (
         recognises=ours.recognises,
         open=ours.open_checkpoint,
         write=ours.write,
+        keeps=ours.kept,
     ),
     Format(
         name="openpi",
@@ -59,6 +72,7 @@ FORMATS: tuple[Format, ...] = (
         recognises=openpi.recognises,
         open=openpi.open_checkpoint,
         write=openpi.write,
+        keeps=openpi.kept,
     ),
     Format(
         name="lerobot",
@@ -95,12 +109,11 @@ def named(name: str) -> Format:
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
     """What the checkpoint at `where` (a path or an address) holds; `name` chooses the format, None looks.
 
-    What lies on the hub is fetched into its cache on this host first.
+    What lies on the hub is fetched into its cache on this host first; of what openpi has in its cache, that is read.
 
     Raises CheckpointError where there is none, or it is damaged.
     """
-    place = Place.of(hub.fetch(str(where)) if hub.is_address(str(where)) else where)
-    _refuse_what_is_none(place)
+    place = open_place(where)
     if name is not None:
         form = named(name)
         if not form.recognises(place):
@@ -111,6 +124,13 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
             return form.open(place, model)
     known = "\n".join(f"  {form.name}: {form.summary}" for form in FORMATS)
     raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+
+
+def open_place(where: str | Path) -> Place:
+    """The folder (or file) that a user named, here or in a bucket. Raises CheckpointError where it holds nothing."""
+    place = Place.of(hub.fetch(str(where)) if hub.is_address(str(where)) else openpi.cached(str(where)))
+    _refuse_what_is_none(place)
+    return place
 
 
 def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None) -> Leaves:
@@ -133,6 +153,8 @@ def _refuse_what_is_none(place: Place) -> None:
         raise CheckpointError(f"no checkpoint at {place}: there is no such directory; check the path")
     if ".orbax-checkpoint-tmp" in place.local.name:
         raise CheckpointError(f"{place} is half a checkpoint: its save was cut off. Take another step of that run")
+    if any(re.fullmatch(_CUT_OFF, part) for part in place.local.parts):
+        raise CheckpointError(f"{place} is half a checkpoint: a conversion was cut off, or still runs. Convert again")
     try:
         empty = place.local.is_dir() and not any(place.local.iterdir())
     except OSError as error:
@@ -147,9 +169,12 @@ def _contents(place: Place) -> str:
     if place.local is None:
         return ""
     if not place.local.is_dir():
-        return ": it is a file"
+        return f": it is a file; name the directory, {place.parent}"
     names = sorted(path.name for path in place.local.iterdir())
     if half := [name for name in names if ".orbax-checkpoint-tmp" in name]:
         return f": {half[0]} is half a checkpoint, its save was cut off; take another step"
+    steps = [int(name) for name in names if name.isdecimal() and openpi.recognises(place / name)]
+    if steps:
+        return f": it is a run's directory; name one of its steps, such as {place / str(max(steps))}"
     shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return f": it holds {shown}"

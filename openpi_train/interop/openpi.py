@@ -7,7 +7,11 @@
 Ours hold the same but `train_state` (`training/checkpoints/layout.py`). Read next: `models/pi0_names.py` for the names.
 """
 
+import dataclasses
+import functools
 import json
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,26 @@ from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 _PARAMS, _VALUE = "params/", "/value"
+
+
+def cached(where: str) -> str:
+    """Where openpi itself keeps its copy of what lies at the address `where`; `where`, if it has none.
+
+    As its `shared/download.py` lays it out: below OPENPI_DATA_HOME, or else ~/.cache/openpi. Any part of a checkpoint
+    that was fetched counts.
+    """
+    scheme, _, name = where.partition("://")
+    if scheme != "gs":
+        return where
+    home = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
+    copy = home / name.strip("/")
+    if not copy.is_dir():
+        return where
+    logger.info("%s is read from openpi's copy of it, %s", where, copy)
+    return str(copy)
 
 
 def recognises(place: Place) -> bool:
@@ -80,11 +103,18 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
     """Write a checkpoint as openpi's trainer does, for its `restore_params` and `restore_state`. In one process."""
     del model
-    published = {f"{name}{_VALUE}": leaf.whole() for name, leaf in stored.params.items()}
+    published = {f"{name}{_VALUE}": leaf for name, leaf in stored.params.items()}
     save_item(directory / "params", {"params": nested_params(published)})
     if stored.train_state is not None:
         save_item(directory / "train_state", nested_state(stored.train_state, stored.params))
     write_norm_stats(directory, stored.norm_stats)
+
+
+def kept(stored: Stored, model: ModelConfig) -> Stored:
+    """The checkpoint without a float16 run's loss scale, which openpi's trainer has not and would refuse."""
+    del model
+    state = {name: leaf for name, leaf in (stored.train_state or {}).items() if not name.startswith("scale/")}
+    return dataclasses.replace(stored, train_state=state)
 
 
 def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
@@ -110,5 +140,11 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and type of every parameter of `model` by our path; nothing is allocated."""
+    return dict(_abstract_params(model))
+
+
+# Evaluating a model's construction takes seconds, and opening a checkpoint asks for its result several times.
+@functools.lru_cache(maxsize=8)
+def _abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
     return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in module_params(module).items()}

@@ -66,10 +66,8 @@ def state_leaves(stored: Stored, names: Mapping[str, str]) -> dict[str, StoredLe
 
 def nested_state(state: Leaves, published: Collection[str]) -> dict[str, Any]:
     """The `train_state` tree that openpi's trainer saves: optax's tuples, parameters in "value", no average."""
-    arrays = {}
-    for name, leaf in state.items():
-        arrays[name if _parameter(name, published) is None else f"{name}/value"] = leaf.whole()
-    return {"params": {}, **_with_tuples(nested_params(arrays)), "ema_params": None}
+    leaves = {name if _parameter(name, published) is None else f"{name}/value": leaf for name, leaf in state.items()}
+    return {"params": {}, **_with_tuples(nested_params(leaves)), "ema_params": None}
 
 
 def _with_tuples(tree: Any) -> Any:
@@ -79,9 +77,7 @@ def _with_tuples(tree: Any) -> Any:
     parts = {key: _with_tuples(value) for key, value in tree.items()}
     if not all(key.isdecimal() for key in parts):
         return parts
-    import optax
-
-    return tuple(parts.get(str(number), optax.EmptyState()) for number in range(max(map(int, parts)) + 1))
+    return tuple(parts.get(str(number), ()) for number in range(max(map(int, parts)) + 1))
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

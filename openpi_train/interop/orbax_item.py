@@ -4,22 +4,36 @@ Orbax's own restore reads a whole tree at once, and meets all processes to do so
 `_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT store or in folders of their own.
 """
 
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from openpi_train.data.files import write_json
+from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf
+from openpi_train.interop.stored import (
+    PIECE_BYTES,
+    Index,
+    Leaves,
+    Piece,
+    StoredLeaf,
+    assembled,
+    at_hand,
+    blocks,
+    in_memory,
+)
 from openpi_train.runtime.exits import CheckpointError
 
 METADATA = "_METADATA"
-# Chunks are decoded whole, however little of them is wanted: as many at a time as have so many bytes.
-_CHUNKS_BYTES = 512 << 20
+# Chunks are decoded whole, however little of them is wanted: as many at a time as have so many bytes. Those that have
+# more than a piece each are left to `big_chunk.py`.
+_CHUNKS_BYTES = 4 * PIECE_BYTES
 
 
 def open_item(item: Place) -> Leaves:
@@ -40,11 +54,67 @@ def open_item(item: Place) -> Leaves:
 
 
 def save_item(item: Path, tree: Mapping[str, Any]) -> None:
-    """Write the tree of numpy arrays as Orbax does. Call it in one process; Orbax writes beside it and renames."""
-    import orbax.checkpoint as ocp
+    """Write the tree of leaves (or arrays of this host) as Orbax does, piece by piece. Call it in one process.
 
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(item, tree)
+    Where it ends before its end, there is no `_METADATA`, and no reader takes what is there for an item.
+    """
+    item.mkdir(parents=True)
+    entries, arrays = {}, []
+    for keys, node in _flat(tree):
+        names = [str(key) for key in keys]
+        kind = "None" if node is None else "Dict" if isinstance(node, Mapping) else "np.ndarray"
+        entries[str(tuple(names))] = {
+            "key_metadata": [{"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys],
+            "value_metadata": {"value_type": kind, "skip_deserialize": kind != "np.ndarray"},
+        }
+        if kind == "np.ndarray":
+            arrays.append((".".join(names), node if isinstance(node, StoredLeaf) else in_memory(node)))
+    _write_arrays(item, arrays)
+    described = {"tree_metadata": entries, "use_ocdbt": True, "use_zarr3": False}
+    write_json(item / METADATA, {**described, "store_array_data_equal_to_fill_value": True, "custom_metadata": None})
+
+
+def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
+    """Write each by its name, with few pieces on their way at a time."""
+    import tensorstore
+
+    # One store, asked for many things at once: it syncs the disk for all of them together.
+    context = tensorstore.Context()
+    opening = []
+    for name, leaf in arrays:
+        first = next(blocks(leaf.everything, leaf.dtype.itemsize))
+        chunk = [max(1, one.stop - one.start) for one in first]
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
+            "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
+        }
+        opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
+    pending, held = [], 0
+    for (_, leaf), opened in zip(arrays, opening, strict=True):
+        array = opened.result()
+        with at_hand(leaf, item) as near:
+            for where, piece in near.pieces():
+                pending.append(array[where].write(piece))
+                held += piece.nbytes
+                if held >= _CHUNKS_BYTES:
+                    for one in pending:
+                        one.result()
+                    pending, held = [], 0
+    for one in pending:
+        one.result()
+
+
+def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What lies in nested dicts and tuples, by its keys; None for an empty tuple."""
+    if isinstance(tree, Mapping) and tree:
+        for key, node in tree.items():
+            yield from _flat(node, (*keys, key))
+    elif isinstance(tree, tuple) and tree:
+        for place, node in enumerate(tree):
+            yield from _flat(node, (*keys, place))
+    else:
+        yield keys, None if isinstance(tree, tuple) else tree
 
 
 def _described(item: Place) -> tuple[list[str], str]:
@@ -66,33 +136,42 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
-    def fetch(pending: Any) -> Any:
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
         try:
-            return pending.result()
+            yield
         except (ValueError, OSError) as error:
             said = str(error).partition(" [")[0]
             raise CheckpointError(
                 f"{item} is torn or damaged: its leaf {path} cannot be read ({said}); fetch it again"
             ) from error
 
-    array = fetch(opening)
-
+    with reading():
+        array = opening.result()
     chunk = tuple(array.chunk_layout.read_chunk.shape or ())
     dtype = np.dtype(array.dtype.numpy_dtype)
-    at_once = max(1, _CHUNKS_BYTES // max(1, math.prod(chunk) * dtype.itemsize))
+    chunk_bytes = math.prod(chunk) * dtype.itemsize
+    at_once = max(1, _CHUNKS_BYTES // max(1, chunk_bytes))
+    by_and_by = chunk_bytes > PIECE_BYTES and big_chunk.can_decode(array)
 
-    def read(index: Index) -> np.ndarray:
-        part = np.empty([one.stop - one.start for one in index], dtype)
+    def stream(index: Index) -> Iterator[Piece]:
         cells = _cells(index, chunk)
-        while some := list(itertools.islice(cells, at_once)):
-            for cell, pending in [(cell, array[cell].read()) for cell in some]:
-                inside = (
-                    slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(cell, index, strict=True)
-                )
-                part[tuple(inside)] = fetch(pending)
-        return part
+        while some := list(itertools.islice(cells, 1 if by_and_by else at_once)):
+            with reading():
+                if by_and_by:
+                    yield from big_chunk.decode(array, some[0], chunk)
+                    continue
+                pending = [array[cell].read() for cell in some]
+                for cell in some:
+                    yield cell, pending.pop(0).result()
 
-    return StoredLeaf(shape=tuple(array.shape), dtype=dtype, read=read, chunk=chunk)
+    return StoredLeaf(
+        shape=tuple(array.shape),
+        dtype=dtype,
+        read=lambda index: assembled(stream(index), index, dtype),
+        chunk=chunk,
+        stream=stream,
+    )
 
 
 def _cells(index: Index, chunk: tuple[int, ...]) -> Iterator[Index]:

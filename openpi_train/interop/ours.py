@@ -4,9 +4,11 @@ Their parameters lie as openpi publishes them, so any reader of openpi's reads t
 and `manifest.json`. Training itself saves and restores elsewhere (`training/checkpoints/store.py`).
 """
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -46,10 +48,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         share, shares = jax.process_index(), jax.process_count()
         if damage := find_damage(step.local, share=share, shares=shares, below="params/"):
             raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
-    try:
-        meta = json.loads(step.read(META)) if step.has(META) else {}
-    except ValueError as error:
-        raise CheckpointError(f"{step}/{META} is no JSON ({error}); fetch it again") from error
+    meta = _meta(step)
     params, state = openpi.read_params(step / "params"), None
     if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
         state = published_state(open_item(step / "train_state"), params, openpi.parameter_names(model))
@@ -60,7 +59,23 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         train_state=state,
         norm_stats=openpi.read_norm_stats(step),
         experiment=meta.get("experiment"),
+        tokenizer=meta.get("tokenizer"),
     )
+
+
+def recorded_tokenizer(place: Place) -> str | None:
+    """`Tokenizer.fingerprint` of the run that saved a checkpoint of ours; None where nothing tells."""
+    if not recognises(place):
+        return None
+    step = next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)
+    return _meta(step).get("tokenizer")
+
+
+def _meta(step: Place) -> dict[str, Any]:
+    try:
+        return json.loads(step.read(META)) if step.has(META) else {}
+    except ValueError as error:
+        raise CheckpointError(f"{step}/{META} is no JSON ({error}); fetch it again") from error
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
@@ -69,12 +84,20 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
     if stored.train_state is not None:
         assert model is not None, "a training state is translated by its model's names"
         params, state = our_items(stored, openpi.parameter_names(model))
-    save_item(directory / "params", {"params": nested_params({name: leaf.whole() for name, leaf in params.items()})})
+    save_item(directory / "params", {"params": nested_params(params)})
     if state is not None:
-        save_item(directory / "train_state", nested_params({name: leaf.whole() for name, leaf in state.items()}))
+        save_item(directory / "train_state", nested_params(state))
     openpi.write_norm_stats(directory, stored.norm_stats)
-    write_json(directory / META, {"source": stored.where, "experiment": stored.experiment})
+    meta = {"source": stored.where, "experiment": stored.experiment, "tokenizer": stored.tokenizer}
+    write_json(directory / META, meta)
     write_manifest(directory)
+
+
+def kept(stored: Stored, model: ModelConfig) -> Stored:
+    """The checkpoint with one value of each frozen parameter: the one that was trained on, not an average of it."""
+    names = openpi.parameter_names(model)
+    params, state = our_items(stored, names)
+    return dataclasses.replace(stored, params=params, train_state=published_state(state, params, names))
 
 
 def _steps(place: Place) -> tuple[Place, ...]:

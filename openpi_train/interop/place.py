@@ -6,6 +6,7 @@ Credentials are the standard ones of each (`GOOGLE_APPLICATION_CREDENTIALS`, `AW
 
 import dataclasses
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from openpi_train.runtime.exits import CheckpointError
 
 SCHEMES = ("gs", "s3", "http", "https")
+# Of the first, small requests: without a network, tensorstore itself tries for a quarter of an hour.
+_RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Place:
         text = str(where)
         scheme = re.match(r"(\w+)://", text)
         if scheme is None:
-            return cls(str(Path(text).expanduser().resolve()))
+            # Links stay: beside what a link `params` points to there are no norm stats.
+            return cls(os.path.abspath(Path(text).expanduser()))
         if scheme[1] not in SCHEMES:
             raise CheckpointError(
                 f"{text}: addresses of {scheme[1]}:// are not read; allowed: a path, or one of "
@@ -92,7 +96,9 @@ class Place:
     def _store(self) -> Any:
         import tensorstore
 
-        return self._remote(lambda: tensorstore.KvStore.open(self.kvstore).result())
+        retries = {f"{kind}_request_retries": _RETRIES for kind in ("gcs", "s3", "http")}
+        context = tensorstore.Context(retries)
+        return self._remote(lambda: tensorstore.KvStore.open(self.kvstore, context=context).result())
 
     def _remote(self, ask: Any) -> Any:
         try:

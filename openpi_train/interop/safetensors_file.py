@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf
+from openpi_train.interop.stored import Index, Leaves, StoredLeaf, blocks
 from openpi_train.runtime.exits import CheckpointError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,7 +96,7 @@ def open_file(place: Place, file: str) -> Leaves:
 
 
 def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` in their order and types, one after the other, so that this host holds one at a time.
+    """Write `tensors` in their order and types, one after the other, piece by piece.
 
     Raises ValueError for a type that the format has not, or that no parameter is kept in.
     """
@@ -115,7 +115,8 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
         with draft.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for leaf in tensors.values():
-                file.write(np.ascontiguousarray(leaf.whole()).reshape(-1).view(np.uint8).data)
+                for where in blocks(leaf.everything, leaf.dtype.itemsize):
+                    file.write(np.ascontiguousarray(leaf.read(where)).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

@@ -3,46 +3,134 @@
 Read next: `accounting.py` (which names there must be), `formats.py` (who gives them).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 Index = tuple[slice, ...]
+Piece = tuple[Index, np.ndarray]
+# What a leaf is read and written by, so that a host need not hold one whole: its largest has gigabytes.
+PIECE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
     """An array that lies somewhere: `read(index)` gives the part of it that `index` (one slice per dim) names.
 
-    `chunk` is the shape of the smallest parts that can be read; None: any part costs no more than itself.
+    `chunk` is the shape of the smallest parts that can be read; None: any part costs no more than itself. `stream`
+    reads a part as pieces, in whatever order suits how the leaf lies; None: any order does.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
     chunk: tuple[int, ...] | None = None
+    stream: Callable[[Index], Iterator[Piece]] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def everything(self) -> Index:
+        """The index of all of it."""
+        return tuple(slice(0, size) for size in self.shape)
 
     def whole(self) -> np.ndarray:
         """All of it, on this host."""
-        return self.read(tuple(slice(0, size) for size in self.shape))
+        return self.read(self.everything)
+
+    def pieces(self, index: Index | None = None) -> Iterator[Piece]:
+        """The part `index` (None: all of it) as pieces of few bytes; each once, with its own index."""
+        index = self.everything if index is None else index
+        if self.stream is not None:
+            return self.stream(index)
+        return ((where, self.read(where)) for where in blocks(index, self.dtype.itemsize))
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> "StoredLeaf":
         """The leaf with `function`, which keeps the shape, applied to what is read."""
-        dtype = function(np.zeros(0, self.dtype)).dtype
-        return dataclasses.replace(self, dtype=dtype, read=lambda index: function(self.read(index)))
+        dtype, stream = function(np.zeros(0, self.dtype)).dtype, self.stream
+        return dataclasses.replace(
+            self,
+            dtype=dtype,
+            read=lambda index: function(self.read(index)),
+            stream=stream and (lambda index: ((where, function(piece)) for where, piece in stream(index))),
+        )
 
     def cast(self, dtype: Any) -> "StoredLeaf":
         """The leaf in another type, rounded where it is read."""
         return self if self.dtype == dtype else self.map(lambda part: part.astype(dtype))
 
 
+def blocks(index: Index, itemsize: int) -> Iterator[Index]:
+    """`index` cut along its first dims into parts of at most `PIECE_BYTES`, in the order of their elements."""
+    sizes = [one.stop - one.start for one in index]
+    axis = next((axis for axis, size in enumerate(sizes) if size > 1), None)
+    if axis is None or math.prod(sizes) * itemsize <= PIECE_BYTES:
+        yield index
+        return
+    rows = max(1, PIECE_BYTES // (math.prod(sizes[axis + 1 :]) * itemsize))
+    for begin in range(index[axis].start, index[axis].stop, rows):
+        part = slice(begin, min(begin + rows, index[axis].stop))
+        cut = (*index[:axis], part, *index[axis + 1 :])
+        yield from (blocks(cut, itemsize) if rows == 1 else (cut,))
+
+
+def inside(index: Index, box: Index) -> Index:
+    """Where the part `index` lies in an array that holds `box`."""
+    return tuple(slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(index, box, strict=True))
+
+
+def common(one: Index, other: Index) -> Index | None:
+    """The part that both name; None where there is none."""
+    both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(dim.start < dim.stop for dim in both) else None
+
+
+def assembled(pieces: Iterator[Piece], index: Index, dtype: Any) -> np.ndarray:
+    """The part `index` out of its pieces, cast where each is put."""
+    part = np.empty([one.stop - one.start for one in index], dtype)
+    for where, piece in pieces:
+        part[inside(where, index)] = piece
+    return part
+
+
 def in_memory(array: Any) -> StoredLeaf:
     """An array of this host as a leaf."""
     array = np.asarray(array)
     return StoredLeaf(shape=array.shape, dtype=array.dtype, read=lambda index: np.asarray(array[index]))
+
+
+@contextlib.contextmanager
+def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
+    """The leaf so that any part of it costs no more than itself; where it must be, laid out in a file in `folder`.
+
+    `folder` None is TMPDIR. That file has no name: nothing is left of it, however this process ends.
+    """
+    if leaf.chunk is None and leaf.stream is None:
+        yield leaf
+    elif leaf.size_bytes <= PIECE_BYTES:
+        yield in_memory(assembled(leaf.pieces(), leaf.everything, leaf.dtype))
+    else:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(leaf.size_bytes)
+
+            def mapped(mode: Literal["r", "r+"]) -> np.ndarray:
+                # Anew each time: what stays mapped, and was used once, counts as this process's memory.
+                plain = np.memmap(file, np.uint8, mode, 0, (leaf.size_bytes,)).view(np.ndarray)
+                return plain.view(leaf.dtype).reshape(leaf.shape)
+
+            for where, piece in leaf.pieces():
+                mapped("r+")[where] = piece
+            yield StoredLeaf(shape=leaf.shape, dtype=leaf.dtype, read=lambda index: mapped("r")[index])
 
 
 Leaves = Mapping[str, StoredLeaf]
@@ -54,7 +142,8 @@ class Stored:
 
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
     are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
-    `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` the JSON of a run of ours.
+    `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
+    ours says: its JSON, and its tokenizer's fingerprint.
     """
 
     where: str
@@ -63,6 +152,7 @@ class Stored:
     train_state: Leaves | None = None
     norm_stats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experiment: Mapping[str, Any] | None = None
+    tokenizer: str | None = None
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -75,15 +165,16 @@ def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.
     held: dict[_Bounds, np.ndarray] = {}
     if len(parts) > 1 and any(_is_cut(part, leaf.chunk or ()) for part in parts):
         box = tuple((min(begin for begin, _ in dim), max(end for _, end in dim)) for dim in zip(*parts, strict=True))
-        together = leaf.read(_slices(box))
-        for part in parts:
-            inside = [(begin - first, end - first) for (begin, end), (first, _) in zip(part, box, strict=True)]
-            held[part] = together[_slices(inside)].astype(dtype)
+        held = {part: np.empty([end - begin for begin, end in part], dtype) for part in parts}
+        for where, piece in leaf.pieces(_slices(box)):
+            for part, values in held.items():
+                if both := common(where, _slices(part)):
+                    values[inside(both, _slices(part))] = piece[inside(both, where)]
 
     def read(index: Index | None) -> np.ndarray:
         part = _bounds(index or (), leaf.shape)
         if part not in held:
-            held[part] = leaf.read(_slices(part)).astype(dtype, copy=False)
+            held[part] = assembled(leaf.pieces(_slices(part)), _slices(part), dtype)
         return held[part]
 
     return jax.make_array_from_callback(leaf.shape, sharding, read)

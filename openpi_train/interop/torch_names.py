@@ -6,16 +6,18 @@ Hugging Face's names of PaliGemma and Gemma. PyTorch has a tensor per layer, wei
 merged. Read next: `torch_policy.py`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf
+from openpi_train.interop.stored import Index, Leaves, StoredLeaf, at_hand
 
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _ACTION = "paligemma_with_expert.gemma_expert."
@@ -118,12 +120,17 @@ class Layout:
 
         return StoredLeaf(shape=self.shape, dtype=dtype, read=read)
 
-    def split(self, dtype: np.dtype, whole: Callable[[], np.ndarray]) -> dict[str, StoredLeaf]:
-        """The tensors of the parameter that `whole` reads; it is called for each."""
+    def split(self, dtype: np.dtype, near: Callable[[], StoredLeaf]) -> dict[str, StoredLeaf]:
+        """The tensors of the parameter that `near` gives so that any part of it is cheap; it is called for each."""
+        as_it_lies = self.tensor_shape == self.shape and self.order == tuple(range(len(self.shape)))
 
         def tensor(place: tuple[int, ...]) -> StoredLeaf:
             def read(index: Index) -> np.ndarray:
-                return whole()[place].transpose(self.order).reshape(self.tensor_shape)[index]
+                if as_it_lies:
+                    return near().read(index)
+                part = (*(slice(at, at + 1) for at in place), *(slice(0, size) for size in self.rest))
+                values = near().read(part)[(0,) * len(place)]
+                return values.transpose(self.order).reshape(self.tensor_shape)[index]
 
             return StoredLeaf(shape=self.tensor_shape, dtype=dtype, read=read)
 
@@ -144,20 +151,23 @@ def layout(published: str, shape: tuple[int, ...]) -> Layout:
     )
 
 
-def tensors_of(params: Leaves) -> dict[str, StoredLeaf]:
-    """All parameters, by published name, as tensors; read in this order, the host holds one parameter at a time."""
-    held: dict[str, np.ndarray] = {}
+@contextlib.contextmanager
+def tensors_of(params: Leaves, folder: Path) -> Iterator[dict[str, StoredLeaf]]:
+    """All parameters, by published name, as tensors; read in this order, one parameter at a time is `at_hand`."""
+    held: dict[str, StoredLeaf] = {}
+    with contextlib.ExitStack() as stack:
 
-    def whole(name: str) -> np.ndarray:
-        if name not in held:
-            held.clear()
-            held[name] = params[name].whole()
-        return held[name]
+        def near(name: str) -> StoredLeaf:
+            if name not in held:
+                held.clear()
+                stack.close()
+                held[name] = stack.enter_context(at_hand(params[name], folder))
+            return held[name]
 
-    tensors: dict[str, StoredLeaf] = {}
-    for name, leaf in params.items():
-        tensors |= layout(name, leaf.shape).split(leaf.dtype, functools.partial(whole, name))
-    return tensors
+        tensors: dict[str, StoredLeaf] = {}
+        for name, leaf in params.items():
+            tensors |= layout(name, leaf.shape).split(leaf.dtype, functools.partial(near, name))
+        yield tensors
 
 
 def _row(published: str) -> tuple[str, str]:

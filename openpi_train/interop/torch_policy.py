@@ -64,17 +64,19 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
             "--merge-lora"
         )
     try:
-        tensors = tensors_of(params)
+        for name, leaf in params.items():
+            layout(name, leaf.shape)
     except KeyError as error:
         raise UsageError(f"this model cannot be written for PyTorch: {error.args[0]}") from error
-    if (expert := _expert_width(params)) is not None:
-        vocabulary = tensors[TIED_HEAD].shape[0]
-        tensors[UNUSED_HEAD] = _zeros((vocabulary, expert), tensors[TIED_HEAD].dtype)
-    safetensors_file.write_file(
-        folder / safetensors_file.FILE,
-        {f"{prefix}{name}": tensor for name, tensor in tensors.items()},
-        metadata={"format": "pt"},
-    )
+    with tensors_of(params, folder) as tensors:
+        if (expert := _expert_width(params)) is not None:
+            vocabulary = tensors[TIED_HEAD].shape[0]
+            tensors[UNUSED_HEAD] = _zeros((vocabulary, expert), tensors[TIED_HEAD].dtype)
+        safetensors_file.write_file(
+            folder / safetensors_file.FILE,
+            {f"{prefix}{name}": tensor for name, tensor in tensors.items()},
+            metadata={"format": "pt"},
+        )
 
 
 def layouts_of(model: ModelConfig) -> dict[str, Layout]:

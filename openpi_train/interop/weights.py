@@ -6,7 +6,7 @@ import logging
 
 from openpi_train.interop.stored import Leaves
 from openpi_train.models.base import ModelConfig
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,10 @@ class WeightLoader(abc.ABC):
 
         Raises CheckpointError.
         """
+
+    def tokenizer(self) -> str | None:
+        """`Tokenizer.fingerprint` of what the weights were trained with; None where that is not recorded."""
+        return None
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
         """The whole training state to go on from, by our names (`openpi_state.state_leaves`); None: a new one."""
@@ -55,6 +59,15 @@ class CheckpointWeightLoader(WeightLoader):
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
         return params
 
+    def tokenizer(self) -> str | None:
+        """What a checkpoint of ours says; other forms say nothing."""
+        if not self.params_path:
+            return None
+        from openpi_train.interop.formats import open_place
+        from openpi_train.interop.ours import recorded_tokenizer
+
+        return recorded_tokenizer(open_place(self.params_path))
+
     def load_state(self, model: ModelConfig) -> Leaves | None:
         """With `continue_training` the checkpoint's state; the learning rate's schedule goes on at its step."""
         if not self.continue_training:
@@ -66,3 +79,17 @@ class CheckpointWeightLoader(WeightLoader):
         from openpi_train.interop.openpi_state import state_leaves
 
         return state_leaves(open_checkpoint(self.params_path, model), openpi.parameter_names(model))
+
+
+def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) -> None:
+    """Raise CheckpointError where the weights of `where` were trained with another tokenizer than is `given`.
+
+    Both are `Tokenizer.fingerprint`; nothing is said where one is not known.
+    """
+    if None in (trained_with, given) or trained_with == given:
+        return
+    raise CheckpointError(
+        f"{where} was trained with a tokenizer of fingerprint {trained_with}, --data.tokenizer has {given}: the same "
+        "words would be other tokens. Give the tokenizer that it was trained with (`data.tokenizer` in its "
+        "experiment.json), or start from other weights"
+    )

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -76,17 +76,30 @@ class ModelConfig(abc.ABC):
         """Text tokens of a row, padding included; None where they are always as many (default)."""
         return None
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
-        """The most tokens of a row's text with this instruction; None (default) where only the finished row tells.
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
 
-        `num_state_dims` are those of its robot.
+        `num_state_dims` are those of its robot. Asked for only where there is a `prompt_length`.
         """
         del tokenizer, prompt, num_state_dims
+        return 0
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
+        del tokenizer
         return None
 
     def with_text_length(self, length: int) -> "ModelConfig":
         """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
         del length
+        return self
+
+    def training_only(self, trained: Collection[str]) -> "ModelConfig":
+        """This config for a run in which these parameters, by path, train and no others (default: the same).
+
+        It computes the same, without work for gradients that nothing asks for, and says what that costs.
+        """
+        del trained
         return self
 
     @abc.abstractmethod

@@ -22,6 +22,13 @@ from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import ActionBatch
 
 _BACKBONE = "backbone/"
+# What `--freeze` takes beside patterns.
+_GROUPS = {
+    "vision": f"{_BACKBONE}image_encoder/.*",
+    "language": f"{_BACKBONE}transformer/.*",
+    "backbone": f"{_BACKBONE}.*",
+    "head": "head/.*",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +36,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
     """A PaliGemma backbone and a flow head on its last activations. Any size can be changed by itself:
     `--model.paligemma-variant dummy --model.language.width 128 --model.head.depth 2`.
 
-    Head only: `--freeze "backbone/.*"`. Low-rank adapters in the backbone, all else in it frozen: `gemma_2b_lora`.
+    Head only: `--freeze backbone`. Low-rank adapters in the backbone, all else in it frozen: `gemma_2b_lora`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
@@ -125,6 +132,10 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""
         return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
 
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return _GROUPS
+
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
         """What to do about a checkpoint of other sizes."""
         del missing, extra
@@ -194,10 +205,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         )
 
     def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`.
-
-        As if all of it trained: under a frozen backbone fewer are.
-        """
+        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
         itemsize, total = self.compute_dtype.itemsize, 0.0
         for stack, attended_tokens, times in self._stacks(cameras, draws):
             total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
@@ -228,7 +236,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         prefix, actions = self.num_tokens(cameras, draws)
         tokens = self.siglip.num_tokens(self.image_size)
         return [
-            (Stack.of_decoder(language, prefix), prefix, 1),
+            (Stack.of_decoder(language, prefix, has_backward="backbone" not in self.fixed_groups), prefix, 1),
             (Stack.of_decoder(head, actions), prefix + 1 + actions, 1),
-            (Stack.of_tower(self.siglip, tokens), tokens, cameras),
+            (Stack.of_tower(self.siglip, tokens, has_backward="vision" not in self.fixed_groups), tokens, cameras),
         ]

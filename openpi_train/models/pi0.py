@@ -107,6 +107,11 @@ class Pi0Config(prompted.PromptedConfig):
     def normalization(self) -> Literal["z_score", "quantile"]:
         return "quantile" if self.pi05 else "z_score"
 
+    @property
+    def fixed_prefix(self) -> bool:
+        """Whether nothing trains of what makes the prefix's keys and values."""
+        return "backbone" in self.fixed_groups
+
     def build(self, rngs: nnx.Rngs) -> Pi0:
         experts = self.experts
         return Pi0(
@@ -119,6 +124,7 @@ class Pi0Config(prompted.PromptedConfig):
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
             insulated=self.knowledge_insulation,
+            fixed_prefix=self.fixed_prefix,
             dtype=self.compute_dtype,
             remat=self.used_remat,
             attention=self.attention,
@@ -173,10 +179,12 @@ class Pi0Config(prompted.PromptedConfig):
         )
         return self.with_text_length(used)
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int | None:
-        if self.knowledge_insulation:
-            return None
-        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)), self.prompt_limit)
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        frame = prompted.frame_tokens(tokenizer) if self.knowledge_insulation else 0
+        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)) + frame, self.prompt_limit)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer) if self.knowledge_insulation else None
 
     def _dims_in_prompt(self, num_state_dims: int) -> int | None:
         return num_state_dims if self.state_in_prompt else None
@@ -242,7 +250,8 @@ class Pi0Config(prompted.PromptedConfig):
         if self.knowledge_insulation:
             return 0.0
         language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
-        attention = 4 * (prefix + suffix) * language.num_heads * language.head_dim
+        seen = prefix if self.fixed_prefix else prefix + suffix
+        attention = 4 * seen * language.num_heads * language.head_dim
         return prefix * (language.other_flops + attention)
 
     def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
@@ -250,8 +259,9 @@ class Pi0Config(prompted.PromptedConfig):
         prefix, suffix = self.num_tokens(cameras, draws)
         pairs = (prefix + suffix) ** 2
         said = 0.0
-        if self.knowledge_insulation:
+        if self.knowledge_insulation or self.fixed_prefix:
             pairs -= prefix * suffix
+        if self.knowledge_insulation:
             said = prompted.scores_flops(self.prompt_length - 1, language.width, self.vocab_size)
         attention = 4 * pairs * language.num_heads * language.head_dim * language.depth
         width, steps = action.width, draws * self.action_horizon
@@ -275,6 +285,10 @@ class Pi0Config(prompted.PromptedConfig):
         itemsize, total = self.compute_dtype.itemsize, 0.0
         if self.knowledge_insulation:
             total += prompted.scores_bytes(self.prompt_length - 1, self.vocab_size)
+        if self.fixed_prefix:
+            language = self.experts["language"]
+            cached = 2 * language.depth * language.num_kv_heads * language.head_dim
+            total += itemsize * cached * self.num_tokens(cameras)[0]
         for stack, attended_tokens, times in self._stacks(cameras, draws):
             total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
         return total
@@ -298,10 +312,11 @@ class Pi0Config(prompted.PromptedConfig):
 
     def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        num_tokens = self.num_tokens(cameras, draws)
-        experts = [
-            (Stack.of_decoder(expert, tokens), sum(num_tokens), 1)
-            for expert, tokens in zip(self.experts.values(), num_tokens, strict=True)
-        ]
+        (language, action), (prefix, suffix) = self.experts.values(), self.num_tokens(cameras, draws)
         tokens = self.siglip.num_tokens(self.image_size)
-        return [*experts, (Stack.of_tower(self.siglip, tokens), tokens, cameras)]
+        seen = prefix if self.fixed_prefix else prefix + suffix
+        return [
+            (Stack.of_decoder(language, prefix, has_backward=not self.fixed_prefix), seen, 1),
+            (Stack.of_decoder(action, suffix), prefix + suffix, 1),
+            (Stack.of_tower(self.siglip, tokens, has_backward="vision" not in self.fixed_groups), tokens, cameras),
+        ]

@@ -130,6 +130,12 @@ class Pi0FastConfig(prompted.PromptedConfig):
         )
         return self.with_text_length(used)
 
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        return tokenizer.longest_prompt(prompt.lower(), num_state_dims) + prompted.frame_tokens(tokenizer)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer)
+
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
@@ -207,5 +213,5 @@ class Pi0FastConfig(prompted.PromptedConfig):
         tokens, image = self.num_tokens(cameras), self.siglip.num_tokens(self.image_size)
         return [
             (Stack.of_decoder(self.sizes, tokens), tokens, 1),
-            (Stack.of_tower(self.siglip, image), image, cameras),
+            (Stack.of_tower(self.siglip, image, has_backward="vision" not in self.fixed_groups), image, cameras),
         ]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.attention import Attention, block_mask, order_mask
-from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
 from openpi_train.nn.siglip import Siglip, SiglipConfig
@@ -25,6 +25,9 @@ from openpi_train.types import Observation
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
 _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
+
+# The prefix's keys and values; what the suffix's tokens see, of both; and their positions.
+Context = tuple[Cache, Bool[Array, "b t s"], Int[Array, "b t"]]
 
 
 class Pi0(nnx.Module):
@@ -34,6 +37,7 @@ class Pi0(nnx.Module):
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
         adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
         insulated: no gradient goes from the action expert into the language expert (`objectives/insulated_flow.py`).
+        fixed_prefix: nothing trains of what the prefix goes through: it has no backward pass.
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
@@ -50,6 +54,7 @@ class Pi0(nnx.Module):
         action_horizon: int,
         adaptive: bool,
         insulated: bool = False,
+        fixed_prefix: bool = False,
         dtype: Any,
         remat: Remat,
         attention: Attention = "auto",
@@ -58,6 +63,7 @@ class Pi0(nnx.Module):
         self.action_horizon = action_horizon
         self.adaptive = adaptive
         self.insulated = insulated
+        self.fixed_prefix = fixed_prefix
         width = action.width
         compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
         self.image_encoder = Siglip(siglip, image_size, language.width, **compute, rngs=rngs)
@@ -91,6 +97,8 @@ class Pi0(nnx.Module):
         """
         if self.insulated:
             return self.velocity_and_log_probs(observation, noisy_actions, time)[0]
+        if self.fixed_prefix:
+            return self.velocity_given(self.cached_prefix(observation, time.shape[1]), observation, noisy_actions, time)
         outputs = self.outputs(observation, noisy_actions, time, wanted=("action",))
         return self.read_out(outputs["action"], noisy_actions.shape)
 
@@ -102,18 +110,15 @@ class Pi0(nnx.Module):
         The language expert runs first, for its own tokens; the action expert then attends to the keys and values that
         this made, and no gradient goes back through them.
         """
-        prefix, prefix_mask = self.embed_prefix(observation)
+        prefix, mask, positions = self.prefix(observation, time.shape[1])
         num_prefix = prefix.shape[1]
-        mask, positions = self.layout(prefix_mask, time.shape[1], causal_tokens(observation, num_prefix))
         outputs, cache = self.transformer.with_keys_and_values(
             {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
         )
-        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
-        cache = jax.lax.stop_gradient(cache)
-        result = self.transformer({"action": suffix}, positions[:, num_prefix:], mask[:, num_prefix:], condition, cache)
+        context = jax.lax.stop_gradient(cache), mask[:, num_prefix:], positions[:, num_prefix:]
+        velocity = self.velocity_given(context, observation, noisy_actions, time)
         said = outputs["language"][:, -observation.prompt_tokens.shape[1] : -1]
-        log_probs, is_best = self.transformer.log_probs(said, observation.prompt_tokens[:, 1:])
-        return self.read_out(result["action"], noisy_actions.shape), log_probs, is_best
+        return velocity, *self.transformer.log_probs(said, observation.prompt_tokens[:, 1:])
 
     def outputs(
         self,
@@ -136,26 +141,46 @@ class Pi0(nnx.Module):
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
     ) -> Float[Array, "b h a"]:
         """Actions that the flow leads to from `noise`, by `num_steps` Euler steps; the prefix is computed once."""
-        prefix, prefix_mask = self.embed_prefix(observation)
-        num_prefix = prefix.shape[1]
-        mask, positions = self.layout(prefix_mask, 1, causal_tokens(observation, num_prefix))
-        cache = self.transformer.keys_and_values(
-            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
-        )
+        context = self.cached_prefix(observation, num_draws=1)
         step_size = -1.0 / num_steps
 
         def euler(_, carry):
             actions, time = carry
-            draw = actions[:, None]  # b 1 h a
-            suffix, condition = self.embed_suffix(observation.state, draw, jnp.broadcast_to(time, (draw.shape[0], 1)))
-            result = self.transformer(
-                {"action": suffix}, positions[:, num_prefix:], mask[:, num_prefix:], condition, cache
-            )
-            velocity = self.read_out(result["action"], draw.shape)
+            times = jnp.broadcast_to(time, (len(actions), 1))
+            velocity = self.velocity_given(context, observation, actions[:, None], times)
             return actions + step_size * velocity[:, 0], time + step_size
 
         actions, _ = jax.lax.fori_loop(0, num_steps, euler, (noise.astype(jnp.float32), jnp.float32(1.0)))
         return actions
+
+    def cached_prefix(self, observation: Observation, num_draws: int) -> Context:
+        """What the suffix, with so many draws, is given of the prefix: none of it depends on the suffix."""
+        prefix, mask, positions = self.prefix(observation, num_draws)
+        num_prefix = prefix.shape[1]
+        cache = self.transformer.keys_and_values(
+            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
+        )
+        return cache, mask[:, num_prefix:], positions[:, num_prefix:]
+
+    def velocity_given(
+        self,
+        context: Context,
+        observation: Observation,
+        noisy_actions: Float[Array, "b r h a"],
+        time: Float[Array, "b r"],
+    ) -> Float[Array, "b r h a"]:
+        """`velocity`, the prefix having been computed before."""
+        cache, mask, positions = context
+        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
+        result = self.transformer({"action": suffix}, positions, mask, condition, cache)
+        return self.read_out(result["action"], noisy_actions.shape)
+
+    def prefix(
+        self, observation: Observation, num_draws: int
+    ) -> tuple[Float[Array, "b p d"], Bool[Array, "b t t"], Int[Array, "b t"]]:
+        """The prefix's tokens; and, for these and a suffix of so many draws, which token sees which, and positions."""
+        prefix, valid = self.embed_prefix(observation)
+        return prefix, *self.layout(valid, num_draws, causal_tokens(observation, prefix.shape[1]))
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""

@@ -6,7 +6,8 @@ call the last.
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import jax
@@ -32,6 +33,8 @@ class PromptedConfig(ModelConfig):
 
     # The tokens of a row, set when a run opens its data; None: max_token_len.
     used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
+    # Names of `parameter_groups` in which nothing trains, set when a run is laid out.
+    fixed_groups: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Sizes of the image tower.
@@ -62,6 +65,11 @@ class PromptedConfig(ModelConfig):
 
     def with_text_length(self, length: int) -> "PromptedConfig":
         return dataclasses.replace(self, used_token_len=length)
+
+    def training_only(self, trained: Collection[str]) -> "PromptedConfig":
+        groups = self.parameter_groups.items()
+        fixed = (name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained))
+        return dataclasses.replace(self, fixed_groups=tuple(fixed))
 
 
 def batch_spec(
@@ -121,10 +129,9 @@ def action_token_transforms(
 ) -> tuple[RowTransform, ...]:
     """The host steps of a model that also says chunks as FAST tokens. Raises ValueError where these are words, too."""
     from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
-    from openpi_train.data.fast import load_fast
     from openpi_train.data.transforms import PadDims, ResizeImages
 
-    fast = load_fast(fast_tokenizer, offline=tokenizer.offline)
+    fast = chunk_tokenizer(fast_tokenizer, tokenizer)
     check_vocabulary(tokenizer, fast, vocab_size)
     return (
         ResizeImages(image_size),
@@ -133,9 +140,21 @@ def action_token_transforms(
     )
 
 
+def frame_tokens(tokenizer: Any) -> int:
+    """The tokens around those of a chunk, with which a prompt goes on."""
+    return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))
+
+
 def most_action_tokens(tokenizer: Any, action_horizon: int, action_dim: int) -> int:
     """The most tokens that a prompt can go on with: a chunk of two bytes per number, each a token, and its frame."""
-    return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True)) + 2 * action_horizon * action_dim
+    return frame_tokens(tokenizer) + 2 * action_horizon * action_dim
+
+
+def chunk_tokenizer(fast_tokenizer: str, tokenizer: Any) -> Any:
+    """The FAST processor of this name; read once."""
+    from openpi_train.data.fast import load_fast
+
+    return load_fast(fast_tokenizer, offline=tokenizer.offline)
 
 
 def scores_flops(tokens: int, width: int, vocab_size: int) -> float:

@@ -24,9 +24,11 @@ class Stack:
     num_heads: int
     num_key_heads: int
     gated: bool
+    # Whether gradients go back through it: not where nothing in or before it trains.
+    has_backward: bool = True
 
     @classmethod
-    def of_decoder(cls, sizes: GemmaConfig, tokens: int) -> "Stack":
+    def of_decoder(cls, sizes: GemmaConfig, tokens: int, *, has_backward: bool = True) -> "Stack":
         """One expert of Gemma's decoder over so many tokens."""
         return cls(
             tokens=tokens,
@@ -38,10 +40,11 @@ class Stack:
             num_heads=sizes.num_heads,
             num_key_heads=sizes.num_kv_heads,
             gated=True,
+            has_backward=has_backward,
         )
 
     @classmethod
-    def of_tower(cls, sizes: SiglipConfig, tokens: int) -> "Stack":
+    def of_tower(cls, sizes: SiglipConfig, tokens: int, *, has_backward: bool = True) -> "Stack":
         """SigLIP's layers over the tokens of one image."""
         return cls(
             tokens=tokens,
@@ -53,6 +56,7 @@ class Stack:
             num_heads=sizes.num_heads,
             num_key_heads=sizes.num_heads,
             gated=False,
+            has_backward=has_backward,
         )
 
     def shared(self, tensor_devices: int) -> "Stack":
@@ -74,8 +78,8 @@ class Stack:
         In every layer after attention and after the MLP, forward, and backward before them; where whole layers are
         recomputed once more after attention. Of keys and values that all devices have, the gradients.
         """
-        sums = (4 + (remat == "full")) * self.width
-        keys = 0 if self._shares_keys(tensor_devices) else 2 * self.key_dim
+        sums = (4 + (remat == "full") if self.has_backward else 2) * self.width
+        keys = 0 if self._shares_keys(tensor_devices) or not self.has_backward else 2 * self.key_dim
         return float(itemsize * self.depth * self.tokens * (sums + keys))
 
     @property
@@ -105,6 +109,8 @@ class Stack:
         # float32 logits and probabilities, and the probabilities in the activations' type.
         attention = self.num_heads * self.tokens * attended_tokens * (8 + itemsize)
         layer = itemsize * (self._products + self._rest) + attention
+        if not self.has_backward:
+            return itemsize * self.tokens * self.width + layer
         inputs = itemsize * self.depth * self.tokens * self.width
         match remat:
             case "full":

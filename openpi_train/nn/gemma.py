@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_layers, stack_layers
+from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_all_but_last, scan_layers, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.shard import spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits
@@ -258,8 +258,19 @@ class Gemma(nnx.Module):
     def keys_and_values(
         self, tokens: Mapping[str, Float[Array, "b _ _"]], positions: Int[Array, "b t"], mask: Bool[Array, "b t t"]
     ) -> Cache:
-        """Keys and values of these tokens in every layer, so that later tokens can attend to them at no new cost."""
-        return self._run(tokens, positions, mask, {}, None, wanted=(), caching=True)[1]
+        """Keys and values of these tokens in every layer, so that later tokens can attend to them at no new cost.
+
+        For sampling, and for tokens whose path holds nothing that trains: it is laid out for no backward pass.
+        """
+        angles = rotary_angles(positions, self.head_dim)
+
+        def body(layer: Layer, tokens: Tokens, wanted: Collection[str] | None = None):
+            return layer(tokens, angles, mask, {}, None, wanted)
+
+        inputs = {name: x.astype(self.dtype) for name, x in tokens.items()}
+        with jax.named_scope("gemma"):
+            inputs, kept, last = scan_all_but_last(self.layers, body, inputs)
+            return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), kept, body(last, inputs, ())[1])
 
     def with_keys_and_values(
         self,
@@ -283,7 +294,7 @@ class Gemma(nnx.Module):
         return log_probs(x, self.token_embedding.get_value(), tokens)
 
     @jax.named_scope("gemma")
-    def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching):
+    def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:
         angles = rotary_angles(positions, self.head_dim)
 
         def body(layer: Layer, tokens: Tokens, cache: Cache | None, wanted: Collection[str] | None = None):
@@ -295,7 +306,6 @@ class Gemma(nnx.Module):
             return scan_layers(self.layers, body, tokens, cache, remat=self.remat)
         layers, last = cut_last(self.layers, self.dtype)
         caches = jax.tree.map(lambda x: x[:-1], cache), jax.tree.map(lambda x: x[-1], cache)
-        tokens, kept = scan_layers(layers, body, tokens, caches[0], remat=self.remat)
+        tokens, _ = scan_layers(layers, body, tokens, caches[0], remat=self.remat)
         # The backward pass begins with this layer: what it keeps is used at once, so recomputing it would save nothing.
-        tokens, last_kept = body(last, tokens, caches[1], wanted)
-        return tokens, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), kept, last_kept)
+        return body(last, tokens, caches[1], wanted)

@@ -107,6 +107,20 @@ def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
     return nnx.merge(graph, before), nnx.merge(graph, whole(last))
 
 
+def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:
+    """Apply a stack of layers but for its last: what `scan_layers` returns, and the last layer. Makes no copy of any.
+
+    For what has no backward pass: through this every layer's gradient would be an array as large as the stack's.
+    """
+    graph, params = nnx.split(stacked)
+
+    def layer(index: Any) -> M:
+        return nnx.merge(graph, whole(jax.tree.map(lambda x: x[index], params)))
+
+    depth = len(jax.tree.leaves(params)[0])
+    return *jax.lax.scan(lambda carry, index: body(layer(index), carry), carry, jnp.arange(depth - 1)), layer(-1)
+
+
 class LayerNorm(nnx.Module):
     """Layer norm, computed in float32 and returned in the type of its input.
 

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 4, 16)
 # The share of a device's memory up to which each holds all parameters, the rest being for activations and caches.
 _MOST_OF_MEMORY = 0.6
+# Smaller arrays stay whole where the others are cut.
+_MIN_SHARD_MIB = 4.0
 
 
 def load_policy(
@@ -213,4 +215,4 @@ def _plan(devices: list[Any], leaves: Leaves) -> Plan:
     fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
     if fits or len(devices) == 1:
         return Plan(mesh=make_mesh(1, devices), strategy="replicated")
-    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3")
+    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3", min_shard_mib=_MIN_SHARD_MIB)

@@ -72,9 +72,9 @@ class ObservationForm:
             if name in given:
                 return given[name]
         close = difflib.get_close_matches(key, list(given), n=1, cutoff=0.8)
-        hint = f"; is {close[0]!r} meant for it?" if close else ""
+        hint = f" (is {close[0]!r} meant for it?)" if close else ""
         raise ObservationError(
-            f"the observation lacks {key!r}{hint} It has {_listing(given)}; expected are {_listing(self.spec())}"
+            f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected are {_listing(self.spec())}"
         )
 
     def _image(self, key: str, value: Any) -> np.ndarray:
@@ -113,7 +113,10 @@ class ObservationForm:
             return self.prompt
         value = self._find(given, PROMPT)
         if isinstance(value, np.ndarray) and value.dtype.kind == "U" and value.ndim == 0:
-            value = value.item()
+            try:
+                value = value.item()
+            except ValueError as error:  # numpy checks no characters before
+                raise ObservationError(f"'prompt' is no text: {error}") from error
         if not isinstance(value, str):
             raise ObservationError(f"'prompt' is a {type(value).__name__}; expected is a str, the instruction")
         return str(value)

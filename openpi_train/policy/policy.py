@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from openpi_train.data.rows import RowSpec, RowTransform
 from openpi_train.data.transforms import Unnormalize
 from openpi_train.policy.observation import ObservationError, ObservationForm
 from openpi_train.policy.sampler import Row, Sampler
+
+if TYPE_CHECKING:
+    from openpi_train.policy.record import Replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,15 @@ class Policy:
         actions = self.unnormalize({"actions": chunk})["actions"][:, : len(self.form.robot.action_names)]
         actions = self.form.robot.from_model(actions, state)
         return np.ascontiguousarray(actions[-self.form.window.first_action :], np.float32)
+
+    def replay(self, record: str | Path) -> "Replay":
+        """Ask all again that was recorded (`serve --record`): how many answers, and which came out otherwise.
+
+        Raises UsageError where this policy samples otherwise than the recorded one.
+        """
+        from openpi_train.policy.record import replay  # msgpack, which serving alone needs
+
+        return replay(self, record)
 
     def warm_up(self) -> None:
         """Compile for every shape now, not at the first observation that has it."""

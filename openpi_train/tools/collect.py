@@ -99,6 +99,7 @@ def collect(
     arguments than those that the rounds in `<out>.rounds` were made with; FileExistsError where `out` is there;
     RuntimeError where an expert only fails, or a process was lost.
     """
+    env = env.for_demonstrations()
     numbers = _numbers(env, tasks)
     if min(episodes_per_task, workers) < 1:
         raise ValueError(f"episodes_per_task {episodes_per_task} and workers {workers} must be at least 1")

@@ -5,34 +5,38 @@ Read next: `interop/formats.py` (the forms), `interop/parity.py` (the comparison
 """
 
 import dataclasses
-import errno
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from openpi_train.data.files import set_aside, write_json
+from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop import formats, hub
+from openpi_train.interop import formats, hub, openpi
 from openpi_train.interop.accounting import account
+from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored, in_memory
+from openpi_train.interop.stored import Leaves, Stored
 from openpi_train.models.base import ModelConfig
+from openpi_train.planning.devices import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.tools.draft import check_target, drafted
 from openpi_train.tools.push import by_way_of_a_folder
+from openpi_train.training.checkpoints.meta import check_asset_ids
 from openpi_train.training.rundir import changed_fields, package_versions
 
 logger = logging.getLogger(__name__)
 
 REPORT = "parity.json"
+# Memory per parameter for the comparison of outputs: in float32, and half as much for all else.
+_OUTPUTS_BYTES = 6
 # Fields of a model that a run may settle for itself; they change nothing in what it computes.
 _OF_THE_RUN = ("used_token_len", "remat", "attention")
 
@@ -89,13 +93,10 @@ def _push(conversion: "Conversion") -> str:
 def plan(request: Request, experiment: Experiment) -> "Conversion":
     """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
+    check_target(request.target)
     stored = formats.open_checkpoint(request.source, model, request.source_format)
     _check_same_model(stored, model)
     params = formats.model_params(stored, model)
-    left_out = []
-    if stored.train_state is not None and (request.params_only or request.merge_lora or request.dtype):
-        left_out = sorted(stored.train_state)
-        stored = dataclasses.replace(stored, train_state=None)
     if request.target_format is None:
         name = "openpi" if stored.format == "ours" else "ours"
     else:
@@ -103,16 +104,25 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
     form = formats.named(name)
     if form.write is None:
         raise UsageError(f"--to {name}: this form is only read; allowed: {', '.join(_written())}")
-    wanted_model, wanted = model, params
+    found = stored.train_state or {}
+    if request.params_only or request.merge_lora or request.dtype:
+        stored = dataclasses.replace(stored, train_state=None)
+    stored = form.kept(stored, model)
+    left_out = sorted(found.keys() - (stored.train_state or {}).keys())
+    paths = {public: path for path, public in openpi.parameter_names(model).items()}
+    wanted_model, wanted = model, {paths[public]: leaf for public, leaf in stored.params.items()}
     if request.merge_lora:
         if not any("lora" in path for path in params):
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
-        whole = model.merge_lora({path: jnp.asarray(leaf.whole()) for path, leaf in params.items()})
-        wanted_model, wanted = model.without_lora(), {path: in_memory(value) for path, value in whole.items()}
+        wanted_model, wanted = model.without_lora(), merged_lora(model, params)
     if request.dtype is not None:
         wanted = {path: leaf.cast(_dtype(request.dtype)) for path, leaf in wanted.items()}
     published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
     norm_stats = _norm_stats(request, stored)
+    try:
+        check_asset_ids(norm_stats)
+    except ValueError as error:
+        raise UsageError(f"--asset-id: {error}") from error
     _check_widths(norm_stats, model)
     return Conversion(
         request=request,
@@ -164,54 +174,63 @@ class Conversion:
 
     def run(self) -> Path:
         """Write the target, read it again, compare, report. Nothing is left behind where that fails."""
-        target = self.request.target.absolute()
-        if target.exists() and not self.request.overwrite:
-            raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
-        _check_room(target, self.size_bytes)
-        draft = target.with_name(f".{target.name}.partial-{os.getpid()}")
-        try:
-            draft.parent.mkdir(parents=True, exist_ok=True)
+        target = self.request.target.expanduser().absolute()
+        with drafted(target, self.size_bytes, self.request.overwrite) as draft:
             assert self.form.write is not None, "checked when it was planned"
             self.form.write(draft, self.wanted, self.wanted_model)
-            report = self._checked(draft)
-            write_json(draft / REPORT, report)
-            if target.exists():
-                logger.info("--overwrite: what was in %s now lies in %s", target, set_aside(target, "replaced"))
-            draft.rename(target)
-        except Exception as error:  # Orbax and tensorstore have many kinds
-            if isinstance(error, CheckpointError | UsageError):
-                raise
-            full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-            what = "the disk is full; free some space" if full else f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{target} could not be written: {what}. Nothing was left there") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            write_json(draft / REPORT, self._checked(draft))
         return target
 
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on what was written. Raises CheckpointError where it does not read back as what was meant."""
         result = self.form.open(Place.of(draft), self.wanted_model)
         params = formats.model_params(result, self.wanted_model)
-        again = compare_leaves(self.wanted.params, result.params)
+        again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:
-            account(result.train_state or {}, self.wanted.train_state, where=f"the training state in {draft}")
-        if again["bit_equal"] != len(self.wanted.params):
-            raise CheckpointError(f"{again['at']} reads back with another value than was written; is the disk sound?")
+            state = result.train_state or {}
+            account(state, self.wanted.train_state, where=f"the training state in {draft}")
+            _read_again(self.wanted.train_state, state, draft)
         source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
-        outputs: Any = "not compared (--no-outputs)"
-        if self.request.outputs:
-            outputs = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
-            outputs = outputs or f"not compared: there is no probe for {sorted(self.model.provides)}"
+        unchanged = all(source.get(name) is leaf for name, leaf in self.wanted.params.items())
         return {
             "source": {"where": self.wanted.where, "format": self.wanted.format},
             "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
             "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": package_versions()},
-            "parameters": compare_leaves(source, result.params),
+            "parameters": again if unchanged else compare_leaves(source, result.params, draft),
             "merged_into_weights": sorted(source.keys() - result.params.keys()),
             "training_state": {"leaves": len(result.train_state or {}), "left_out": self.left_out},
             "norm_stats": sorted(result.norm_stats),
-            "outputs": outputs,
+            "outputs": self._outputs(params),
         }
+
+    def _outputs(self, params: Leaves) -> Any:
+        """How far the models' outputs are apart, or why that is not known."""
+        if not self.request.outputs:
+            return "not compared (--no-outputs)"
+        needed, free = _OUTPUTS_BYTES * num_values(self.params), _free_host_bytes()
+        if needed > free:
+            said = (
+                f"not compared: it takes {needed / 1e9:.3g} GB of memory and {free / 1e9:.3g} GB are free; "
+                "where there is more, convert the same again"
+            )
+            logger.warning("outputs are %s", said)
+            return said
+        found = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
+        return found or f"not compared: there is no probe for {sorted(self.model.provides)}"
+
+
+def _free_host_bytes() -> float:
+    """The host's memory that is free; no limit where the system does not say."""
+    linux = Path("/proc/meminfo").is_file()
+    return host_bytes_per_device() * jax.local_device_count() if linux else math.inf
+
+
+def _read_again(wanted: Leaves, found: Leaves, draft: Path) -> dict[str, Any]:
+    """What `compare_leaves` says. Raises CheckpointError where not every leaf is bit-equal."""
+    again = compare_leaves(wanted, found, draft)
+    if again["bit_equal"] != len(wanted):
+        raise CheckpointError(f"{again['at']} reads back with another value than was written; is the disk sound?")
+    return again
 
 
 def _written() -> list[str]:
@@ -267,15 +286,3 @@ def _check_widths(norm_stats: dict[str, Any], model: ModelConfig) -> None:
                     f"the norm stats {asset_id!r} hold {has} for {name!r}, the model takes {width}: they belong to "
                     "another robot or model. Give others with --norm-stats and --asset-id"
                 )
-
-
-def _check_room(target: Path, needed: int) -> None:
-    """Raise CheckpointError where the disk has no room for so many bytes."""
-    folder = next(path for path in target.parents if path.exists())
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"{folder} cannot be written to; give yourself the right, or choose another target")
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(
-            f"not enough disk space in {folder}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
-        )

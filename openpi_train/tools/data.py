@@ -1,8 +1,8 @@
-"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `repack` for slow
-storage, `merge`, `convert`, `fit-fast` a tokenizer.
+"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `inspect`, `repack` for
+slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `collect.py`, `data/rlds/index.py`, `data/repack.py`, `data/zarr/merge.py`,
-`data/zarr/robotwin.py`, `fit_fast.py`.
+Read next: `prepare.py`, `collect.py`, `data/rlds/index.py`, `inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`,
+`data/convert.py`, `fit_fast.py`.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, reported_as
 
+_PATH = "<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
 # (name, flags) -> the experiment.
 ParseExperiment = Callable[[str, Sequence[str]], Any]
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
     """Run `data <what> ...`. Returns the exit code; raises DataError with advice."""
     parser = _parser()
     given, rest = parser.parse_known_args(argv)
+    if "what" in given and _is_experiment(given.what):
+        given.experiment = given.what
     if "experiment" in given:
         given.experiment = parse_experiment(given.experiment, ["--exp-name", "data", *rest])
     elif rest:
@@ -34,9 +37,11 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
-    what = parser.add_subparsers(required=True, metavar="prepare|collect|index|repack|merge|convert|fit-fast")
+    what = parser.add_subparsers(required=True, metavar="prepare|collect|index|inspect|repack|merge|convert|fit-fast")
     prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
+    prepare.add_argument("--name", default="tabletop", help="of the dataset's own folder (%(default)s)")
+    prepare.add_argument("--tasks", nargs="+", help="tasks to record, such as reach_red pick_yellow (default: all)")
     prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
     prepare.add_argument("--val-episodes-per-task", type=int, default=4, help="held-out episodes (%(default)s)")
     prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
@@ -51,18 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_argument("--workers", type=_at_least_1, default=1, help="processes, same files with any (%(default)s)")
     collect.set_defaults(run=_collect)
     index = what.add_parser("index", help="index a dataset now rather than at the first run")
+    inspect = what.add_parser("inspect", help="what a dataset holds, and what is wrong with it")
+    inspect.add_argument("what", metavar="path|experiment", help="a dataset, or an experiment whose datasets are meant")
+    inspect.add_argument("--out", type=Path, help="folder for the text and a contact sheet of frames")
+    inspect.set_defaults(run=_inspect)
     repack = what.add_parser("repack", help="copy a dataset of pictures into step-level records for slow storage")
     for form in (index, repack):
-        form.add_argument(
-            "path", help="<data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store"
-        )
-        form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
-        form.add_argument(
-            "--on-bad-record",
-            choices=("error", "skip"),
-            default="error",
-            help="what a torn record does: end this, or have its episode left out (%(default)s)",
-        )
+        form.add_argument("path", help=_PATH)
+    for form in (index, inspect, repack):
+        _add_reading(form)
     index.set_defaults(run=_index)
     repack.add_argument("out", type=Path, help="directory to make")
     repack.set_defaults(run=_repack)
@@ -71,15 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--prompt", action="append", default=[], metavar="TASK=TEXT", help="a task's instruction")
     merge.add_argument("--chunk-rows", type=_at_least_1, help="rows of a chunk (default: as in the first store)")
     merge.set_defaults(run=_merge)
-    convert = what.add_parser("convert", help="RoboTwin's HDF5 recordings to a zarr replay buffer")
-    convert.add_argument("recordings", type=Path, help="the folder of episode0.hdf5, ..., or the one above its data/")
-    convert.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
-    convert.add_argument("--task", help="the task's name (default: the folder's)")
-    convert.add_argument("--prompt", help="the task's instruction (default: its name in words)")
-    convert.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
-    convert.set_defaults(run=_convert)
-    for form in (collect, merge, convert):
+    for form in (collect, merge):
         form.add_argument("--out", type=Path, required=True, help="the store to make; begun ones are continued")
+    _add_convert(what.add_parser("convert", help="a dataset of any format into one of another"))
     fast = what.add_parser(
         "fit-fast",
         help="fit a FAST tokenizer to an experiment's action chunks",
@@ -92,6 +88,36 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--max-chunks", type=int, default=50_000, help="of larger datasets (%(default)s)")
     fast.set_defaults(run=_fit_fast)
     return parser
+
+
+def _add_reading(form: argparse.ArgumentParser) -> None:
+    form.add_argument("--split", default="train", help='of RLDS a split, or several as "train+val" (%(default)s)')
+    form.add_argument(
+        "--on-bad-record",
+        choices=("error", "skip"),
+        default="error",
+        help="what a torn record does: end this, or have its episode left out (%(default)s)",
+    )
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert.add_argument("path", help=_PATH)
+    _add_reading(convert)
+    convert.add_argument("target", type=Path, help="the dataset to make; begun ones are continued")
+    forms = ("lerobot", "lerobot-2.1", "rlds", "zarr", "steps")
+    convert.add_argument("--to", choices=forms, help="its format (default: zarr where its name ends in .zarr)")
+    kinds = ("av1", "h264", "png", "jpeg", "as-stored")
+    convert.add_argument(
+        "--pictures", choices=kinds, help="how they are kept (default: av1; of rlds as they are, or png)"
+    )
+    convert.add_argument("--control-hz", type=float, help="control steps per second, where the dataset does not say")
+    convert.add_argument("--leave-out", nargs="+", default=[], metavar="COLUMN", help="columns that are not kept")
+    robotwin = convert.add_argument_group("of RoboTwin's HDF5 recordings, to zarr")
+    robotwin.add_argument("--cameras", nargs="+", default=["head_camera"], help="pictures to keep (%(default)s)")
+    robotwin.add_argument("--task", help="the task's name (default: the folder's)")
+    robotwin.add_argument("--prompt", help="the task's instruction (default: its name in words)")
+    robotwin.add_argument("--chunk-rows", type=_at_least_1, default=100, help="rows of a chunk (%(default)s)")
+    convert.set_defaults(run=_convert)
 
 
 def _at_least_1(text: str) -> int:
@@ -109,6 +135,8 @@ def _prepare(given: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")
     made = prepare(
         given.directory,
+        name=given.name,
+        tasks=given.tasks,
         episodes_per_task=given.episodes_per_task,
         val_episodes_per_task=given.val_episodes_per_task,
         image_size=given.image_size,
@@ -161,6 +189,22 @@ def _index(given: argparse.Namespace) -> None:
     )
 
 
+def _is_experiment(what: str) -> bool:
+    """Whether a name or `file.py:name` is meant, and no folder."""
+    return ".py" in what or not ("/" in what or Path(what).expanduser().exists())
+
+
+def _inspect(given: argparse.Namespace) -> None:
+    from openpi_train.tools.inspect_data import inspect
+
+    if "experiment" not in given:
+        given.path = given.what
+        print(inspect(Path(given.what).expanduser().resolve().name, _source(given), out=given.out), end="")
+        return
+    for dataset in given.experiment.data.datasets:
+        print(inspect(dataset.asset, dataset.source.open(), dataset.robot, out=given.out), end="")
+
+
 def _repack(given: argparse.Namespace) -> None:
     from openpi_train.data.repack import repack
 
@@ -179,12 +223,31 @@ def _merge(given: argparse.Namespace) -> None:
 
 
 def _convert(given: argparse.Namespace) -> None:
+    from openpi_train.data.convert import convert
+    from openpi_train.data.zarr.robotwin import is_recording
+
+    form = given.to or ("zarr" if given.target.suffix == ".zarr" else None)
+    if form is None:
+        raise ValueError(f"which format is {given.target} to have? Give --to lerobot, lerobot-2.1, rlds, zarr or steps")
+    if is_recording(Path(given.path)):
+        _convert_recordings(given, form)
+        return
+    source = _source(given)
+    options = {"control_hz": given.control_hz, "pictures": given.pictures, "leave_out": given.leave_out}
+    account = convert(source, given.target, form, **options)
+    print(f"wrote {given.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {given.target}")
+
+
+def _convert_recordings(given: argparse.Namespace, form: str) -> None:
     from openpi_train.data.zarr.robotwin import convert
 
-    task = given.task or given.recordings.resolve().name
+    if form != "zarr":
+        raise ValueError(f"{given.path} holds RoboTwin's recordings: convert them to zarr first, and that to {form}")
+    task = given.task or Path(given.path).resolve().name
     prompt = given.prompt or task.replace("_", " ")
-    convert(given.recordings, given.out, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
-    _say_what_is_in(given.out)
+    places = Path(given.path), given.target
+    convert(*places, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
+    _say_what_is_in(given.target)
 
 
 def _named_text(text: str) -> tuple[str, str]:

@@ -68,7 +68,8 @@ def flags(chosen: Forecast) -> list[str]:
 
 
 def _layouts(report: "Report") -> str:
-    columns = ["strategy", "over", "parameters", "moments", "EMA", "gradients", "copy", "together"]
+    frozen = ["frozen"] if report.num_frozen else []
+    columns = ["strategy", "over", "parameters", *frozen, "moments", "EMA", "gradients", "copy", "together"]
     columns += ["GB in host/device", "GB between/host"]
     offloads = report.experiment.sharding.offload != "none"
     columns += ["GiB in host memory", "to and fro s"] if offloads else []
@@ -76,7 +77,8 @@ def _layouts(report: "Report") -> str:
     rows = []
     for layout in found.values():
         memory, flows = layout.memory(1), layout.flows(1, 0.0)
-        parts = (memory.params + memory.frozen, memory.optimizer, memory.ema, memory.grads, memory.compute_copy)
+        fixed = (memory.frozen,) if report.num_frozen else ()
+        parts = (memory.params, *fixed, memory.optimizer, memory.ema, memory.grads, memory.compute_copy)
         gib = [f"{size / GIB:.2f}" for size in (*parts, memory.total)]
         sent = (sum(flow.within for flow in flows), sum(flow.between for flow in flows))
         host = [f"{memory.host / GIB:.2f}", f"{memory.host_link_s:.3g}"] if offloads else []

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop
 from openpi_train.envs.tabletop_expert import demonstrate
+from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Task
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -61,33 +62,36 @@ class Prepared:
 def prepare(
     directory: str | Path | None = None,
     *,
+    name: str = NAME,
+    tasks: Sequence[str] | None = None,
     episodes_per_task: int = 24,
     val_episodes_per_task: int = 4,
     image_size: int = 64,
     seed: int = 0,
 ) -> Prepared:
-    """Write `<directory>/tabletop/1.0.0` and `<directory>/tabletop/tokenizer.model`, or reuse them where complete.
+    """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them where complete.
 
     The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted. One process of
     a run must call it, before the others read.
 
     Args:
         directory: The datasets' folder, `places.datasets()` if None.
+        tasks: Names of the tasks to record, such as `reach_red`; all of the environment's own if None.
         episodes_per_task: Successful episodes of each task in `train`; `val_episodes_per_task` in `val`, from other
             seeds.
         image_size: Height and width of both cameras' pictures.
 
     Raises:
-        UsageError: A number is out of range.
+        UsageError: A number is out of range, or the environment has no such task.
         RuntimeError: The expert keeps failing a task, which means that the environment is broken.
     """
     if min(episodes_per_task, val_episodes_per_task) < 1:
         raise UsageError(
             f"episodes_per_task {episodes_per_task} and val_episodes_per_task {val_episodes_per_task} must be positive"
         )
-    root = (places.datasets() if directory is None else Path(directory).expanduser()) / NAME
+    root = (places.datasets() if directory is None else Path(directory).expanduser()) / name
     counts = {"train": episodes_per_task, "val": val_episodes_per_task}
-    env = tabletop.Tabletop(image_size=image_size)
+    env = tabletop.Tabletop(image_size=image_size, task_list=named_tasks(tasks))
     instructions = [env.instruction(task) for task in range(len(env.tasks))]
     arguments = {
         "revision": REVISION,
@@ -100,7 +104,7 @@ def prepare(
     if manifest is not None:
         logger.info("%s is complete already: reused", root)
         return _prepared(root, manifest)
-    workspace = root.with_name(f".{NAME}.incomplete")
+    workspace = root.with_name(f".{root.name}.incomplete")
     draft = workspace / "draft"
     started = time.monotonic()
     with tables.locked(workspace, f"data prepare of {root}"):
@@ -119,6 +123,14 @@ def prepare(
         root, prepared.num_episodes, prepared.num_steps, time.monotonic() - started,
     )  # fmt: skip
     return prepared
+
+
+def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
+    known = {task.name: task for task in DEFAULT_TASKS}
+    names = tuple(known) if names is None else names
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"no task {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names))
 
 
 def _write(draft: Path, env: tabletop.Tabletop, counts: dict[str, int], seed: int, arguments: dict[str, Any]) -> dict:

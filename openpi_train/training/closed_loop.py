@@ -18,7 +18,7 @@ from openpi_train.data.opened import OpenedData
 from openpi_train.data.placement import from_devices, local_rows, on_devices
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
-from openpi_train.envs.base import EnvObservation
+from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import Recorder
@@ -38,6 +38,7 @@ class MeshPolicy:
     def __init__(self, trainer: Trainer, translation: Translation, config: ClosedLoop, num_sample_steps: int):
         self._trainer, self._translation, self._env = trainer, translation, config.env
         self._num_steps = num_sample_steps
+        self._cameras = {feature: _camera(feature, config.env) for feature in translation.robot.cameras.values()}
         mesh = trainer.plan.mesh
         self.batch_size = config.episodes_per_device * (mesh.size // mesh.shape[TENSOR])
         self.rows = local_rows(trainer.plan.batch, self.batch_size)
@@ -46,7 +47,7 @@ class MeshPolicy:
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         """The chunks from the present control step on, in the robot's units [b, h, a]."""
-        images = {name: np.asarray(image) for name, image in observation.images.items()}
+        images = {feature: np.asarray(observation.images[camera]) for feature, camera in self._cameras.items()}
         states, tasks = np.asarray(observation.state), np.asarray(observation.task)
         rows = [
             self._translation.row(
@@ -159,7 +160,7 @@ def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
                 f"{type(robot).__name__} of dataset {config.dataset} has {has} {name} dims, {type(env).__name__} has "
                 f"{takes}: choose another --eval.closed-loop.dataset or environment"
             )
-    if missing := sorted(set(robot.cameras.values()) - set(env.cameras)):
+    if missing := sorted(name for name in robot.cameras.values() if _camera(name, env) not in env.cameras):
         raise UsageError(
             f"{type(robot).__name__} of dataset {config.dataset} reads {', '.join(missing)}; {type(env).__name__} has "
             f"{', '.join(env.cameras) or 'no camera'}"
@@ -173,3 +174,8 @@ def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
         spec=data.train.spec,
         window=windows[config.dataset].shape,
     )
+
+
+def _camera(feature: str, env: Env) -> str:
+    """The camera of `env` that a dataset's image feature shows; RLDS has all that is observed below `observation/`."""
+    return feature if feature in env.cameras else feature.removeprefix("observation/")

@@ -89,7 +89,8 @@ def lay_out(
 ) -> StateLayout:
     """Shapes and shardings of the state by abstract evaluation: no array is made. `loss_scaling` None has no scale."""
     shapes = jax.eval_shape(lambda: initial_state(model, optimizer, is_frozen, ema, 0, loss_scaling))
-    graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
+    trained = model.training_only(shapes.params)
+    graphdef = nnx.split(nnx.eval_shape(lambda: trained.build(nnx.Rngs(0))))[0]
     layout = StateLayout(graphdef=graphdef, shapes=shapes, shardings=shapes, loss_scaling=loss_scaling)
     return layout.under(plan)
 

@@ -174,22 +174,23 @@ def forecasts(
     batch = experiment.batch_size
     return [
         forecast(machine, cost, policy, batch, accumulations)
-        for cost, policy in itertools.product(costs, policy_costs(experiment, counted=counted))
+        for cost, policy in itertools.product(costs, policy_costs(experiment, layout, counted=counted))
     ]
 
 
-def policy_costs(experiment: Experiment, *, counted: bool) -> list[Policy]:
+def policy_costs(experiment: Experiment, state: StateLayout, *, counted: bool) -> list[Policy]:
     """What each rematerialisation policy that is left open costs: FLOPs, and the model's estimates of bytes.
 
     FLOPs are `counted` in the traced step (of a tensor group, on all of its devices together), recomputation included,
-    or the model's own by its formula.
+    or, where all of the model trains, its own by its formula.
     """
     cameras, sharding = experiment.data.cameras, experiment.sharding
     sizes = len(cameras), experiment.objective.draws_per_row, sharding.tensor_devices
     found = []
     for name, model in experiment.model.remat_choices().items():
+        model = model.training_only(state.shapes.params)
         flops = 3 * model.flops_per_row(*sizes[:2])
-        if counted:
+        if counted or state.shapes.frozen:
             on_devices = dataclasses.replace(sharding, offload="none")
             one = dataclasses.replace(experiment, model=model, grad_accum=1, sharding=on_devices)
             whole = planned(one, "replicated", 1, sharding.tensor_devices)

@@ -59,6 +59,8 @@ class Run:
     # The batches' shapes, if they have several (see `data/text_lengths.py`).
     text_lengths: tuple[int, ...] = ()
     programs: Programs | None = None
+    # `Tokenizer.fingerprint`: what the tokens that the weights learn stand for.
+    tokenizer: str | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -193,7 +195,11 @@ class Run:
         return {
             "data_position": self.feed.position(),
             "experiment": as_json(self.experiment),
-            "extra": {"wandb_id": self.metrics.wandb_id, "unread_metrics": self.recorder.unread()},
+            "extra": {
+                "wandb_id": self.metrics.wandb_id,
+                "unread_metrics": self.recorder.unread(),
+                "tokenizer": self.tokenizer,
+            },
         }
 
     def stop_requested(self) -> bool:

@@ -21,6 +21,7 @@ from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
+from openpi_train.interop.weights import check_tokenizer
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime import logs, phases, preempt, selftest, session
@@ -116,7 +117,7 @@ def start(
         cores=usable_cores() // gather("hosts of the processes", platform.node()).count(platform.node()),
     )
     with jax.set_mesh(trainer.plan.real_mesh):
-        state, meta = first_state(experiment, trainer, layout, checkpoints, feed)
+        state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer)
         evaluator = make_evaluator(experiment, trainer, data)
         closed_loop = ClosedLoopEvaluator(
             trainer, data, experiment.eval.closed_loop, experiment.eval.num_sample_steps, preempt.stop_requested
@@ -150,6 +151,7 @@ def start(
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
         text_lengths=data.train.text.lengths if data.train.text else (),
+        tokenizer=data.tokenizer,
         norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
     )
 
@@ -195,13 +197,19 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             batch_size=experiment.batch_size,
             most=config.text_lengths,
             draws=experiment.objective.draws_per_row,
+            assets_dir=experiment.assets_dir,
         )
-    return dataclasses.replace(data, model=model)
+    return dataclasses.replace(data, model=model, tokenizer=tokenizer.fingerprint)
 
 
 @phase("making the state")
 def first_state(
-    experiment: Experiment, trainer: Trainer, layout: StateLayout, checkpoints: Checkpoints, feed: Feed
+    experiment: Experiment,
+    trainer: Trainer,
+    layout: StateLayout,
+    checkpoints: Checkpoints,
+    feed: Feed,
+    tokenizer: str | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """The newest checkpoint and its `meta` with `--resume`, else start weights or fresh ones and an empty one."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
@@ -209,6 +217,7 @@ def first_state(
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:
         state, meta = restored
+        check_tokenizer(meta.get("tokenizer"), tokenizer, where="the run")
         try:
             feed.seek(meta["data_position"])
         except ValueError as error:
@@ -216,6 +225,7 @@ def first_state(
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
         return state, meta
     loader = experiment.weight_loader
+    check_tokenizer(loader.tokenizer(), tokenizer, where="--weight-loader.params-path")
     if (leaves := loader.load_state(experiment.model)) is not None:
         state = read_state(layout, leaves, where="--weight-loader.params-path")
         feed.seek({**feed.position(), "step": int(state.step)})

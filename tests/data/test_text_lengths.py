@@ -45,6 +45,5 @@ def test_where_nothing_is_saved_there_is_one_length():
 
 
 def test_shares_are_of_rows_by_weight():
-    tokens = (np.array([5, 9]), np.array([9]))
-    prompts = (np.array([0, 0, 0, 1]), np.array([0, 0]))
-    assert shares_of_rows(tokens, prompts, [3.0, 1.0]) == pytest.approx({5: 9 / 16, 9: 7 / 16})
+    tokens = (np.array([5, 5, 5, 9]), np.array([9, 9]))
+    assert shares_of_rows(tokens, [3.0, 1.0]) == pytest.approx({5: 9 / 16, 9: 7 / 16})

@@ -128,6 +128,7 @@ def recorded():
     return env, keys, tasks, np.asarray(commands).swapaxes(0, 1)
 
 
+@pytest.mark.slow
 def test_replayed_commands_solve_the_tabletop_and_idleness_does_not(recorded):
     env, keys, tasks, commands = recorded
     position = iter(range(0, env.max_steps, 8))

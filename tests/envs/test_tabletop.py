@@ -118,6 +118,7 @@ def test_success_needs_the_goal_to_hold_for_several_steps(starts):
     assert seen == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_the_same_deed_with_another_block_is_no_success(ends):
     """Language matters: what was done to block 0 counts for nothing once another block carries the named colour."""
     assert goals(ends).all()

@@ -38,6 +38,7 @@ def test_commands_are_within_the_action_bounds(demonstrations):
     assert (commands.std((0, 1)) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_a_command_is_a_function_of_the_scene_alone(demonstrations):
     before, commands, after = demonstrations
     assert np.array_equal(np.asarray(before.tip)[1:], np.asarray(after.tip)[:-1])

@@ -213,6 +213,7 @@ def rough():
     return jax.tree.map(np.asarray, jax.jit(lambda: jax.lax.scan(one_step, scenes, jnp.arange(steps))[1])())
 
 
+@pytest.mark.slow
 def test_blocks_never_overlap_and_never_leave_the_table(rough):
     blocks = rough[0].blocks
     for i in range(world.NUM_BLOCKS):

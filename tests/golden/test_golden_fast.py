@@ -76,7 +76,10 @@ def decoded(case, params, prompt):
     return decode(model.transformer, model.prompt(seen), max_tokens=NUM_DECODED, end=-2, choose=follow)
 
 
-@pytest.fixture(scope="module", params=token_cases())
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "pi0_fast_f32" else pytest.mark.slow) for name in token_cases()],
+)
 def run(request):
     """(case, outputs by golden name, gradients by openpi's names, decoded tokens)."""
     case = load_case(request.param)

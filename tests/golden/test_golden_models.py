@@ -62,7 +62,13 @@ def intermediates(case, params):
     }
 
 
-@pytest.fixture(scope="module", params=CASES)
+# `make quick` compares each kind of policy once.
+QUICK = ("pi0_f32", "pi05_f32")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def run(request):
     """(case, the compiled forward and backward pass, outputs by golden name, gradients by openpi's names)."""
     case = load_case(request.param)

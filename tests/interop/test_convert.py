@@ -29,7 +29,11 @@ def same(leaves, arrays):
         np.testing.assert_array_equal(leaf.whole(), arrays[name], err_msg=name)
 
 
-@pytest.mark.parametrize("experiment", [TINY, tiny(language=LORA, action_expert=LORA)], ids=["plain", "lora"])
+@pytest.mark.parametrize(
+    "experiment",
+    [TINY, pytest.param(tiny(language=LORA, action_expert=LORA), marks=pytest.mark.slow)],
+    ids=["plain", "lora"],
+)
 def test_all_comes_back_bit_for_bit(tmp_path, experiment):
     params = made_up(experiment)
     paths = {name: path for path, name in openpi.parameter_names(experiment.model).items()}
@@ -73,6 +77,7 @@ def test_rounding_is_reported_where_another_type_is_asked_for(tmp_path):
     assert result.train_state is None and list(result.norm_stats) == ["mine"]
 
 
+@pytest.mark.slow
 def test_merged_factors_compute_what_they_did_apart(tmp_path):
     experiment = tiny(language=LORA, action_expert=LORA)
     params = made_up(experiment)

@@ -54,7 +54,7 @@ def compiled(config, encoding):
         return model.velocity(observation, noisy, time), model.sample_actions(observation, noise, 4)
 
     graphdef = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
-    return jax.jit(outputs, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(outputs)
 
 
 @pytest.mark.parametrize("name", FLOW)

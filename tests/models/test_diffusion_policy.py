@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.transforms import ExactDims
+from openpi_train.data.transforms import ExactDims, NumberPrompt
 from openpi_train.keys import row_keys
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
+from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -85,6 +85,7 @@ def test_dims_are_never_padded():
         ({"n_action_steps": 8}, "so that 7 can be executed, not n_action_steps 8"),
         ({"encoder_widths": (20,)}, "must be multiples of 16"),
         ({"transformer": TransformerSizes(width=10)}, "width 10 is not a multiple of twice its 4 heads"),
+        ({"instructions": ("lift", "push", "lift")}, "instructions name one twice: lift, push, lift"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(change, message):
@@ -92,6 +93,7 @@ def test_sizes_that_do_not_go_together_are_refused(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
+@pytest.mark.slow
 def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
     observation = rows().observation
     encode = jax.jit(lambda observation: model.encode(observation))
@@ -109,7 +111,7 @@ def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
 
 @pytest.mark.parametrize(
     "objective",
-    [Diffusion(augmentation=CROP, num_draws=2), FlowMatching(augmentation=CROP)],
+    [pytest.param(Diffusion(augmentation=CROP, num_draws=2), marks=pytest.mark.slow), FlowMatching(augmentation=CROP)],
     ids=lambda o: type(o).__name__,
 )
 def test_shares_add_up_filler_counts_for_nothing_and_evaluation_repeats_itself(model, objective):
@@ -170,3 +172,52 @@ def test_the_transformer_denoises_too():
         return model.velocity(batch.observation, batch.actions[:, None], jnp.full((ROWS, 1), 0.5))
 
     assert jax.eval_shape(run, shapes, rows()).shape == (ROWS, 1, 8, 3)
+
+
+STATES = DiffusionPolicyConfig(
+    action_dim=3,
+    state_dim=2,
+    n_obs_steps=1,
+    cameras=(),
+    instructions=("lift", "push", "turn"),
+    denoiser="mlp",
+    mlp=MlpSizes(width=16, depth=2),
+    diffusion_step_embed_dim=8,
+)
+
+
+def test_a_policy_from_states_alone_tells_instructions_apart():
+    model, spec = STATES.build(nnx.Rngs(0)), STATES.batch_spec(ROWS, ())
+    assert not model.encoders and STATES.prompt_length == 1 and CONFIG.prompt_length is None
+    number, *rest = [step for step in STATES.transforms(None) if isinstance(step, NumberPrompt)]
+    row = number({"prompt": "turn", "state": np.zeros(2)})
+    assert not rest and "prompt" not in row
+    assert (row["prompt_tokens"].tolist(), row["prompt_tokens"].dtype) == ([2], np.int32) and row["prompt_mask"].all()
+    assert (spec.observation.prompt_tokens.shape, spec.observation.prompt_tokens.dtype) == ((ROWS, 1), jnp.int32)
+    state = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 2)), jnp.float32)
+    tokens = jnp.array([[0], [1], [2], [2]], jnp.int32)
+    observation = Observation(
+        images={}, image_masks={}, state=state, prompt_tokens=tokens, prompt_mask=jnp.ones((ROWS, 1), bool)
+    )
+    np.testing.assert_array_equal(model.encode(observation)[:, 0], np.hstack([np.eye(3)[[0, 1, 2, 2]], state]))
+    for unknown in ({"prompt": "lit"}, {}):
+        with pytest.raises(ValueError, match=r"does not know the instruction .*; it knows 'lift', 'push', 'turn': set"):
+            number(unknown)
+
+
+def test_the_mlp_is_what_its_parameters_say():
+    """Against the same sums in numpy."""
+    model = STATES.build(nnx.Rngs(0)).denoiser
+    rng = np.random.default_rng(1)
+    noisy, step, condition = rng.normal(size=(2, 8, 3)), np.array([0.0, 50.0]), rng.normal(size=(2, 1, 5))
+    angles = step[:, None] * np.geomspace(1, 1e-4, 4)
+    linear = lambda part, x: x @ np.asarray(part.kernel[...], np.float64) + np.asarray(part.bias[...])  # noqa: E731
+    mish = lambda x: x * np.tanh(np.log1p(np.exp(x)))  # noqa: E731
+    x = linear(model.inputs, np.hstack([noisy.reshape(2, -1), np.sin(angles), np.cos(angles), condition[:, 0]]))
+    for layer in model.layers:
+        normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+        x = x + linear(layer.linear, mish(normed * layer.norm.scale[...] + layer.norm.bias[...]))
+    found = model(*(jnp.asarray(value, jnp.float32) for value in (noisy, step, condition)))
+    np.testing.assert_allclose(found, linear(model.outputs, mish(x)).reshape(2, 8, 3), atol=1e-5)
+    products = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim == 2)
+    assert STATES.flops_per_row(0, draws=3) == 3 * 2 * products

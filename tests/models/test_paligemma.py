@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_pi0 import LORA, SIZES, SLOTS, draw_shapes, draws, observation
+from test_pi0 import LORA, SIZES, SLOTS, built, draw_shapes, draws, observation
 
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.keys import row_keys
@@ -42,16 +42,6 @@ TINY = PaliGemmaFlowConfig(
     remat="none",
 )
 HEAD = "head/"
-
-
-def built(config):
-    """The graph and random parameters, none of them zero: drawn by numpy, which compiles nothing."""
-    generator = np.random.default_rng(0)
-    params = {
-        path: jnp.asarray(0.3 * generator.normal(size=shape), jnp.float32)
-        for path, shape in parameter_shapes(config).items()
-    }
-    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0], params
 
 
 @pytest.fixture(scope="module")

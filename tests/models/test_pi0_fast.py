@@ -197,6 +197,7 @@ def test_the_flow_loss_has_exactly_no_gradient_in_the_backbone_and_the_token_los
         assert bool(jnp.any(of_tokens)) == (path in backbone), path
 
 
+@pytest.mark.slow
 def test_insulation_and_the_tokens_to_be_said_change_no_velocity(insulated):
     params, batch, _, _ = insulated
     seen, inputs = batch.observation, draws(INSULATED, 2)
@@ -249,6 +250,7 @@ def test_a_flag_without_its_objective_and_an_objective_without_its_flag_are_refu
         fast.model.batch_spec(1, ["base_0_rgb", "right_wrist_0_rgb"])
 
 
+@pytest.mark.slow
 def test_merged_lora_computes_the_same():
     config = dataclasses.replace(FAST, language=GemmaOverrides(width=16, **SIZES, **LORA))
     graph, params = built(config)

@@ -45,6 +45,7 @@ def test_resnet_gives_torchs_features(recorded):
     np.testing.assert_allclose(found, recorded["resnet"], **CLOSE)
 
 
+@pytest.mark.slow
 def test_unet_gives_torchs_chunks_and_every_step_hears_of_the_condition(recorded):
     model = diffusion_case.with_torch_parameters(unet, diffusion_case.unet_name)
     run = jax.jit(lambda noisy, condition: model(noisy, STEPS, condition))

@@ -1,5 +1,6 @@
 """A loaded policy against training's own evaluation: same rows, same numbers; and what it says when asked badly."""
 
+import jax
 import numpy as np
 import pytest
 from saved_runs import save_run
@@ -20,7 +21,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(run):
-    return load_policy(run.directory, batch_sizes=(NUM_ROWS,))
+    return load_policy(run.directory, batch_sizes=(NUM_ROWS,), devices=jax.devices()[:1])
 
 
 def squared_error(run, policy):

@@ -44,7 +44,10 @@ def test_to_model_and_back_is_the_identity(lead):
 def test_a_missing_or_misshapen_column_is_named():
     missing = columns()
     del missing["action"]
-    with pytest.raises(ValueError, match="reads the column 'action'; the dataset has observation/state"):
+    with pytest.raises(
+        ValueError,
+        match="Tabletop robot reads its action from action; the dataset lacks action and has observation/state: set",
+    ):
         ROBOT.read(missing, np.array([5]))
-    with pytest.raises(ValueError, match=r"'action' has shape \[6\] per step; the Tabletop robot reads 7 dims"):
+    with pytest.raises(ValueError, match=r"Tabletop robot has 7 action dims \(.*\); the dataset gives 6: action 6"):
         ROBOT.read({**columns(), "action": np.zeros((5, 6))}, np.array([5]))

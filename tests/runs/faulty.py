@@ -49,7 +49,7 @@ class Faulty(FakeData):
         return source
 
 dataset = Dataset(source=Faulty(image_height=32, image_width=32), robot=Bridge(), asset_id="fake")
-faulty = dataclasses.replace(debug, data=DataConfig(datasets=(dataset,), tokenizer="bytes"))
+faulty = dataclasses.replace(debug, data=DataConfig(datasets=(dataset,), tokenizer="bytes", text_lengths=1))
 """A dataset that was written for this test."""
 '''
 ENDLESS = ("--batch-size", "6", "--num-train-steps", "100000", "--save-interval", "100000", "--no-tensorboard")

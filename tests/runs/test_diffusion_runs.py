@@ -95,7 +95,8 @@ def test_one_command_trains_on_a_store_of_any_dims_on_two_processes(tmp_path, ho
     )
     done = train(tmp_path, RUN[0], "--dataset", STORES / f"arms_{dims}.zarr", *SMALL, *short, processes=2, **home)
     assert "1 epochs of 27 samples, 16 at a time: 2 steps" in done.stdout
-    # The run is named after the experiment that the store chose.
+    # The run is named after the experiment that the store chose, and one process says so.
+    assert done.stdout.count(f"the dataset has {dims} action dims, so this is robot_dp_tiny_{dims}") == 1
     assert set(losses(tmp_path, f"robot_dp_tiny_{dims}")) == {1, 2}
 
 

@@ -24,6 +24,7 @@ data = DataConfig(
         Dataset(source=FakeData(**SIZE, seed=1), robot=Bridge(), asset_id="sound"),
     ),
     tokenizer="bytes",
+    text_lengths=1,
     on_bad_record="skip",
     validation_fraction=0,
 )

@@ -1,12 +1,15 @@
 """Batches of a run have text of several lengths: the same losses, on any number of processes, for less work."""
 
+import dataclasses
 import json
 
+import fast_runs
 import numpy as np
 import pytest
 from command import losses, places, train
 
 from openpi_train import cli
+from openpi_train.data.fast import FastTokenizer, fit_fast
 from openpi_train.training.start import open_run_data
 
 EXPERIMENT = """
@@ -62,6 +65,32 @@ def test_text_that_was_not_there_at_the_start_is_never_cut_off(tmp_path, name):
     columns["prompt_mask"][2, 20] = True
     with pytest.raises(ValueError, match=r"prompt_mask: a row has more text .* --data.text-lengths 1"):
         rows.cut(columns, positions)
+
+
+@pytest.mark.parametrize("experiment", [fast_runs.fast, fast_runs.insulated], ids=["pi0_fast", "insulated"])
+def test_rows_that_say_their_chunk_are_cut_to_what_its_tokens_need(tmp_path, monkeypatch, experiment):
+    chunks = np.clip(np.random.default_rng(0).normal(scale=0.5, size=(200, 4, 7)), -1, 1)
+    fast = str(fit_fast(chunks, vocab_size=300).save(tmp_path / "fast"))
+    model = dataclasses.replace(experiment.model, fast_tokenizer=fast)
+    experiment = dataclasses.replace(experiment, model=model, assets_base_dir=str(tmp_path), exp_name="x")
+    data = open_run_data(experiment)
+    rows, limit = data.train, data.model.prompt_length
+    assert rows.text.lengths[-1] < limit
+    positions = np.arange(4 * BATCH_SIZE)
+    columns, _ = rows.batch(positions)
+    assert columns["prompt_tokens"].shape == (len(positions), limit)
+    _, _, samples = rows.mixture.locate(positions)
+    spare = rows.text.tokens[0][samples] - columns["prompt_mask"].sum(axis=1)
+    # "Action: " is counted twice by the byte tokenizer, and a number of the state as its longest.
+    assert spare.min() >= 0 and np.ptp(spare) <= 4 * len(rows.windows[0].robot.state_names)
+    cut = rows.cut(columns, positions)
+    length = rows.text.of(np.zeros_like(samples), samples)
+    assert {cut[name].shape[1] for name in ("prompt_tokens", "token_loss_mask", "token_ar_mask")} == {length}
+    assert cut["token_loss_mask"].sum() == columns["token_loss_mask"].sum()
+
+    monkeypatch.setattr(FastTokenizer, "encode", None)  # they are not counted again
+    again = open_run_data(experiment).train
+    assert again.text.lengths == rows.text.lengths and (again.text.tokens[0] == rows.text.tokens[0]).all()
 
 
 @pytest.mark.multiprocess

@@ -1,21 +1,6 @@
 import logging
 
-import pytest
-
 from openpi_train.runtime import logs, phases
-
-
-@pytest.fixture
-def restored_logging():
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    phases.at_step(0)  # where a run of another test got to is still known
-    yield
-    for handler in [handler for handler in root.handlers if handler not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    root.setLevel(level)
-    logging.captureWarnings(False)
 
 
 def say():
@@ -26,7 +11,7 @@ def say():
     ours.error("our error")
 
 
-def test_process_zero_shows_news_and_files_keep_everything(tmp_path, capsys, restored_logging):
+def test_process_zero_shows_news_and_files_keep_everything(tmp_path, capsys):
     logs.configure(0)
     logs.configure(0, tmp_path)
     say()
@@ -48,7 +33,7 @@ def kept_by(run_dir):
     return logs.log_path(run_dir, 0).read_text()
 
 
-def test_other_processes_show_only_errors_with_their_number(tmp_path, capsys, restored_logging):
+def test_other_processes_show_only_errors_with_their_number(tmp_path, capsys):
     logs.configure(3, tmp_path)
     say()
     shown = capsys.readouterr().err
@@ -57,7 +42,7 @@ def test_other_processes_show_only_errors_with_their_number(tmp_path, capsys, re
     assert "our news" in (tmp_path / "logs" / "process_3.log").read_text()
 
 
-def test_a_full_disk_disturbs_neither_the_run_nor_its_log(small_disk, fill_disk, capfd, restored_logging):
+def test_a_full_disk_disturbs_neither_the_run_nor_its_log(small_disk, fill_disk, capfd):
     logs.configure(0, small_disk)
     filler = fill_disk()
     for number in range(100):
@@ -75,7 +60,7 @@ def test_a_full_disk_disturbs_neither_the_run_nor_its_log(small_disk, fill_disk,
     assert "our news" in kept and "cannot be written" in kept and ": more\n" in kept and "is complete again" in kept
 
 
-def test_what_the_log_file_has_not_taken_in_the_end_is_shown(small_disk, fill_disk, capsys, restored_logging):
+def test_what_the_log_file_has_not_taken_in_the_end_is_shown(small_disk, fill_disk, capsys):
     logs.configure(1, small_disk)
     fill_disk()
     for _ in range(50):
@@ -87,7 +72,7 @@ def test_what_the_log_file_has_not_taken_in_the_end_is_shown(small_disk, fill_di
     assert "what did not fit into" in shown and "the last news" in shown
 
 
-def test_a_traceback_goes_to_the_file_alone(tmp_path, capsys, restored_logging):
+def test_a_traceback_goes_to_the_file_alone(tmp_path, capsys):
     logs.configure(0)
     assert not logs.keep_traceback(ValueError("wrong")), "there is no file yet"
     logs.configure(0, tmp_path)

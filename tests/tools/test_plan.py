@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 from runs.command import openpi_train
@@ -11,10 +12,28 @@ from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.strategy import CUT
 from openpi_train.tools import ahead, plan, plan_text
+from openpi_train.training import prepare
 
 pytestmark = pytest.mark.slow
 
 AUTO = ("--model.remat", "auto")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_step_is_traced_once() -> Iterator[None]:
+    """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
+    trace, known = prepare.policy_costs, {}
+
+    def once(experiment, *state, counted):
+        what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
+        key = repr((*what, experiment.sharding.tensor_devices, counted))
+        if key not in known:
+            known[key] = trace(experiment, *state, counted=counted)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "policy_costs", once)
+        yield
 
 
 def report(name: str, *flags: str, devices=8, kind="h200", hosts=1, gib=None, network_gb_s=50.0):
@@ -146,3 +165,37 @@ def test_between_slow_hosts_hsdp_is_recommended_and_its_flags_are_understood():
     experiment = cli.parse_experiment("pi0_bridge_traj", ["--exp-name", "x", *words])
     experiment.check(16)
     assert (experiment.sharding.strategy, experiment.fsdp_devices) == ("hsdp", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "frozen", "backward"),
+    [
+        ("pi0_bridge_traj_lora", 468, 2820, 1.0),
+        ("pi05_bridge", 3353, 0, 1.0),
+        ("pi05_bridge_lora", 467, 2936, 1.0),
+        ("pi05_bridge_insulated", 3353, 0, 1.0),
+        ("pi0_fast_bridge", 2923, 0, 1.0),
+        ("pi0_fast_bridge_lora", 443, 2509, 1.0),
+        ("paligemma_flow", 3372, 0, 1.0),
+        ("paligemma_flow_lora", 477, 2923, 1.0),
+        ("paligemma_flow_head", 449, 2923, 0.5),
+        ("paligemma_flow_frozen_tower", 2958, 415, 1.0),
+        ("paligemma_tokens", 2923, 0, 1.0),
+        ("paligemma_tokens_lora", 28, 2923, 1.0),
+    ],
+)
+def test_every_way_of_training_a_vla_is_planned_and_what_is_frozen_takes_two_bytes(name, trained, frozen, backward):
+    """Parameters in millions; the share of full training's work that is left at most."""
+    flags = ("--model.remat", "full", "--batch-size", "256")
+    found = report(name, *flags)
+    assert (round(found.num_params / 1e6), round(found.num_frozen / 1e6)) == (trained, frozen)
+    assert found.recommended is not None
+    whole = found.forecasts[0].memory
+    assert found.forecasts[0].layout.strategy == "replicated"
+    assert whole.frozen == 2 * found.num_frozen
+    assert whole.params == whole.grads == 4 * found.num_params
+    assert whole.optimizer == pytest.approx(2 * whole.params, rel=1e-3)
+    assert whole.ema == (whole.params if found.experiment.ema_decay is not None else 0)
+    # Forward, forward again, and twice that backward: less where there is nothing to learn.
+    assert found.forecasts[0].policy.flops_per_row <= backward * 4 / 3 * found.model_flops_per_row
+    assert ("  frozen  " in plan_text.tables(found)) == (frozen > 0)

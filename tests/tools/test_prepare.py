@@ -71,6 +71,7 @@ def test_the_robot_reads_states_and_bounded_commands(sources):
     assert (steps.state.std(0) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources):
     """Equal but for single edge pixels, which may round differently in batches of other sizes."""
     source = sources["train"]
@@ -114,6 +115,7 @@ def test_the_tokenizer_gives_back_every_instruction_and_the_state_prompt(made):
     assert tokenizer.vocab_size <= tool.VOCAB_SIZE
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_bytes_and_other_seeds_other_episodes(made, tmp_path):
     again = prepare(tmp_path / "again", **ARGUMENTS)
     names = {path.relative_to(made.dataset.parent) for path in made.dataset.parent.rglob("*") if path.is_file()}
@@ -171,6 +173,7 @@ def test_what_is_torn_or_different_is_moved_aside_and_written_anew(tmp_path, che
     assert len(cheap) == 2
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise OSError("disk full")
@@ -185,6 +188,15 @@ def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, 
     monkeypatch.setattr(tool.tabletop, "HOLD_STEPS", 10_000)
     with pytest.raises(RuntimeError, match=r"the expert failed 32 times in a row at \['reach_red'"):
         prepare(tmp_path, **ARGUMENTS)
+
+
+def test_a_dataset_of_some_tasks_lies_beside_the_others(tmp_path, cheap):
+    everything, some = prepare(tmp_path), prepare(tmp_path, name="reach", tasks=["reach_blue", "reach_red"])
+    assert some.dataset == everything.dataset.parent.parent / "reach" / "1.0.0"
+    assert cheap[1]["tasks"] == ["move to the blue block", "move to the red block"]
+    assert [len(arguments["tasks"]) for arguments in cheap] == [len(ENV.tasks), 2]
+    with pytest.raises(UsageError, match="no task reach_pink; there are reach_red, reach_blue, pick_yellow"):
+        prepare(tmp_path, tasks=["reach_pink"])
 
 
 def test_useless_numbers_are_refused(tmp_path):

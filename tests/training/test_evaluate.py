@@ -42,7 +42,10 @@ def whole():
     return evaluate(NUM_ROWS)[0]
 
 
-@pytest.mark.parametrize(("batch_size", "devices"), [(7, 1), (4, 1), (8, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("batch_size", "devices"),
+    [pytest.param(7, 1, marks=pytest.mark.slow), (4, 1), (8, 4), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 def test_batch_size_devices_and_filler_change_nothing(whole, batch_size, devices):
     values, _ = evaluate(batch_size, devices)
     assert values.keys() == whole.keys()

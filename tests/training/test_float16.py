@@ -75,7 +75,15 @@ def large(size):
 GOOD = [toy.batch(8, seed=seed) for seed in range(4)]
 
 
-@pytest.mark.parametrize("layout", [{}, {"accum": 4}, {"devices": 4, "accum": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"accum": 4}, marks=pytest.mark.slow),
+        {"devices": 4, "accum": 2},
+    ],
+    ids=str,
+)
 def test_updates_are_those_of_float32_to_rounding_whatever_the_scale(layout):
     exact, exact_states = run_steps(GOOD[:2], config=toy.LinearConfig(), scaling=None)
     for scaling in (SCALING, dataclasses.replace(SCALING, initial=2.0)):

@@ -2,48 +2,93 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from models.test_pi0 import TINY, built, draws, observation
 from openpi_train_configs.bridge import pi0_bridge_traj
 from openpi_train_configs.debug import debug
 
+from openpi_train.nn.params import merge_module
 from openpi_train.planning.memory import predict
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
 
-
-def executed_flops(freeze):
-    model = dataclasses.replace(debug.model, remat="none")
-    experiment = dataclasses.replace(debug, model=model, freeze=freeze, batch_size=1)
-    (cost,) = prepare.policy_costs(experiment, counted=True)
-    return cost.flops_per_row
+ONE = Plan(mesh=planned_mesh(1, 1), strategy="replicated")
+MODEL = dataclasses.replace(debug.model, remat="none")
+CAMERAS = len(debug.data.cameras)
 
 
+def cost(freeze):
+    """What a row of the debug experiment costs, and its model as it is trained."""
+    experiment = dataclasses.replace(debug, model=MODEL, freeze=freeze, batch_size=1)
+    state = prepare.whole_layout(experiment, ONE)
+    (found,) = prepare.policy_costs(experiment, state, counted=True)
+    return found, MODEL.training_only(state.shapes.params)
+
+
+@pytest.mark.slow
 def test_no_work_is_done_for_gradients_of_fixed_weights():
-    """A weight's gradient is one product more for each of forward's."""
-    all_train, backbone_fixed = executed_flops(None), executed_flops("backbone")
-    model, cameras = debug.model, len(debug.data.cameras)
-    prefix, suffix = model.num_tokens(cameras)
-    language, action = model.experts.values()
-    image = model.siglip.flops(model.image_size, language.width)
-    layers = prefix * language.flops_per_token() * (language.depth - 1) / language.depth  # of the last, keys and values
-    assert all_train - backbone_fixed == pytest.approx(layers + image, rel=0.1)
-    assert backbone_fixed >= model.flops_per_row(cameras) + 2 * suffix * action.flops_per_token()
-    tower = model.siglip
+    """Backward there is one product for a weight's gradient and one for its input's, for each of forward's."""
+    whole, model = cost(None)
+    assert model == MODEL
+    tower, language = model.siglip, model.experts["language"]
+    image = tower.flops(model.image_size, language.width)
     pixels = 2 * tower.num_tokens(model.image_size) * 3 * tower.patch_size**2 * tower.width  # have no gradient anyway
-    assert all_train - executed_flops("vision") == 2 * image - pixels
+    fixed, model = cost("vision")
+    assert model.fixed_groups == ("vision",)
+    assert whole.flops_per_row - fixed.flops_per_row == 2 * image - pixels
+    assert fixed.activation_bytes_per_row < whole.activation_bytes_per_row
+
+
+def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
+    whole, _ = cost(None)
+    fixed, model = cost("backbone")
+    assert model.fixed_groups == ("vision", "language", "backbone")
+    language, (prefix, _) = model.experts["language"], model.num_tokens(CAMERAS)
+    attention = 4 * prefix**2 * language.num_heads * language.head_dim
+    forward = CAMERAS * model.siglip.flops(model.image_size, language.width)
+    forward += prefix * language.flops_per_token() + language.depth * attention
+    forward -= prefix * language.other_flops + attention  # the last layer makes keys and values alone
+    trained = 3 * (model.flops_per_row(CAMERAS) - forward)
+    # Noise, time and state have no gradient.
+    assert fixed.flops_per_row == pytest.approx(forward + trained, rel=2e-3)
+    assert fixed.flops_per_row < 0.5 * whole.flops_per_row
+    assert fixed.activation_bytes_per_row < 0.4 * whole.activation_bytes_per_row
+
+
+def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backward_pass_does():
+    graph, params = built(TINY)
+    trained = {path for path in params if "/action/" in path or not path.startswith(("image_encoder", "transformer"))}
+    alone = TINY.training_only(trained)
+    assert alone.fixed_prefix and not TINY.training_only(params).fixed_prefix
+    inputs = observation(TINY), *draws(TINY, 2)
+
+    def loss(graph):
+        def function(free, fixed):
+            return jnp.square(merge_module(graph, {**free, **fixed}).velocity(*inputs)).mean()
+
+        free, fixed = ({path: params[path] for path in params if (path in trained) is one} for one in (True, False))
+        return jax.jit(jax.value_and_grad(function))(free, fixed)
+
+    (expected, wanted), (found, grads) = loss(graph), loss(nnx.split(alone.build(nnx.Rngs(0)))[0])
+    # The sums of attention run over fewer zeros: float32 rounding.
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert set(grads) == set(wanted) == trained
+    for path, grad in grads.items():
+        np.testing.assert_allclose(grad, wanted[path], rtol=1e-4, atol=1e-5 * np.abs(wanted[path]).max(), err_msg=path)
 
 
 def test_fixed_parameters_are_bfloat16_without_moments_or_average():
-    layout = prepare.whole_layout(
-        dataclasses.replace(pi0_bridge_traj, freeze="backbone"), Plan(mesh=planned_mesh(1, 1), strategy="replicated")
-    )
+    layout = prepare.whole_layout(dataclasses.replace(pi0_bridge_traj, freeze="backbone"), ONE)
     shapes = layout.shapes
     assert set(shapes.ema) == set(shapes.params) and not set(shapes.params) & set(shapes.frozen)
     assert {leaf.dtype for leaf in shapes.frozen.values()} == {jnp.dtype(jnp.bfloat16)}
     trained = sum(leaf.size for leaf in shapes.params.values())
     fixed = sum(leaf.size for leaf in shapes.frozen.values())
     assert trained == pytest.approx(315e6, rel=0.02)  # the action expert and the heads
-    memory = predict(layout, Plan(mesh=planned_mesh(1, 1), strategy="replicated"), 0, 0)
+    memory = predict(layout, ONE, 0, 0)
     assert memory.total == pytest.approx(trained * 22 + fixed * 2, rel=0.01)

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import pytest
 from jax._src.source_info_util import ExtendNameStackContextManager
 
 from openpi_train import registry
@@ -39,6 +40,7 @@ def lowered():
         return trainer.traced_step(layout.shardings, layout.abstract(), batch).lower()
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_have_names_which_change_nothing_else(monkeypatch):
     named = lowered()
     words = {word for path in re.findall(r'loc\("([^"]*)"', named.as_text(debug_info=True)) for word in path.split("/")}

@@ -46,13 +46,13 @@ def reference():
 @pytest.mark.parametrize(
     "layout",
     [
-        {"accum": 2},
+        pytest.param({"accum": 2}, marks=pytest.mark.slow),
         {"accum": 4, "devices": 2},
-        {"accum": 2, "devices": 4, "fsdp": 2},
-        {"devices": 8, "fsdp": 4},
-        {"devices": 4, "fsdp": 4, "strategy": "zero1"},
+        pytest.param({"accum": 2, "devices": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"devices": 8, "fsdp": 4}, marks=pytest.mark.slow),
+        pytest.param({"devices": 4, "fsdp": 4, "strategy": "zero1"}, marks=pytest.mark.slow),
         {"devices": 4, "fsdp": 4, "strategy": "zero2", "accum": 2},
-        {"devices": 4, "fsdp": 4, "strategy": "replicated"},
+        pytest.param({"devices": 4, "fsdp": 4, "strategy": "replicated"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

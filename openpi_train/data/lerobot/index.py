@@ -32,7 +32,7 @@ from openpi_train.data import tables
 from openpi_train.data.lerobot import video
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
 from openpi_train.data.lerobot.layout import Layout, read_layout
-from openpi_train.data.source import BadRecord
+from openpi_train.data.source import BadRecord, column_name
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,6 @@ def is_fresh(root: Path, *, cache_dir: Path, tolerance_s: float) -> bool:
         return True
     _list_files(read_layout(root))
     return False
-
-
-def column_name(feature: str) -> str:
-    """A feature's name as robots know it: `observation.state` is `observation/state`, as in RLDS."""
-    return feature.replace(".", "/")
 
 
 def _place(root: Path, cache_dir: Path, tolerance_s: float) -> Path:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data import image, places, tables
+from openpi_train.data import files, image, places, tables
 from openpi_train.data.lerobot import video
 from openpi_train.data.lerobot.index import FORMAT, is_fresh, open_index
-from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
+from openpi_train.data.lerobot.layout import INFO_FILE, read_layout
+from openpi_train.data.source import About, BadRecord, Source, SourceConfig, column_name, report_dropped
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource, reopen
 
@@ -106,6 +107,17 @@ class LeRobotSource(StoredSource):
         except OSError as error:
             raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
 
+    def about(self) -> About:
+        """See `Source.about`; names as the features have them."""
+        info, layout = files.read_json(self._root / INFO_FILE), read_layout(self._root)
+        names = {column_name(name): _flat(info["features"][name].get("names")) for name in layout.columns}
+        return About(
+            control_hz=info.get("fps"),
+            dim_names={column: dims for column, dims in names.items() if dims},
+            left_out={column_name(name): why for name, why in layout.skipped.items()},
+            robot_type=info.get("robot_type"),
+        )
+
     def describe(self, step: int) -> str:
         """See `Source.describe`."""
         episode = self.episode_of(step)
@@ -140,6 +152,13 @@ class LeRobotSource(StoredSource):
         """The encoding of a step's video; None where the frame is a picture."""
         number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
         return None if number is None else self._encodings[number]
+
+
+def _flat(names: Any) -> tuple[str, ...]:
+    """A feature's names, which lie in a mapping (`{"motors": [...]}`) in older datasets."""
+    if isinstance(names, dict):
+        return tuple(name for part in names.values() for name in _flat(part))
+    return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def _reopen(root: Path, place: Path, fingerprint: str) -> LeRobotSource:

@@ -16,10 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data import files
+from openpi_train.data.source import About
+
 logger = logging.getLogger(__name__)
 
 INFO_FILE = "dataset_info.json"
 FEATURES_FILE = "features.json"
+# Beside them where `data convert` wrote the dataset: what `About.as_json` gives, which the others have no place for.
+ABOUT_FILE = "openpi_train.json"
 # A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of the index.
 WIDEST_COLUMN = 256
 # Relabelling changes these but not what was seen and done, so they are no part of an episode's identity.
@@ -152,6 +157,24 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
     prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
     identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
     return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, identity, skipped)
+
+
+def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> About:
+    """What a dataset directory says of itself; `prompt` is the record's key of the instruction."""
+    import tensorflow_datasets as tfds
+
+    features = load_builder(directory).info.features
+    left_out = dict(skipped)
+    for name, leaf in _leaves(features["steps"].feature, tfds.features.FeaturesDict):
+        if _classify(leaf, tfds.features)[0] == "text" and f"steps/{name}" != prompt:
+            left_out[name] = "a text that is not the instruction"
+    if "episode_metadata" in features:
+        names = (
+            f"episode_metadata/{name}" for name, _ in _leaves(features["episode_metadata"], tfds.features.FeaturesDict)
+        )
+        left_out |= {name: "said once for an episode, not for its steps" for name in names if name != prompt}
+    kept = directory / ABOUT_FILE
+    return About.from_json(files.read_json(kept) if kept.is_file() else {}, left_out)
 
 
 def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 from openpi_train.data import image, places, tables
 from openpi_train.data.repack import StepArray, is_repacked
 from openpi_train.data.rlds.index import FORMAT, IndexOptions, is_fresh, open_index
-from openpi_train.data.rlds.schema import find_version
-from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
+from openpi_train.data.rlds.schema import find_version, read_about
+from openpi_train.data.source import About, BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource, reopen
 
@@ -99,6 +99,10 @@ class RldsSource(StoredSource):
         """See `Source.frames`; one read and one decode for each step."""
         height, width = self.stored.manifest["cameras"].get(camera, (0, 0))
         return image.decode_frames(self, steps, camera, (height, width))
+
+    def about(self) -> About:
+        """See `Source.about`."""
+        return read_about(self._root, self.stored.manifest["prompt_feature"], self.stored.manifest["skipped"])
 
     def describe(self, step: int) -> str:
         """See `Source.describe`."""

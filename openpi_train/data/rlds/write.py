@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from openpi_train.data import image, tables
-from openpi_train.data.rlds.schema import FEATURES_FILE
+from openpi_train.data import files, image, tables
+from openpi_train.data.rlds.schema import ABOUT_FILE, FEATURES_FILE
 from openpi_train.data.rlds.tfrecord import write_record
+from openpi_train.data.source import About
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def write_rlds(
     features: Any,
     splits: Mapping[str, Iterable[Episode]],
     description: str = "",
+    about: About | None = None,
     shard_size_mb: float = 128.0,
     jpeg_quality: int = 95,
 ) -> Path:
@@ -46,6 +48,7 @@ def write_rlds(
         splits: The episodes of each split. An episode is a mapping as `features` says; its `steps` are an iterable of
             step mappings, or one mapping of arrays whose first axis is the step. Images are uint8 arrays, or bytes
             that are already encoded, which are stored as they are.
+        about: What `Source.about` is to say of the dataset, kept beside it.
         shard_size_mb: Where a shard is closed; it holds whole episodes.
 
     Raises:
@@ -71,6 +74,8 @@ def write_rlds(
                 )
                 written[split] = _write_split(temporary, f"{name}-{split}.tfrecord", payloads, shard_size_mb * 1e6)
             _write_metadata(temporary, name, version, features, written, description)
+            if about is not None:
+                files.write_json(temporary / ABOUT_FILE, about.as_json())
             os.replace(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -12,6 +12,8 @@ from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
 
 # What `merge.py` adds: which of the tasks in the root's attributes each row belongs to.
 TASK_ID, TASKS = "task_id", "tasks"
+# The attribute that holds what `About.as_json` gives.
+ABOUT = "about"
 
 
 @dataclasses.dataclass(frozen=True)

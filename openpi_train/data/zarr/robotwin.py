@@ -121,6 +121,11 @@ class _Episode:
             raise BadRecord(f"{self.path}: the picture of {name} at step {row} does not decode: {error}") from error
 
 
+def is_recording(path: Path) -> bool:
+    """Whether RoboTwin's recordings lie there."""
+    return any(any(folder.glob("episode*.hdf5")) for folder in (path, path / "data"))
+
+
 def _files(recordings: Path) -> list[Path]:
     """The episodes' files in the order of their numbers."""
     folder = recordings / "data" if (recordings / "data").is_dir() else recordings

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 from openpi_train.data import places, tables
-from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
+from openpi_train.data.source import About, BadRecord, Source, SourceConfig, column_name, report_dropped
 from openpi_train.data.stored import StoredSource, reopen
 from openpi_train.data.zarr.index import FORMAT, is_fresh, open_index
-from openpi_train.data.zarr.layout import Camera, pictures, require, sort_arrays
+from openpi_train.data.zarr.layout import ABOUT, Camera, pictures, read_layout, require, sort_arrays
 from openpi_train.data.zarr.store import Store
 
 # Decompressed chunks that a process keeps: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
@@ -76,6 +76,9 @@ class ZarrSource(StoredSource):
         super().__init__(store.root, index)
         self._store = store
         self.num_dropped = len(index.manifest["dropped"])
+        self.columns = {column_name(name): column for name, column in self.columns.items()}
+        self.cameras = tuple(map(column_name, index.manifest["cameras"]))
+        self._stored = dict(zip(self.cameras, index.manifest["cameras"], strict=True))
         self._cameras = {
             name: Camera((camera["size"][0], camera["size"][1]), camera["channels_first"])
             for name, camera in index.manifest["cameras"].items()
@@ -96,16 +99,22 @@ class ZarrSource(StoredSource):
         steps = np.asarray(steps, np.int64).reshape(-1)
         for step in steps.tolist():
             self.check(step, camera)
-        layout = self._cameras[camera]
+        stored = self._stored[camera]
+        layout = self._cameras[stored]
         if not len(steps):
             return np.empty((0, *layout.size, 3), np.uint8)
         rows = self._rows(steps)
         if self._decoded:
-            return self._decoded[camera][rows]
+            return self._decoded[stored][rows]
         try:
-            return np.ascontiguousarray(pictures(camera, self._store.read(f"data/{camera}", rows), layout))
+            return np.ascontiguousarray(pictures(stored, self._store.read(f"data/{stored}", rows), layout))
         except ValueError as error:
             raise BadRecord(f"{self.describe(int(steps[0]))}, {camera}: {error}") from error
+
+    def about(self) -> About:
+        """See `Source.about`; the store's attributes have it where `data convert` wrote it."""
+        left_out = {column_name(name): why for name, why in read_layout(self._store).skipped.items()}
+        return About.from_json(self._store.attributes.get(ABOUT, {}), left_out)
 
     def describe(self, step: int) -> str:
         """See `Source.describe`."""

@@ -35,8 +35,9 @@ class Contents:
         arrays: Those in data/, by name, without `task_id`.
         read: Rows first..end-1 of an array by name, in its dtype. Asked in order, a block of whole chunks at a time.
         episode_ends: int64 [episodes].
-        tasks: name and prompt of each task; `task_ids` says for each episode which one.
+        tasks: name and prompt of each task; `task_ids` says for each episode, or for each row, which one.
         identity: All that the contents depend on, as JSON by name: where it differs nothing is continued.
+        attributes: What the root says besides the tasks.
     """
 
     arrays: Mapping[str, ArrayInfo]
@@ -45,6 +46,7 @@ class Contents:
     tasks: Sequence[tuple[str, str]]
     task_ids: np.ndarray
     identity: Mapping[str, Any]
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def write_store(contents: Contents, out: Path) -> None:
@@ -62,7 +64,7 @@ def write_store(contents: Contents, out: Path) -> None:
         writer.copy()
         _write_array(work, EPISODE_ENDS, _info(contents.episode_ends), [(0, contents.episode_ends)])
         tasks = [{"name": name, "prompt": prompt} for name, prompt in contents.tasks]
-        files.write_json(work / ".zattrs", {TASKS: tasks})
+        files.write_json(work / ".zattrs", {**contents.attributes, TASKS: tasks})
         for group in ("", "data", "meta"):
             files.write_json(work / group / ".zgroup", {"zarr_format": 2})
         writer.verify()
@@ -129,6 +131,8 @@ class _Writer:
     def _rows(self, name: str, first: int, end: int) -> np.ndarray:
         if name != TASK_ID:
             return self.contents.read(name, first, end)
+        if len(self.contents.task_ids) == self.contents.episode_ends[-1]:
+            return self.contents.task_ids[first:end].astype(np.int32)
         episodes = np.searchsorted(self.contents.episode_ends, np.arange(first, end), side="right")
         return self.contents.task_ids[episodes].astype(np.int32)
 
@@ -169,7 +173,7 @@ def _write_array(
         "shape": list(info.shape),
         "chunks": [info.chunk_rows, *info.shape[1:]],
         "dtype": info.dtype.str,
-        "fill_value": 0,
+        "fill_value": False if info.dtype == bool else 0,
         "compressor": {"id": "blosc", "cname": "zstd", "clevel": 3, "shuffle": 1},
     }
     spec = {

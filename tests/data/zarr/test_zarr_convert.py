@@ -54,7 +54,7 @@ def recordings(tmp_path):
 def test_rows_are_states_pictures_and_the_next_joints_without_the_last_step(recordings, tmp_path, capsys):
     folder, episodes = recordings
     out = tmp_path / "a.zarr"
-    words = ["convert", str(folder), "--out", str(out), "--cameras", "head_camera", "left_camera", "--chunk-rows", "4"]
+    words = ["convert", str(folder), str(out), "--cameras", "head_camera", "left_camera", "--chunk-rows", "4"]
     given = data_tool._parser().parse_args(words)
     given.run(given)
     assert "3 episodes, 16 control steps" in capsys.readouterr().out

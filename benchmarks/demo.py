@@ -1,0 +1,116 @@
+"""What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words, in about 10 CPU minutes.
+
+Then it is served, and a client acts in the environment with what it answers over a socket.
+Read next: `closed_loop.py`, `configs/tabletop.py`.
+"""
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import closed_loop
+from benchmarks.report import ROOT, Table
+from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.score import Score
+from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.video import Recorder
+from openpi_train.tools.prepare import named_tasks
+
+STUDY = closed_loop.Study(
+    experiment="pi0_tabletop_reach",
+    dataset="tabletop_reach",
+    tasks=("reach_red", "reach_blue"),
+    episodes_per_task=1_000,
+    target=0.6,
+    quick_flags=("--model.language.depth", "1", "--model.action-expert.depth", "1", "--model.siglip.depth", "1"),
+)
+# Of the initial states that the client begins in; evaluation while training has 0.
+CLIENT_SEED = 1
+EXECUTE = 4
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, understood."""
+    return closed_loop.parse("demo", __doc__, STUDY, argv)
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Train, serve, act."""
+    flags, rest = parse(argv)
+    with closed_loop.folder(flags) as out:
+        trained = closed_loop.measure("Demo: a small pi0 on the tabletop's easiest tasks", STUDY, flags, rest, out)
+        config = ClosedLoop(
+            env=Tabletop(task_list=named_tasks(STUDY.tasks)),
+            episodes_per_task=1 if flags.quick else 10,
+            max_steps=2 * EXECUTE if flags.quick else None,
+            seed=CLIENT_SEED,
+        )
+        with served(closed_loop.run_directory(STUDY, out)) as address:
+            score = act(address, config, out / "videos")
+    rows = [
+        [name, f"{one.successes} of {one.trials}", "{:.0%} to {:.0%}".format(*one.interval), one.share]
+        for name, one in {**score.by_task, "all": score.overall}.items()
+    ]
+    columns = ("task", "successes", "95 % interval", "share")
+    return [trained, Table("Demo, served: a client acts through the socket", columns, rows)]
+
+
+@contextlib.contextmanager
+def served(checkpoint: Path) -> Iterator[str]:
+    """The address of a server of this checkpoint, which is stopped at the end."""
+    command = [sys.executable, "-m", "openpi_train", "serve", str(checkpoint), "--port", "0", "--max-batch", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"ready .* (ws://[^ ,]+)", line):
+                yield found[1]
+                return
+        raise RuntimeError(f"no server of {checkpoint}: it ended with code {process.wait()}\n{''.join(said[-20:])}")
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def act(address: str, config: ClosedLoop, videos: Path) -> Score:
+    """The score of the policy at `address` (openpi's protocol), and videos of its first episodes."""
+    from websockets.sync.client import connect
+
+    from openpi_train.policy import wire
+
+    with connect(address, compression=None, max_size=None) as connection:
+        connection.recv()  # what the server tells of itself
+
+        def ask(request: dict[str, Any]) -> np.ndarray:
+            connection.send(wire.encode(request))
+            answer = connection.recv()
+            if isinstance(answer, str):
+                raise RuntimeError(f"the server at {address} refuses: {answer}")
+            return wire.decode(answer)["actions"]
+
+        def policy(observation: EnvObservation, _: Any) -> np.ndarray:
+            return np.stack([ask(request) for request in requests(observation, config.env)])
+
+        recorder = Recorder(config.env, config.num_videos, videos)
+        score = evaluate(lambda: policy, config, execute=EXECUTE, recorder=recorder)
+    assert score is not None, "nobody asks it to stop"
+    recorder.write()
+    return score
+
+
+def requests(observation: EnvObservation, env: Env) -> Iterator[dict[str, Any]]:
+    """What a client asks for each episode of a batch."""
+    images = {name: np.asarray(image) for name, image in observation.images.items()}
+    for row, (state, task) in enumerate(zip(np.asarray(observation.state), observation.task, strict=True)):
+        pictures = {name: image[row] for name, image in images.items()}
+        yield {**pictures, "state": state, "prompt": env.instruction(int(task))}

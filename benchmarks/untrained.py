@@ -1,0 +1,53 @@
+"""A run's directory with a checkpoint of its first state: what `serve` takes, without the training.
+
+Read next: `serving.py`, which measures such a run's server.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+
+from openpi_train.data.normalize import norm_stats_json
+from openpi_train.data.opened import OpenedData
+from openpi_train.experiment import Experiment, as_json
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training import prepare
+from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.init import create_state
+from openpi_train.training.start import open_run_data
+from openpi_train.training.state import TrainState
+from openpi_train.training.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Untrained:
+    """A run's directory, and what made it."""
+
+    directory: Path
+    experiment: Experiment
+    data: OpenedData
+    trainer: Trainer
+    state: TrainState
+
+
+def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Untrained:
+    """Make the run below `base`; the average of its parameters lies `moved` away from them."""
+    experiment = dataclasses.replace(experiment, exp_name="x", assets_base_dir=str(base / "assets"))
+    directory = base / experiment.name / experiment.exp_name
+    data = open_run_data(experiment)
+    experiment = dataclasses.replace(experiment, model=data.model)
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
+    layout = prepare.whole_layout(experiment, plan)
+    trainer = prepare.make_trainer(experiment, layout, plan)
+    has_ema = experiment.ema_decay is not None
+    state = create_state(layout, experiment.model, trainer.optimizer, experiment.is_frozen, has_ema, experiment.seed)
+    if has_ema:
+        state = dataclasses.replace(state, ema={path: leaf + moved for path, leaf in state.params.items()})
+    norm_stats = {asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()}
+    with Checkpoints(directory, public_name=experiment.model.public_name) as checkpoints:
+        checkpoints.save(state, data_position={}, experiment=as_json(experiment), norm_stats=norm_stats)
+    (directory / "experiment.json").write_text(json.dumps(as_json(experiment)))
+    return Untrained(directory, experiment, data, trainer, state)

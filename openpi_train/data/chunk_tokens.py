@@ -1,0 +1,77 @@
+"""How many FAST tokens the action chunk of every sample has: counted once, then kept beside the norm stats.
+
+Read next: `text_lengths.py`, which cuts batches by it, and `fast.py`.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data import files
+from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.windows import Windows
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SAMPLES = 4096
+_SAY_EVERY_S = 10.0
+
+
+def chunk_tokens(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int, folder: Path) -> np.ndarray:
+    """The number of tokens of each sample's chunk, int32 [samples]; read from `folder` if it was counted before.
+
+    Args: `normalize` is the dataset's step from a row to a normalised one; chunks are padded to `action_dim`. Every
+    process may call it at once. Raises ValueError where actions have more dims, or `fast` no tokens for a chunk.
+    """
+    path = folder / f"chunk_tokens_{_key(window, normalize, fast, action_dim)}.npy"
+    if path.is_file():
+        try:
+            known = np.load(path)
+        except (ValueError, EOFError) as error:
+            logger.warning("action tokens: %s cannot be read (%s); they are counted anew", path, error)
+        else:
+            return known
+    started = time.monotonic()
+    logger.info("action tokens: counting those of %d chunks (once; %s)", len(window), path)
+    counted = np.fromiter(_count(window, normalize, fast, action_dim), np.int32, len(window))
+    content = io.BytesIO()
+    np.save(content, counted)
+    files.write_bytes(path, content.getvalue())
+    logger.info(
+        "action tokens: %.1f a chunk, at most %d, counted in %.1f s",
+        *(counted.mean(), counted.max(), time.monotonic() - started),
+    )
+    return counted
+
+
+def _count(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int) -> Iterator[int]:
+    last_said = time.monotonic()
+    missing = action_dim - len(window.robot.action_names)
+    if missing < 0:
+        raise ValueError(
+            f"the robot's actions have {len(window.robot.action_names)} dims, the model's {action_dim}: "
+            f"set --model.action-dim {len(window.robot.action_names)}"
+        )
+    for start in range(0, len(window), _BLOCK_SAMPLES):
+        if time.monotonic() - last_said > _SAY_EVERY_S:
+            last_said = time.monotonic()
+            logger.info("action tokens: counted %d of %d chunks", start, len(window))
+        state, actions, _ = window.chunks(np.arange(start, min(start + _BLOCK_SAMPLES, len(window))))
+        chunks = normalize({"state": state, "actions": actions})["actions"]
+        yield from (len(fast.encode(chunk)) for chunk in np.pad(chunks, ((0, 0), (0, 0), (0, missing))))
+
+
+def _key(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int) -> str:
+    """A digest of all that the numbers depend on."""
+    of_data = [window.source.fingerprint, repr(window.robot), repr(window.shape), window.split]
+    stats = normalize.stats["actions"]
+    numbers = {name: np.asarray(value).tolist() for name, value in vars(stats).items() if value is not None}
+    parts = [*of_data, window.validation_fraction, normalize.form, numbers, fast.fingerprint, action_dim]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""What is written when a dataset of any format becomes one of another: the seam between sources and writers.
+
+Read next: `convert.py`, which makes one of these, and `lerobot/from_source.py`, `rlds/from_source.py`,
+`zarr/from_source.py`, which write it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from openpi_train.data import image
+from openpi_train.data.source import About, Source
+
+Pictures = Literal["av1", "h264", "png", "jpeg", "as-stored"]
+# Frames that are decoded at a time.
+_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A source, and what of it is written.
+
+    Attributes:
+        about: What the new dataset will say of itself.
+        columns: Those that are written, by name.
+        pictures: How pictures are kept; "as-stored" are the source's own bytes.
+    """
+
+    source: Source
+    about: About
+    columns: Mapping[str, np.ndarray]
+    pictures: Pictures
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Height and width of each camera's pictures: those of the first."""
+        first = np.zeros(1, np.int64)
+        sizes = {camera: self.source.frames(first, camera).shape[1:3] for camera in self.source.cameras}
+        return {camera: (int(height), int(width)) for camera, (height, width) in sizes.items()}
+
+    def episodes(self, first: int = 0) -> Iterator[range]:
+        """The steps of each episode, from one on."""
+        ends = self.source.episode_ends
+        for number in range(first, self.source.num_episodes):
+            yield range(int(ends[number - 1]) if number else 0, int(ends[number]))
+
+    def prompts(self, steps: range) -> list[str]:
+        """The instruction at each of an episode's steps."""
+        numbers = self.source.prompt_index[steps.start : steps.stop].tolist()
+        return [str(self.source.prompts[number]) for number in numbers]
+
+    def frames(self, steps: range, camera: str) -> Iterator[np.ndarray]:
+        """An episode's frames, one by one, uint8 [height, width, 3]."""
+        for first in range(steps.start, steps.stop, _AT_ONCE):
+            yield from self.source.frames(np.arange(first, min(first + _AT_ONCE, steps.stop)), camera)
+
+    def encoded(self, steps: range, camera: str) -> Iterator[bytes]:
+        """An episode's pictures as PNG or JPEG, or as the source has them."""
+        if self.pictures == "as-stored":
+            yield from (self.source.encoded(step, camera) for step in steps)
+        else:
+            kind = "jpeg" if self.pictures == "jpeg" else "png"
+            yield from (image.encode(frame, kind) for frame in self.frames(steps, camera))
+
+
+def stores_pictures(source: Source) -> bool:
+    """Whether the source has pictures that can be passed on as they are."""
+    try:
+        for camera in source.cameras:
+            source.encoded(0, camera)
+    except ValueError:
+        return False
+    return bool(source.cameras)
+
+
+class WithPictures(Source):
+    """Another source, its frames as encoded pictures of the conversion's kind; what `repack` reads."""
+
+    def __init__(self, conversion: Conversion):
+        source = conversion.source
+        self._conversion, self._source = conversion, source
+        self.fingerprint, self.episode_ends, self.episode_ids = (
+            source.fingerprint,
+            source.episode_ends,
+            source.episode_ids,
+        )
+        self.columns, self.cameras = conversion.columns, source.cameras
+        self.prompts, self.prompt_index = source.prompts, source.prompt_index
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`."""
+        return self._source.frames(steps, camera)
+
+    def encoded(self, step: int, camera: str) -> bytes:
+        """See `Source.encoded`."""
+        return next(self._conversion.encoded(range(step, step + 1), camera))
+
+    def about(self) -> About:
+        """What the new dataset says."""
+        return self._conversion.about
+
+    def describe(self, step: int) -> str:
+        """See `Source.describe`."""
+        return self._source.describe(step)

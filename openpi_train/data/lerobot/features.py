@@ -1,0 +1,110 @@
+"""A LeRobot dataset's features: checked, as `info.json` has them, and as columns of its parquet files.
+
+Read next: `write.py`. The form is that of `LeRobotDataset.create`'s `features`; facts from lerobot 0.4.4
+(`datasets/utils.py`) and the datasets that it wrote (`tests/data/lerobot/fixtures`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from openpi_train.data.lerobot.layout import require
+
+Version = Literal["v2.1", "v3.0"]
+# What every dataset has besides its own features.
+NUMBERING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
+_PICTURES = ("video", "image")
+_FIELDS = ("dtype", "shape", "names")
+# The word for a list of fixed length that the `datasets` package of each format's time reads.
+_LIST = {"v2.1": "Sequence", "v3.0": "List"}
+
+
+def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The features as `info.json` has them, with those that every dataset has. Raises ValueError, naming the feature.
+
+    Args: `features` by name, each with `dtype` ("float32", "bool", ..., or "video" or "image" for a camera), `shape`
+    per step (of a camera: height, width, 3; of a single number: (1,)) and `names`, one per number, or None.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for name, feature in features.items():
+        if "/" in name or name in NUMBERING:
+            raise ValueError(f"a feature cannot be called {name!r}: no slashes, and not {', '.join(NUMBERING)}")
+        if set(feature) - {*_FIELDS, "info"} or not {"dtype", "shape"} <= set(feature):
+            raise ValueError(f"feature {name!r} has {', '.join(feature)}; it takes {', '.join(_FIELDS)}")
+        dtype, shape, names = feature["dtype"], [int(size) for size in feature["shape"]], feature.get("names")
+        if dtype in _PICTURES:
+            names = names or ["height", "width", "channels"]
+            if len(shape) != 3 or shape[-1] != 3:
+                raise ValueError(f"camera {name!r} has shape {shape}; pictures are height, width, 3")
+        elif not isinstance(dtype, str) or dtype not in _number_types():
+            raise ValueError(
+                f"feature {name!r} has dtype {dtype!r}; allowed are {', '.join(_number_types())}, video, image"
+            )
+        elif not shape or (len(shape) == 1 and names is not None and len(names) != shape[0]):
+            raise ValueError(f"feature {name!r} has shape {shape} and names {names}: give one name per number, or None")
+        result[name] = {"dtype": dtype, "shape": shape, "names": list(names) if names is not None else None}
+    if not set(cameras(result)) < set(result):
+        raise ValueError("the features have no column of numbers; a dataset needs `action` at least")
+    return result | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in NUMBERING.items()}
+
+
+def cameras(features: Mapping[str, Mapping[str, Any]], dtype: str | None = None) -> list[str]:
+    """The names of the cameras, or of those of one kind, in order."""
+    return [name for name, feature in features.items() if feature["dtype"] in ((dtype,) if dtype else _PICTURES)]
+
+
+def numbers(features: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the features that are numbers, in order."""
+    return [name for name, feature in features.items() if feature["dtype"] not in _PICTURES]
+
+
+def schema(features: Mapping[str, Mapping[str, Any]], version: Version) -> Any:
+    """The parquet files' arrow schema, with what the `datasets` package reads of it."""
+    pa = require("pyarrow")
+    fields, described = [], {}
+    for name, feature in features.items():
+        dtype, shape = feature["dtype"], feature["shape"]
+        if dtype == "video":
+            continue
+        if dtype == "image":
+            fields.append(pa.field(name, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
+            described[name] = {"_type": "Image"}
+            continue
+        kind, value = _arrow_type(pa, dtype), {"dtype": dtype, "_type": "Value"}
+        if shape == [1]:
+            described[name] = value
+        elif len(shape) == 1:
+            kind = pa.list_(kind, shape[0])
+            described[name] = {"feature": value, "length": shape[0], "_type": _LIST[version]}
+        else:
+            for _ in shape:
+                kind = pa.list_(kind)
+            described[name] = {"shape": shape, "dtype": dtype, "_type": f"Array{len(shape)}D"}
+        fields.append(pa.field(name, kind))
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": described}})})
+
+
+def table(columns: Mapping[str, np.ndarray], pictures: Mapping[str, list[bytes]], described: Any) -> Any:
+    """An episode's rows. `columns` [n, ...] by feature, `pictures` encoded; `described` is what `schema` gave."""
+    pa = require("pyarrow")
+    arrays = []
+    for field in described:
+        if field.name in pictures:
+            # The names that lerobot's own files had, which it keeps beside the bytes.
+            rows = [{"bytes": data, "path": f"frame-{row:06d}.png"} for row, data in enumerate(pictures[field.name])]
+            arrays.append(pa.array(rows, type=field.type))
+            continue
+        values = columns[field.name]
+        nested = values.ndim > 1
+        arrays.append(pa.array(list(values) if values.ndim == 2 else values.tolist() if nested else values, field.type))
+    return pa.Table.from_arrays(arrays, schema=described)
+
+
+def _arrow_type(pa: Any, dtype: str) -> Any:
+    return pa.bool_() if dtype == "bool" else pa.from_numpy_dtype(np.dtype(dtype))
+
+
+def _number_types() -> list[str]:
+    return ["bool", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]

@@ -1,0 +1,53 @@
+"""Low-rank factors folded into a checkpoint's weights, layer by layer: no host holds more than one layer's.
+
+Read next: `nn/lora.py` (the sum), `tools/convert.py` (`--merge-lora`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from openpi_train.interop.stored import Index, Leaves, Piece, StoredLeaf, assembled, at_hand
+
+_FACTORS = ("/lora_a", "/lora_b")
+
+
+def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
+    """The parameters of `model.without_lora()` by path; each is summed where it is read.
+
+    `folder` is where a leaf is laid out whose layers cannot be read one by one (None: TMPDIR).
+    """
+    merged = {path: leaf for path, leaf in params.items() if not path.endswith(_FACTORS)}
+    for name in (path.removesuffix("/lora_a") for path in params if path.endswith("/lora_a")):
+        paths = [f"{name}/{part}" for part in ("weight", "lora_a", "lora_b")]
+        merged[paths[0]] = _folded(model, {path: params[path] for path in paths}, folder)
+    return merged
+
+
+def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
+    """The first of `parts`, its weight, with the factors added; all are stacks of the same layers."""
+    path, weight = next(iter(parts.items()))
+
+    def stream(index: Index) -> Iterator[Piece]:
+        with contextlib.ExitStack() as stack:
+            near = {name: stack.enter_context(at_hand(leaf, folder)) for name, leaf in parts.items()}
+            for layer in range(index[0].start, index[0].stop):
+                row = slice(layer, layer + 1)
+                values = {
+                    name: jnp.asarray(leaf.read((row, *(slice(0, size) for size in leaf.shape[1:]))))
+                    for name, leaf in near.items()
+                }
+                folded = np.asarray(model.merge_lora(values)[path])
+                yield (row, *index[1:]), folded[(slice(0, 1), *index[1:])]
+
+    return StoredLeaf(
+        shape=weight.shape,
+        dtype=weight.dtype,
+        read=lambda index: assembled(stream(index), index, weight.dtype),
+        chunk=(1, *weight.shape[1:]),
+        stream=stream,
+    )

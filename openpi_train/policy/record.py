@@ -1,0 +1,107 @@
+"""A record of what a policy was asked and answered, and the same asked again: equal bit for bit on equal devices.
+
+A file of msgpack messages (`wire.py`): first how the policy samples, then one per batch, in the order in which they
+ran. Batches are replayed as they were, since another batch size is another program, whose sums may round otherwise.
+"""
+
+import dataclasses
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from openpi_train.policy import wire
+from openpi_train.policy.policy import Policy
+from openpi_train.runtime.exits import DataError, UsageError
+
+_FORMAT = 1
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """How many answers were asked for again, and the draws of those that came out otherwise."""
+
+    answers: int
+    different: tuple[int, ...]
+
+
+class Recorder:
+    """Writes requests and answers to a file that does not exist yet. For any thread."""
+
+    def __init__(self, path: str | Path, policy: Policy):
+        try:
+            self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115 - until `close`
+        except FileExistsError:
+            raise UsageError(f"{path} exists; give a record another file, or move this one away") from None
+        self._lock = threading.Lock()
+        self._write({"format": _FORMAT, **_sampling(policy), "metadata": policy.metadata})
+
+    def write(self, observations: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> None:
+        """Note one batch, as it ran."""
+        draws = [answer["draw"] for answer in answers]
+        actions = [answer["actions"] for answer in answers]
+        self._write({"observations": list(observations), "draws": draws, "actions": actions})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, message: Any) -> None:
+        data = wire.encode(message)
+        with self._lock:
+            self._file.write(_LENGTH.pack(len(data)) + data)
+            self._file.flush()
+
+
+def read_record(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """How the recorded policy sampled, and its batches, read one by one. Raises DataError for another kind of file."""
+    messages = _messages(Path(path))
+    header = next(messages, None)
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise DataError(f"{path} is no record of a policy's answers (serve --record)")
+    return header, messages
+
+
+def replay(policy: Policy, path: str | Path) -> Replay:
+    """Ask `policy` all that the record holds, again.
+
+    Raises UsageError where the policy samples otherwise than the recorded one, DataError where the file is torn.
+    """
+    header, batches = read_record(path)
+    for name, value in _sampling(policy).items():
+        if header[name] != value:
+            raise UsageError(f"{path} was recorded with {name} {header[name]}, the policy has {value}: load it so")
+    count, different = 0, []
+    for batch in batches:
+        prepared = [policy.prepare(observation) for observation in batch["observations"]]
+        answers = policy.answer(prepared, batch["draws"])
+        for answer, wanted in zip(answers, batch["actions"], strict=True):
+            count += 1
+            if answer["actions"].tobytes() != np.asarray(wanted).tobytes():
+                different.append(answer["draw"])
+    return Replay(count, tuple(different))
+
+
+def _sampling(policy: Policy) -> dict[str, Any]:
+    """What decides how the policy samples, beside its parameters."""
+    sampler = policy.sampler
+    return {"batch_sizes": list(sampler.sizes), "seed": sampler.seed, "num_sample_steps": sampler.num_steps}
+
+
+def _messages(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as file:
+            while head := file.read(_LENGTH.size):
+                size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
+                data = file.read(size) if 0 <= size <= path.stat().st_size else b""
+                if len(data) != size:
+                    raise DataError(f"{path} ends in the middle of a batch; all before it was read")
+                yield wire.decode(data)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except wire.WireError as error:
+        raise DataError(f"{path} is damaged, or no record: {error}") from error

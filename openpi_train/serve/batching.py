@@ -1,0 +1,95 @@
+"""Requests of several clients as one batch for the device: a bounded queue and one worker. Read next: `server.py`."""
+
+import asyncio
+import collections
+import concurrent.futures
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Answer = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Busy(Exception):
+    """The queue is full, or closed."""
+
+
+class Batching:
+    """Hands what is submitted to `answer`, at most `max_batch` at a time, in a thread of its own.
+
+    While one batch runs the next one gathers. A batch that is not full waits up to `wait_s` for the other clients:
+    those `num_clients` that are connected have mostly been answered together, and come back together.
+    """
+
+    def __init__(
+        self, answer: Answer, *, max_batch: int, max_queue: int, wait_s: float, num_clients: Callable[[], int]
+    ):
+        self._answer, self._num_clients = answer, num_clients
+        self._max_batch, self._max_queue, self._wait_s = max_batch, max_queue, wait_s
+        self._waiting: collections.deque[tuple[Any, asyncio.Future[Any]]] = collections.deque()
+        self._running: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._arrived = asyncio.Event()
+        self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._worker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to work, in the running event loop."""
+        self._worker = asyncio.create_task(self._work())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no batch has taken yet."""
+        return len(self._waiting)
+
+    async def submit(self, request: Any) -> Any:
+        """The answer to the request. Raises Busy at once where the queue is full, and what `answer` raised."""
+        if len(self._waiting) >= self._max_queue:
+            raise Busy(f"busy: {len(self._waiting)} requests are waiting, which is the most; ask again later")
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._arrived.set()
+        return await future
+
+    async def close(self) -> None:
+        """End the worker at once: Busy for whoever has no answer yet. What runs on the device is not waited for."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        for _, future in (*self._running, *self._waiting):
+            if not future.done():
+                future.set_exception(Busy("the server is stopping"))
+        self._device.shutdown(wait=False, cancel_futures=True)
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._running = batch = await self._gather()
+            try:
+                answers = await loop.run_in_executor(self._device, self._answer, [request for request, _ in batch])
+            except Exception as error:  # whoever asked is told; the next batch may be well again
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():  # the client may have left
+                    future.set_result(answer)
+
+    async def _gather(self) -> list[tuple[Any, asyncio.Future[Any]]]:
+        """The next batch: at least one request."""
+        await self._until(1, None)
+        await self._until(min(self._max_batch, self._num_clients()), time.monotonic() + self._wait_s)
+        taken = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
+        return [(request, future) for request, future in taken if not future.done()] or await self._gather()
+
+    async def _until(self, count: int, deadline: float | None) -> None:
+        """Wait until so many requests are waiting, or the deadline is over."""
+        while len(self._waiting) < count:
+            self._arrived.clear()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            try:
+                await asyncio.wait_for(self._arrived.wait(), left)
+            except TimeoutError:
+                return

@@ -1,0 +1,141 @@
+"""The `serve` verb: load, bind, warm up, serve until SIGTERM. Read next: `server.py`."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from openpi_train.policy.loading import BATCH_SIZES, load_policy
+from openpi_train.policy.policy import Policy
+from openpi_train.runtime import compile_cache, logs
+from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
+from openpi_train.serve.flags import API_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns 0."""
+    _start()
+    try:
+        from openpi_train.policy.record import Recorder
+        from openpi_train.serve.server import Limits, PolicyServer
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve]'") from error
+    key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
+    listener = _bind(flags.host, flags.port)  # bound, not listening: until then clients are refused, and wait
+    sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
+    policy = _load(flags, batch_sizes=sizes)
+    recorder = Recorder(flags.record, policy) if flags.record else None
+    started = time.monotonic()
+    logger.info("compiling for batches of %s", ", ".join(map(str, policy.sampler.sizes)))
+    policy.warm_up()
+    limits = Limits(
+        max_batch=policy.sampler.sizes[-1],
+        max_queue=flags.max_queue,
+        max_clients=flags.max_clients,
+        max_message_bytes=flags.max_message_mib << 20,
+        batch_wait_s=flags.batch_wait_ms / 1e3,
+        idle_s=flags.idle_s,
+        drain_s=flags.drain_s,
+    )
+    told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": flags.reset_pose}
+
+    async def serve() -> bool:
+        server = PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        host, port = listener.getsockname()[:2]
+        logger.info(
+            "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
+            *(time.monotonic() - started, policy.checkpoint, "wss" if tls else "ws", host, port),
+            "with an API key" if key else "open to everybody who reaches it",
+        )
+        finished = await server.run(listener, tls)
+        logger.info("stopped; %s", server.measures.summary())
+        return finished
+
+    try:
+        finished = asyncio.run(serve())
+    finally:
+        if recorder is not None:
+            recorder.close()
+    if not finished:
+        end(BUG)  # Python would wait for the device's thread
+    return DONE
+
+
+def replay(flags: argparse.Namespace) -> int:
+    """Ask again what the record holds, and print what came of it. Returns 0 where every answer is the same."""
+    _start()
+    from openpi_train.policy.record import read_record
+
+    header, _ = read_record(flags.replay)
+    flags.seed, flags.num_sample_steps = header["seed"], header["num_sample_steps"]
+    found = _load(flags, batch_sizes=header["batch_sizes"]).replay(flags.replay)
+    if found.different:
+        shown = ", ".join(map(str, found.different[:10]))
+        print(f"{len(found.different)} of {found.answers} answers differ: draws {shown}")
+        return NUMBERS
+    print(f"all {found.answers} answers are the same, bit for bit")
+    return DONE
+
+
+def _start() -> None:
+    logs.configure(0)
+    compile_cache.use(jax.default_backend())
+
+
+def _load(flags: argparse.Namespace, batch_sizes: list[int]) -> Policy:
+    wanted = flags.dataset
+    return load_policy(
+        flags.checkpoint,
+        experiment=flags.experiment,
+        dataset=int(wanted) if wanted is not None and wanted.isdecimal() else wanted,
+        prompt=flags.prompt,
+        average=not flags.no_average,
+        dtype=flags.dtype,
+        merge_lora=not flags.no_merge_lora,
+        num_sample_steps=flags.num_sample_steps,
+        batch_sizes=batch_sizes,
+        seed=flags.seed,
+        tokenizer=flags.tokenizer,
+    )
+
+
+def _api_key(file: str | None) -> str | None:
+    """The key that clients must have; None where everybody may come."""
+    key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
+    if key is not None and not key.strip():
+        raise UsageError(f"the API key in {file or API_KEY_VARIABLE} is empty")
+    return None if key is None else key.strip()
+
+
+def _tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
+    if cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}") from error
+    return context
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+    return listener

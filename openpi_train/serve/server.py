@@ -1,0 +1,277 @@
+"""A policy behind openpi's websocket protocol: connections, health, metrics, and an orderly end.
+
+    connect                 -> one binary message: the policy's metadata
+    binary message          -> binary message: `actions`, `state`, `draw`, `policy_timing`, `server_timing`
+    a bad request           -> text message with what is wrong; the connection goes on (openpi's client raises its text)
+    GET /healthz, /metrics  -> 200, on the same port, while requests run
+
+Messages are `policy/wire.py`'s; one request at a time on a connection, several connections make a batch. Decoding and
+images are worked on in threads, so that the event loop is free for all others. Read next: `batching.py`, `main.py`.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import hmac
+import http
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from openpi_train.policy import wire
+from openpi_train.policy.observation import ObservationError
+from openpi_train.policy.record import Recorder
+from openpi_train.serve.batching import Batching, Busy
+from openpi_train.serve.measures import Measures
+
+logger = logging.getLogger(__name__)
+
+_GOING_AWAY, _POLICY_VIOLATION, _INTERNAL_ERROR = 1001, 1008, 1011
+_MOST_BAD_IN_A_ROW = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes on; all times in seconds."""
+
+    max_batch: int = 16
+    max_queue: int = 64
+    max_clients: int = 64
+    max_message_bytes: int = 32 << 20
+    batch_wait_s: float = 0.005
+    idle_s: float = 3600.0
+    open_s: float = 10.0
+    ping_s: float = 20.0
+    send_s: float = 60.0
+    drain_s: float = 30.0
+
+
+@runtime_checkable
+class Served(Protocol):
+    """What the server asks of a policy; `policy/policy.py: Policy` says what each is."""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What clients are told."""
+        ...
+
+    def prepare(self, observation: Mapping[str, Any]) -> Any:
+        """In any thread: an observation made ready for the device."""
+        ...
+
+    def answer(self, prepared: Sequence[Any]) -> list[dict[str, Any]]:
+        """In one thread: the answers to a batch."""
+        ...
+
+
+class PolicyServer:
+    """Serves `policy`, which should be warm. `api_key` None lets all in; `recorder` notes all that is answered."""
+
+    def __init__(
+        self,
+        policy: Served,
+        *,
+        limits: Limits,
+        api_key: str | None = None,
+        recorder: Recorder | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        self._policy, self._limits, self._recorder = policy, limits, recorder
+        self._api_key = None if api_key is None else f"Api-Key {api_key}".encode()
+        self._metadata = wire.encode({**policy.metadata, **(metadata or {})})
+        self._clients = 0
+        self._busy_clients = 0
+        self._stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="request")
+        self._batching = Batching(
+            self._run_batch,
+            max_batch=limits.max_batch,
+            max_queue=limits.max_queue,
+            wait_s=limits.batch_wait_s,
+            num_clients=lambda: self._clients,
+        )
+        self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._clients)
+
+    def stop(self) -> None:
+        """Have `run` take no more requests, finish those under way and return."""
+        self._stopping.set()
+
+    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> bool:
+        """Serve on the bound socket until `stop`; returns whether all that was under way could be finished."""
+        limits = self._limits
+        self._batching.start()
+        async with serve(
+            self._converse,
+            sock=listener,
+            ssl=tls,
+            process_request=self._admit,
+            compression=None,  # a small message could become a large one
+            max_size=limits.max_message_bytes,
+            max_queue=1,
+            open_timeout=limits.open_s,
+            ping_interval=limits.ping_s,
+            ping_timeout=limits.ping_s,
+            close_timeout=5,
+            server_header=None,
+            logger=_quiet,
+        ) as server:
+            await self._stopping.wait()
+            finished = await self._finish(server)
+            await self._batching.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return finished
+
+    async def _finish(self, server: Server) -> bool:
+        logger.info("stopping: no new requests; %d clients wait for an answer", self._busy_clients)
+        server.close(close_connections=False)
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._limits.drain_s)
+        except TimeoutError:
+            logger.warning("%d clients were not answered within %g s", self._busy_clients, self._limits.drain_s)
+            return False
+        return True
+
+    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
+        """The answer to what is no websocket, or to who may not come in; None for who may."""
+        path = request.path.partition("?")[0]
+        if path == "/healthz":
+            return _respond(http.HTTPStatus.OK, b"OK\n")
+        if path == "/metrics":
+            return _respond(http.HTTPStatus.OK, self.measures.text(), "text/plain; version=0.0.4; charset=utf-8")
+        if path != "/":
+            return _respond(http.HTTPStatus.NOT_FOUND, b"there are /, /healthz and /metrics\n")
+        if self._api_key is not None:
+            given = request.headers.get_all("Authorization")
+            if len(given) != 1 or not hmac.compare_digest(given[0].encode("utf-8", "surrogateescape"), self._api_key):
+                self.measures.requests.labels("unauthorized").inc()
+                return _respond(http.HTTPStatus.UNAUTHORIZED, b"the header Authorization: Api-Key KEY is wrong\n")
+        if self._stopping.is_set() or self._clients >= self._limits.max_clients:
+            self.measures.requests.labels("turned away").inc()
+            why = "is stopping" if self._stopping.is_set() else f"has {self._clients} clients, which is the most"
+            return _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"the server {why}\n".encode())
+        return None
+
+    async def _converse(self, connection: ServerConnection) -> None:
+        self._clients += 1
+        try:
+            await self._send(connection, self._metadata)
+            await self._answer_all(connection)
+        except (ConnectionClosed, TimeoutError):
+            pass  # the client left, or does not read
+        finally:
+            self._clients -= 1
+
+    async def _answer_all(self, connection: ServerConnection) -> None:
+        """Answer request after request until the client leaves, is idle for too long, or the server stops."""
+        previous_s, bad = None, 0
+        while True:
+            message = await self._next(connection)
+            if message is None:
+                return
+            started = time.perf_counter()
+            with self._under_way():
+                answer = await self._reply(message, started, previous_s)
+                await self._send(connection, answer)
+            previous_s = time.perf_counter() - started
+            bad = bad + 1 if isinstance(answer, str) else 0
+            if answer == _INTERNAL:
+                return await connection.close(_INTERNAL_ERROR, "internal error")
+            if bad >= _MOST_BAD_IN_A_ROW:
+                return await connection.close(_POLICY_VIOLATION, f"{bad} bad requests in a row")
+
+    async def _next(self, connection: ServerConnection) -> str | bytes | None:
+        """The next message; None where there is to be none, the connection being closed."""
+        receive, stop = asyncio.ensure_future(connection.recv()), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({receive, stop}, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED)
+            if receive.done():
+                return await receive
+        finally:
+            for task in (receive, stop):
+                task.cancel()
+            await asyncio.gather(receive, stop, return_exceptions=True)
+        reason = "the server is stopping" if self._stopping.is_set() else f"idle for {self._limits.idle_s:.0f} s"
+        await connection.close(_GOING_AWAY, reason)
+        return None
+
+    async def _reply(self, message: str | bytes, started: float, previous_s: float | None) -> str | bytes:
+        """The answer to a message: bytes, or the text of what is wrong with it."""
+        if self._stopping.is_set():
+            return self._refused("turned away", "the server is stopping")
+        loop = asyncio.get_running_loop()
+        try:
+            asked = await loop.run_in_executor(self._threads, self._read, message)
+            answer, infer_s, rows = await self._batching.submit(asked)
+        except (wire.WireError, ObservationError) as error:
+            return self._refused("refused", str(error))
+        except Busy as error:
+            return self._refused("busy", str(error))
+        except Exception:
+            logger.exception("a request failed")
+            return self._refused("failed", _INTERNAL)
+        timing = {"infer_ms": 1e3 * (time.perf_counter() - started), "batch_rows": rows}
+        if previous_s is not None:
+            timing["prev_total_ms"] = 1e3 * previous_s
+        self.measures.answered(time.perf_counter() - started)
+        return wire.encode({**answer, "policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
+
+    def _read(self, message: str | bytes) -> tuple[Any, Any]:
+        """In a thread: the observation of a message, and what `Policy.prepare` makes of it."""
+        if isinstance(message, str):
+            raise wire.WireError("requests are binary messages of msgpack; this one is text")
+        observation = wire.decode(message)
+        if not isinstance(observation, dict):
+            raise wire.WireError(f"a request is a map of keys to values, not a {type(observation).__name__}")
+        return observation, self._policy.prepare(observation)
+
+    def _run_batch(self, asked: Sequence[tuple[Any, Any]]) -> list[tuple[Any, float, int]]:
+        """In the device's thread: the answers, with the seconds until they were on the host."""
+        started = time.perf_counter()
+        answers = self._policy.answer([prepared for _, prepared in asked])
+        seconds = time.perf_counter() - started
+        self.measures.ran(len(asked), seconds)
+        if self._recorder is not None:
+            self._recorder.write([observation for observation, _ in asked], answers)
+        return [(answer, seconds, len(asked)) for answer in answers]
+
+    def _refused(self, outcome: str, text: str) -> str:
+        self.measures.requests.labels(outcome).inc()
+        return text
+
+    async def _send(self, connection: ServerConnection, message: str | bytes) -> None:
+        await asyncio.wait_for(connection.send(message), self._limits.send_s)
+
+    @contextlib.contextmanager
+    def _under_way(self):
+        self._busy_clients += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._busy_clients -= 1
+            if not self._busy_clients:
+                self._idle.set()
+
+
+_INTERNAL = "internal error: the server's log says more"
+# The library logs every handshake that fails, with a traceback: clients could fill the disk.
+_quiet = logging.getLogger(f"{__name__}.websockets")
+_quiet.setLevel(logging.CRITICAL)
+
+
+def _respond(status: http.HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> Response:
+    headers = Headers(
+        {"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close", "Cache-Control": "no-store"}
+    )
+    return Response(status.value, status.phrase, headers, body)

@@ -1,0 +1,98 @@
+"""Where a conversion writes: a hidden directory beside the target, which gets its name once all of it is there.
+
+Read next: `convert.py`.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from openpi_train.data.files import set_aside
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
+    """A path beside `target` to write `needed` bytes to; at the end it becomes `target`, where that fails it is gone.
+
+    What an earlier process of this host left because it was killed is removed first. Raises UsageError where `target`
+    exists and may not be moved aside, CheckpointError where it cannot be written.
+    """
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
+    if target.is_symlink() and not target.exists():
+        raise UsageError(f"{target} is a link to {target.readlink()}, which is not there; name the directory itself")
+    _check_room(target, needed)
+    made = [folder for folder in target.parents if not folder.exists()]
+    draft = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        yield draft
+        if target.exists():
+            logger.info("--overwrite: what was in %s now lies in %s", target, set_aside(target, "replaced"))
+        draft.rename(target)
+    except Exception as error:  # tensorstore and safetensors have many kinds
+        if isinstance(error, CheckpointError | UsageError):
+            raise
+        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+        what = "the disk is full; free some space" if full else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{target} could not be written: {what}. Nothing was left there") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        for folder in made if not target.exists() else []:
+            with contextlib.suppress(OSError):  # another process has put something there
+                folder.rmdir()
+
+
+def check_target(target: Path) -> None:
+    """Raise UsageError where what is given is an address and no path."""
+    if re.match(r"[a-z]\w+:/", str(target)):
+        raise UsageError(
+            f"{target}: a result is written to a directory, or pushed to hub:USER/NAME; write it to a disk and copy it "
+            "to the bucket (gcloud storage cp -r, aws s3 cp --recursive)"
+        )
+
+
+def _check_room(target: Path, needed: int) -> None:
+    """Raise CheckpointError where the disk has no room for so many bytes."""
+    folder = next(path for path in target.parents if path.exists())
+    if not folder.is_dir():
+        raise CheckpointError(f"{target} cannot be made: {folder} is a file; choose another target")
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"{folder} cannot be written to; give yourself the right, or choose another target")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"not enough disk space in {folder}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
+        )
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the drafts of processes of this host that are no more; name those of which that is not known."""
+    ours = f".{target.name}.partial-{socket.gethostname()}-"
+    for left in target.parent.glob(f".{target.name}.partial-*"):
+        process = left.name.removeprefix(ours)
+        if left.name.startswith(ours) and process.isdecimal() and not _runs(int(process)):
+            logger.info("%s was left by a conversion that was cut off, and is removed", left)
+            shutil.rmtree(left)
+        else:
+            logger.warning("%s belongs to another conversion; if none runs any more, remove it", left)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

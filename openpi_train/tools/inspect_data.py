@@ -1,0 +1,111 @@
+"""`data inspect`: a dataset in text and pictures, before it is trained on.
+
+Read next: `data/summary.py` (the numbers), `contact_sheet.py` (the pictures).
+"""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from openpi_train.data import summary
+from openpi_train.data.source import Source
+from openpi_train.robots.base import Robot
+from openpi_train.tools.contact_sheet import contact_sheet
+
+_EPISODES, _FRAMES, _PROMPTS = 6, 8, 10
+
+
+def inspect(name: str, source: Source, robot: Robot | None = None, *, out: Path | None = None) -> str:
+    """What a dataset holds, as text; with `out` also as `<out>/<name>.txt` and a contact sheet `<out>/<name>.png`.
+
+    Args: with `robot` columns are read as its state and actions, in its names.
+    """
+    episodes = summary.some_episodes(source, _EPISODES)
+    parts = [_overview(name, source, robot), _numbers(source, robot), _cameras(source, robot, episodes)]
+    text = "\n".join(parts)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        (out / f"{stem}.txt").write_text(text, encoding="utf-8")
+        contact_sheet(source, episodes, _FRAMES).save(out / f"{stem}.png")
+        text += f"written to {out / stem}.txt and .png\n"
+    return text
+
+
+def _overview(name: str, source: Source, robot: Robot | None) -> str:
+    lengths, about = np.diff(source.episode_ends, prepend=0), source.about()
+    rate = about.control_hz or (robot.control_hz if robot else None)
+    duration = f", {source.num_steps / rate / 60:.1f} min" if rate else ""
+    lines = {
+        "episodes": f"{source.num_episodes}, of {lengths.min()} to {lengths.max()} control steps, median "
+        f"{np.median(lengths):g}",
+        "control steps": f"{source.num_steps}{duration}",
+        "control rate": _rate(about.control_hz, robot),
+        "bad episodes": f"{source.num_dropped} left out" if source.num_dropped else "none",
+    }
+    copies = source.num_episodes - len(set(source.episode_ids))
+    if copies:
+        lines["copies"] = f"{copies} episodes are copies of others"
+    prompts = summary.steps_of_prompts(source)
+    lines["instructions"] = f"{len(prompts)}"
+    lines |= {f"  {text!r}": f"{steps} steps" for text, steps in [*prompts.items()][:_PROMPTS]}
+    if len(prompts) > _PROMPTS:
+        lines["  ..."] = f"{len(prompts) - _PROMPTS} more"
+    lines |= {f"not read: {feature}": why for feature, why in about.left_out.items()}
+    width = max(map(len, lines))
+    return "\n".join([name, *(f"  {label:<{width}}  {what}" for label, what in lines.items()), ""])
+
+
+def _rate(said: float | None, robot: Robot | None) -> str:
+    if said is None:
+        return f"{robot.control_hz:g} Hz by its robot" if robot else "not said by the dataset"
+    if robot is not None and abs(robot.control_hz - said) > 1e-3:
+        return f"{said:g} Hz, but its robot says {robot.control_hz:g}: which is it?"
+    return f"{said:g} Hz"
+
+
+def _numbers(source: Source, robot: Robot | None) -> str:
+    columns: Mapping[str, np.ndarray] = source.columns
+    names: Mapping[str, Sequence[str]] = source.about().dim_names
+    if robot is not None:
+        steps = robot.read(source.columns, source.episode_ends)
+        columns = {"state": steps.state, "actions": steps.actions}
+        names = {"state": robot.state_names, "actions": robot.action_names}
+    table = Table(title="numbers", title_justify="left")
+    table.add_column("column")
+    table.add_column("dim")
+    for header in ("min", *(f"q{round(100 * level):02d}" for level in summary.QUANTILES), "max"):
+        table.add_column(header, justify="right")
+    table.add_column("flag")
+    for column in sorted(columns):
+        for number, dim in enumerate(summary.dims(column, columns[column], names.get(column, ()))):
+            values = (f"{value:.4g}" for value in (dim.low, *dim.quantiles, dim.high))
+            table.add_row("" if number else column, "" if dim.name == column else dim.name, *values, dim.flag)
+    return _text(table)
+
+
+def _cameras(source: Source, robot: Robot | None, episodes: Sequence[int]) -> str:
+    table = Table(title="cameras", title_justify="left")
+    for header in ("camera", "pixels", "brightness", "flag"):
+        table.add_column(header)
+    slots = {camera: slot for slot, camera in (robot.cameras if robot else {}).items()}
+    for camera in summary.cameras(source, episodes, _FRAMES):
+        size = f"{camera.size[0]} x {camera.size[1]}" if camera.size else ""
+        name = f"{camera.name} ({slots[camera.name]})" if camera.name in slots else camera.name
+        table.add_row(name, size, f"{camera.brightness:.0f} of 255", camera.flag)
+    for camera, slot in slots.items():
+        if camera not in source.cameras:
+            table.add_row(f"{camera} ({slot})", "", "", "missing: the robot reads it, the dataset has it not")
+    return _text(table)
+
+
+def _text(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()

@@ -1,0 +1,119 @@
+"""What openpi's examples send for ALOHA, DROID and LIBERO is understood as it is; no model is needed for that."""
+
+import numpy as np
+import pytest
+
+from openpi_train.data.windows import WindowShape
+from openpi_train.policy.observation import ObservationError, ObservationForm, stack_history
+from openpi_train.robots.aloha import Aloha
+from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.droid import Droid
+from openpi_train.robots.libero import Libero
+from openpi_train.robots.ur5 import UR5
+
+RANDOM = np.random.default_rng(0)
+
+
+def image(*shape):
+    return RANDOM.integers(0, 256, shape, np.uint8)
+
+
+def form(robot, **options):
+    options = {"window": WindowShape(horizon=4), "image_size": (224, 224), "reads_prompt": True, **options}
+    return ObservationForm(robot=robot, **options)
+
+
+def aloha():
+    names = ("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist")
+    return {"state": RANDOM.uniform(size=14), "images": {name: image(3, 6, 8) for name in names}, "prompt": "go"}
+
+
+def droid():
+    return {
+        "observation/exterior_image_1_left": image(6, 8, 3),
+        "observation/wrist_image_left": image(6, 8, 3),
+        "observation/joint_position": RANDOM.uniform(size=7),
+        "observation/gripper_position": RANDOM.uniform(size=1),
+        "prompt": "go",
+    }
+
+
+def libero():
+    return {
+        "observation/image": image(6, 8, 3),
+        "observation/wrist_image": image(6, 8, 3),
+        "observation/state": RANDOM.uniform(size=8),
+        "prompt": "go",
+    }
+
+
+def ur5():
+    gripper = np.float64(0.5)
+    return {"joints": np.arange(6), "gripper": gripper, "base_rgb": image(6, 8, 3), "wrist_rgb": image(6, 8, 3)}
+
+
+def test_alohas_images_have_channels_first_and_one_camera_more():
+    sent = aloha()
+    row, state = form(Aloha(adapt_to_pi=False)).row(sent)
+    np.testing.assert_array_equal(row["image/base_0_rgb"], np.moveaxis(sent["images"]["cam_high"], 0, -1))
+    np.testing.assert_array_equal(row["image/right_wrist_0_rgb"].shape, (6, 8, 3))
+    np.testing.assert_array_equal(state, sent["state"].astype(np.float32))
+
+
+def test_alohas_state_comes_to_the_model_in_its_units_and_back_to_the_client_in_the_robots():
+    sent, robot = aloha(), Aloha()
+    row, state = form(robot).row(sent)
+    np.testing.assert_array_equal(row["state"], robot.to_model(sent["state"].astype(np.float32))[0])
+    assert not np.allclose(row["state"], state)
+
+
+def test_droids_state_comes_in_parts():
+    sent = droid()
+    row, state = form(Droid()).row(sent)
+    parts = sent["observation/joint_position"], sent["observation/gripper_position"]
+    np.testing.assert_array_equal(state, np.concatenate(parts).astype(np.float32))
+    np.testing.assert_array_equal(row["image/left_wrist_0_rgb"], sent["observation/wrist_image_left"])
+    with pytest.raises(ObservationError, match="lacks 'observation/gripper_position'"):
+        form(Droid()).row({key: value for key, value in sent.items() if "gripper" not in key})
+    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[6\].*expected is \[8\]: joint_1_rad"):
+        form(Droid()).row({**sent, "observation/joint_position": np.zeros(6)})
+
+
+def test_liberos_names_have_a_folder_that_its_dataset_has_not():
+    sent = libero()
+    row, state = form(Libero()).row(sent)
+    np.testing.assert_array_equal(row["image/base_0_rgb"], sent["observation/image"])
+    np.testing.assert_array_equal(state, sent["observation/state"].astype(np.float32))
+
+
+def test_a_part_may_be_a_scalar_and_the_prompt_may_be_known():
+    row, state = form(UR5(), prompt="fold the towel").row(ur5())
+    np.testing.assert_array_equal(state, [0, 1, 2, 3, 4, 5, 0.5])
+    assert row["prompt"] == "fold the towel"
+    with pytest.raises(ObservationError, match="lacks 'prompt'"):
+        form(UR5()).row(ur5())
+
+
+@pytest.mark.parametrize("robot", [Aloha(), Bridge(), Droid(), Libero(), UR5()], ids=lambda robot: type(robot).__name__)
+@pytest.mark.parametrize("history", [1, 2])
+def test_a_request_can_be_built_from_the_spec_alone(robot, history):
+    spec = form(robot, window=WindowShape(horizon=4, history=history)).spec()
+    built = {key: "go" if one["dtype"] == "str" else np.zeros(one["shape"], one["dtype"]) for key, one in spec.items()}
+    row, state = form(robot, window=WindowShape(horizon=4, history=history)).row(built)
+    assert {f"image/{slot}" for slot in robot.cameras} <= row.keys()
+    assert state.shape == (len(robot.state_names),)
+
+
+def test_a_misspelt_key_is_guessed():
+    with pytest.raises(ObservationError, match=r"lacks 'observation/image_0' \(is 'observation/image0' meant for it"):
+        form(Bridge()).row({"observation/image0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go"})
+
+
+def test_history_is_stacked_as_training_pads_it():
+    steps = [{"state": np.full(2, n), "nested": {"image": np.full((2, 2, 3), n)}, "prompt": "go"} for n in range(4)]
+    stacked = stack_history(steps[:2], 3)
+    assert stacked["state"][:, 0].tolist() == [0, 0, 1] and stacked["prompt"] == "go"
+    assert stack_history(steps, 3)["nested/image"][:, 0, 0, 0].tolist() == [1, 2, 3]
+    assert stack_history(steps, 1)["state"].tolist() == [3, 3]
+    with pytest.raises(ObservationError, match="no observation to stack"):
+        stack_history([], 3)

@@ -1,0 +1,54 @@
+"""docs/your_own_robot.md from its first file to its last command, as a user would: only the sizes are smaller."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from command import ROOT, environment
+from PIL import Image
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+PAGE = ROOT / "docs" / "your_own_robot.md"
+SMALL = ("--num-train-steps", "3", "--batch-size", "4", "--eval.interval", "0", "--save-interval", "3")
+SMALLER = ("--model.language.depth", "2", "--model.action-expert.depth", "2", "--objective.num-flow-draws", "1")
+
+
+def files() -> dict[str, str]:
+    """The page's files by name."""
+    blocks = re.findall(r"^```python\n(# (\w+\.py).*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return {name: text for text, name in blocks}
+
+
+def commands() -> list[list[str]]:
+    lines = re.findall(r"^    python -m openpi_train (.*)$", PAGE.read_text(), re.MULTILINE)
+    return [line.split() for line in lines]
+
+
+def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
+    written = files()
+    assert list(written) == ["my_driver.py", "record.py", "my_arm.py", "drive.py"]
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    variables = environment(OPENPI_TRAIN_HOME=str(tmp_path / "home"), PYTHONPATH=str(ROOT))
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return done.stdout
+
+    run("record.py")
+    assert (tmp_path / "my_arm" / "meta" / "info.json").is_file()
+    inspect, train = commands()
+    text = run("-m", "openpi_train", *inspect)
+    assert "12, of" in text and "10 Hz" in text and "shoulder_rad" in text
+    assert re.search(r"wrist_rad .*constant", text)  # the page's arm never moves it
+    with Image.open(tmp_path / "look" / "my_arm.png") as sheet:
+        assert np.ptp(np.asarray(sheet)) == 255
+    run("-m", "openpi_train", *train, *SMALL, *SMALLER)
+    assert (tmp_path / "checkpoints" / "first" / "x" / "3" / "manifest.json").is_file()
+    place = re.search(r"the arm is at \[(.*)\]", run("drive.py"))
+    assert place and np.isfinite([float(number) for number in place[1].split()]).all()
