@@ -28,6 +28,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.robots.bridge import Bridge
 
+_TITLE = "Serving: latency and throughput"
 _ROUNDS = 3
 _MOST_GROWTH_MB = 32.0
 _SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -58,6 +59,10 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags = parse(argv)
     clients = (1, 2) if flags.quick else tuple(flags.clients)
     requests, bad = (8, 40) if flags.quick else (flags.requests, flags.bad_messages)
+    try:
+        openpi_peer.environment()
+    except openpi_peer.Unavailable as error:
+        return [Table(_TITLE, COLUMNS, [], [f"not measured: {error}"])]
     with tempfile.TemporaryDirectory() as folder:
         run = flags.checkpoint or save_untrained(_experiment(flags.quick), Path(folder)).directory
         with _server(run, max(clients)) as server:
@@ -165,7 +170,7 @@ def _speed(server: _Server, clients: Sequence[int], requests: int, rounds: int) 
         "openpi's server (15a9616, jax 0.5.3, a model of these sizes, 2 cores beside other work) took 98 ms for one "
         "and told 9.7 ms as policy_timing.infer_ms; it took one request at a time, and 15 s for the first one.",
     ]
-    return Table("Serving: latency and throughput", COLUMNS, rows, notes)
+    return Table(_TITLE, COLUMNS, rows, notes)
 
 
 def _survival(server: _Server, count: int) -> Table:

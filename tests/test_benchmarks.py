@@ -158,6 +158,17 @@ def test_a_policy_that_fails_or_a_task_that_is_done_by_chance_is_a_failure(untra
 
 
 @pytest.mark.slow
+def test_serving_is_measured_under_openpis_client_and_survives_bad_messages(quick):
+    found = rows(quick, "Serving: latency")
+    if not found:
+        pytest.skip(re.search("not measured: .*", quick[0]).group())
+    assert [row["clients"] for row in found] == [1, 2]
+    assert all(row["requests/s"][0] > 0 and row["latency p95 ms"][0] >= row["latency p50 ms"][0] for row in found)
+    (survived,) = rows(quick, "Serving: bad messages")
+    assert (survived["bad messages"], survived["kinds"], survived["answered after"]) == (40, 20, 2)
+
+
+@pytest.mark.slow
 def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
     found = rows(quick, "Start-up")
     assert [(row["processes"], row["compilation cache"]) for row in found] == [(1, "cold"), (1, "warm")]

@@ -53,6 +53,7 @@ def load_policy(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     seed: int | None = None,
     tokenizer: str | None = None,
+    cut_prompts: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Policy:
     """The policy that a run trained: `load_policy(run).infer(observation)["actions"]`.
@@ -71,6 +72,7 @@ def load_policy(
         batch_sizes: rows of the programs that are compiled; a batch is filled up to the next one.
         seed: of all noise; None: the run's.
         tokenizer: another place of the run's tokenizer.
+        cut_prompts: cut prompts that are too long, with a warning, as training does; else they are errors.
         devices: the devices to use; None: all of this process.
 
     Raises:
@@ -108,7 +110,7 @@ def load_policy(
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,
         ),
-        transforms=(Normalize(stats, form), *longest.transforms(pieces.without_cuts())),
+        transforms=(Normalize(stats, form), *longest.transforms(pieces if cut_prompts else pieces.without_cuts())),
         unnormalize=Unnormalize(stats, form),
         experiment=run.name,
         checkpoint=stored.where,

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     policy.add_argument("--no-merge-lora", action="store_true", help="leave low-rank factors apart from the weights")
     policy.add_argument("--seed", type=int, help="of all noise (the run's)")
     policy.add_argument("--tokenizer", metavar="PATH", help="another place of the run's tokenizer")
+    policy.add_argument("--cut-prompts", action="store_true", help="cut prompts that are too long, as training does")
     policy.add_argument("--reset-pose", type=_numbers, metavar="A,B,...", help="told to clients, for ALOHA's runtime")
     server = parser.add_argument_group("the server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for other machines, too")

@@ -108,6 +108,7 @@ def _load(flags: argparse.Namespace, batch_sizes: list[int]) -> Policy:
         batch_sizes=batch_sizes,
         seed=flags.seed,
         tokenizer=flags.tokenizer,
+        cut_prompts=flags.cut_prompts,
     )
 
 

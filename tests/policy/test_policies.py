@@ -1,6 +1,7 @@
 """Every kind of model as a policy: its rows are training's, and its chunks have the error that training evaluates."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from openpi_train.robots.bridge import Bridge
 pytestmark = pytest.mark.slow
 
 NUM_ROWS = 2
+STORES = Path(__file__).resolve().parents[1] / "data" / "zarr" / "fixtures"
 SIZES = GemmaOverrides(width=32, depth=2, mlp_dim=64, num_heads=2, head_dim=8)
 TOWER = SiglipConfig(width=16, depth=1, mlp_dim=32, num_heads=2, patch_size=16)
 DATA = DataConfig(
@@ -49,7 +51,7 @@ def lora(_):
 
 
 def paligemma(_):
-    return pi("paligemma_tiny", language=SIZES, head=SIZES, action_dim=8)
+    return pi("paligemma_tiny", language=SIZES, head=SIZES, action_dim=8, max_token_len=48)
 
 
 def pi0_fast(folder):
@@ -59,14 +61,13 @@ def pi0_fast(folder):
     return pi("pi0_fast_tiny", **sizes, fast_tokenizer=str(folder / "fast"))
 
 
-def diffusion(_):
-    found = registry.load("robot_dp_tiny", any_dims=True)
+def diffusion(folder):
+    source = Zarr(path=str(STORES / "arms_14.zarr"), cache_dir=str(folder / "cache"))
+    found = registry.load("robot_dp_tiny", on=lambda _: source)
     small = {"encoder_widths": (16,), "unet": UnetSizes(widths=(16,)), "diffusion_step_embed_dim": 16}
-    source = Zarr(path="tests/data/zarr/fixtures/arms_14.zarr")
-    robot = registry.load("robot_dp_14").data.datasets[0].robot
-    data = dataclasses.replace(found.data, datasets=(Dataset(source=source, robot=robot),))
-    model = dataclasses.replace(registry.load("robot_dp_tiny_14").model, **small)
-    return dataclasses.replace(found, name="robot_dp_tiny_14", model=model, data=data, eval=EVAL)
+    (dataset,) = found.data.datasets
+    data = dataclasses.replace(found.data, datasets=(dataclasses.replace(dataset, source=source),))
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, **small), data=data, eval=EVAL)
 
 
 def one_device(run, **options):
@@ -103,7 +104,7 @@ def test_rows_and_chunks_are_those_of_trainings_evaluation(make, tmp_path):
 
 
 def test_a_diffusion_policy_sees_the_last_steps_and_answers_from_the_present_one(tmp_path):
-    run = save_run(diffusion(None), tmp_path)
+    run = save_run(diffusion(tmp_path), tmp_path)
     policy = one_device(run)
     assert policy.metadata["history"] == 3 and policy.metadata["action_horizon"] == 6
     assert policy.metadata["observation"]["head_camera"]["shape"] == [3, 24, 32, 3]

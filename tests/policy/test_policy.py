@@ -1,15 +1,21 @@
 """A loaded policy against training's own evaluation: same rows, same numbers; and what it says when asked badly."""
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from saved_runs import save_run
 
 from openpi_train import load_policy, registry
+from openpi_train.policy import loading
 from openpi_train.policy.observation import ObservationError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_ROWS = 4
 NOT_SEEN = ("actions", "action_mask", "dim_mask")
 
@@ -77,7 +83,7 @@ BAD = {
     ),
     "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected is uint8"),
     "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected is a str"),
-    "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it"),
+    "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it.*cut_prompts=True"),
     "number as key": ({3: 1}, "the key 3 is a int"),
 }
 
@@ -103,3 +109,40 @@ def test_images_may_come_with_channels_first_as_fractions_nested_or_under_the_sl
     ):
         row = policy.prepare({**given, **form})[0]
         np.testing.assert_array_equal(row["image/base_0_rgb"], expected["image/base_0_rgb"])
+
+
+def test_the_example_in_the_docs_runs(run, tmp_path, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+    (tmp_path / "checkpoints" / "debug").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "debug" / "x").symlink_to(run.directory)
+    monkeypatch.chdir(tmp_path)
+    first = jax.devices()[:1]
+    monkeypatch.setattr(loading.jax, "local_devices", lambda: first)
+    seen = run.observation(0)
+    names = {"image": seen["observation/image_0"], "state": seen["state"]}
+    exec(example, names)
+    assert names["answer"]["actions"].shape == (8, 7)
+
+
+def test_a_run_its_step_and_its_best_are_the_same_checkpoint(run, policy):
+    (run.directory / "best").symlink_to("0")
+    for directory in (run.directory / "0", f"{run.directory}/best"):
+        found = load_policy(directory, devices=jax.devices()[:1])
+        assert found.checkpoint == policy.checkpoint == str(run.directory / "0")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"dataset": "other"}, UsageError, r"has no dataset 'other'.*0 \(fake, Bridge\)"),
+        ({"dataset": 1}, UsageError, "has no dataset 1"),
+        ({"experiment": "nothing"}, registry.UnknownName, "unknown experiment 'nothing'"),
+        ({"tokenizer": "/no/where.model"}, FileNotFoundError, "no tokenizer at /no/where.model"),
+        ({"directory": "assets"}, CheckpointError, "no checkpoint at"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(run, options, error, says):
+    options = dict(options)
+    directory = run.directory / "0" / options.pop("directory", "")
+    with pytest.raises(error, match=says):
+        load_policy(directory, **options)
