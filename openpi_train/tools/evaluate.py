@@ -34,6 +34,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import figures, open_loop
 from openpi_train.training.agreement import gather
+from openpi_train.training.closed_loop import write_score
 
 logger = logging.getLogger(__name__)
 
@@ -185,17 +186,9 @@ def _in_closed_loop(
         recorder=recorder,
     )
     assert score is not None, "nothing asked it to stop"
-    videos = sorted(path for part in gather("videos", [path.name for path in recorder.write()]) for path in part)
+    settings = {**_settings(request), "execute": _execute(config, policy), "closed_loop": as_json(config)}
+    write_score(folder, score, recorder, settings)
     if index == 0:
-        write_json(
-            folder / "closed_loop.json",
-            {
-                "settings": _settings(request) | {"execute": _execute(config, policy)},
-                "env": as_json(config.env),
-                **score.as_json(),
-                "videos": [f"videos/{name}" for name in videos],
-            },
-        )
         print(f"closed loop, {type(config.env).__name__}, {config.num_episodes} episodes:")
         print(score.table())
         print(f"written to {folder}")

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# What a browser may load for the page: nothing but what is in it.
+POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 _MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png", ".svg": "image/svg+xml"}
 _STYLE = """
 :root { color-scheme: light; }
@@ -96,6 +98,7 @@ def page(title: str, sections: Mapping[str, str], subtitle: str) -> str:
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><style>{_STYLE}</style>'
         f"</head>\n<body><h1>{text(title)}</h1>{note(subtitle)}<nav>{links}</nav>\n{parts}\n</body></html>\n"
     )

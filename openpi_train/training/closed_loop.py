@@ -5,7 +5,7 @@ among them: so the result does not depend on the number of processes or devices,
 Read next: `envs/closed_loop.py`, `data/translation.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import Recorder
+from openpi_train.experiment import as_json
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR
@@ -132,10 +133,16 @@ class ClosedLoopEvaluator:
         )
         if score is None:
             return None
-        recorder.write()
-        if jax.process_index() == 0:
-            write_json(folder / "closed_loop.json", score.as_json())
+        write_score(folder, score, recorder, {"closed_loop": as_json(self._config)})
         return score
+
+
+def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mapping[str, Any]) -> None:
+    """Write `closed_loop.json`, with the `settings` it was made under, and the videos. Every process must call it."""
+    videos = sorted(path for part in gather("videos", [path.name for path in recorder.write()]) for path in part)
+    if jax.process_index() == 0:
+        found = {"settings": settings, **score.as_json(), "videos": [f"videos/{name}" for name in videos]}
+        write_json(folder / "closed_loop.json", found)
 
 
 def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
