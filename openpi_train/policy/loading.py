@@ -113,7 +113,8 @@ def load_policy(
         transforms=(Normalize(stats, form), *longest.transforms(pieces if cut_prompts else pieces.without_cuts())),
         unnormalize=Unnormalize(stats, form),
         experiment=run.name,
-        checkpoint=stored.where,
+        # Which step `best` was.
+        checkpoint=stored.where if "://" in stored.where else str(Path(stored.where).resolve()),
     )
 
 
