@@ -5,6 +5,7 @@ package, of what the field is typed by. A stored experiment never says where cod
 """
 
 import dataclasses
+import enum
 import functools
 import importlib
 import re
@@ -56,7 +57,8 @@ def _convert(value: Any, hint: Any, where: str, known: Mapping[str, type]) -> An
         hints = next((args for one in _parts(hint) if (args := typing.get_args(one))), (Any, ...))
         each = [hints[0]] * len(value) if hints[-1] is Ellipsis or len(hints) == 1 else hints
         return tuple(_convert(*pair, f"{where}.{n}", known) for n, pair in enumerate(zip(value, each, strict=True)))
-    return value
+    named = [one for one in _parts(hint) if isinstance(one, type) and issubclass(one, enum.Enum)]
+    return named[0](value) if named and value is not None else value
 
 
 def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type]) -> Any:

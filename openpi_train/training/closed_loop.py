@@ -78,7 +78,7 @@ class MeshPolicy:
 
     def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
         trainer = self._trainer
-        chunk = trainer.model.batch_spec(1, ()).actions.shape[1:]
+        chunk = trainer.model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
 
         def share(params, batch, rest):
             model: Any = merge_module(trainer.graphdef, params)

@@ -20,6 +20,11 @@ def test_an_experiment_comes_back_as_it_was(name):
     assert experiment_from_json(stored(experiment)) == experiment
 
 
+def test_a_member_of_an_enumeration_comes_back_as_one():
+    experiment = experiment_from_json(stored(registry.load("tabletop_dp")))
+    assert experiment.eval.closed_loop.env.tasks == ("reach_red",)  # named after a member
+
+
 def test_a_class_that_is_not_ours_is_found_in_the_experiment_given(tmp_path):
     file = tmp_path / "own_robot_runs.py"
     file.write_text(
