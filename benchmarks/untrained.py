@@ -48,6 +48,12 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
         state = dataclasses.replace(state, ema={path: leaf + moved for path, leaf in state.params.items()})
     norm_stats = {asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()}
     with Checkpoints(directory, public_name=experiment.model.public_name) as checkpoints:
-        checkpoints.save(state, data_position={}, experiment=as_json(experiment), norm_stats=norm_stats)
+        checkpoints.save(
+            state,
+            data_position={},
+            experiment=as_json(experiment),
+            norm_stats=norm_stats,
+            extra={"tokenizer": data.tokenizer},
+        )
     (directory / "experiment.json").write_text(json.dumps(as_json(experiment)))
     return Untrained(directory, experiment, data, trainer, state)

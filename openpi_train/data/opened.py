@@ -37,7 +37,7 @@ class OpenedData:
     cameras: tuple[str, ...]
     # The model's config, its prompts no longer than those of these data; None where no run asked for it.
     model: Any = None
-    # `Tokenizer.fingerprint` of the run's; None where no run asked for it.
+    # `tokens_fingerprint` of the run's; None where no run asked for it.
     tokenizer: str | None = None
 
     @property

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from openpi_train.data.fast import PUBLISHED
 from openpi_train.interop.openpi import abstract_params
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -53,7 +54,10 @@ _NORMALIZE, _TOKENIZE, _DEVICE = "normalizer_processor", "tokenizer_processor", 
 _UNNORMALIZE, _ABSOLUTE, _ACTIONS = "unnormalizer_processor", "absolute_actions_processor", "action_tokenizer_processor"
 _CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _PROMPT = "{}_prepare_state_tokenizer_processor_step"
-_FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, "action_tokenizer_name": "lerobot/fast-action-tokenizer"}
+_ACTION_TOKENIZER = "action_tokenizer_name"
+# The same processor on the hub.
+_PUBLISHED = (PUBLISHED, "lerobot/fast-action-tokenizer")
+_FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, _ACTION_TOKENIZER: _PUBLISHED[1]}
 
 # The first that has its parameter is a model's type.
 POLICIES: tuple[Policy, ...] = (
@@ -122,6 +126,14 @@ def check(config: Mapping[str, Any], model: ModelConfig, where: str) -> None:
     form, asked = _FORMS[model.normalization], config.get("normalization_mapping", {})
     if odd := {kind: used for kind, used in asked.items() if kind in ("STATE", "ACTION") and used != form}:
         logger.warning("%s normalises %s, the model here %s: its actions are in other units", where, odd, form)
+    theirs, own = config.get(_ACTION_TOKENIZER, PUBLISHED), getattr(model, "fast_tokenizer", PUBLISHED)
+    if _ACTION_TOKENIZER in policy.fields and theirs != own and {theirs, own} != set(_PUBLISHED):
+        logger.warning(
+            "%s has the FAST processor %s, the model here %s: if they differ, set --model.fast-tokenizer",
+            where,
+            theirs,
+            own,
+        )
 
 
 def policy_config(policy: Policy, model: ModelConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
@@ -134,6 +146,10 @@ def policy_config(policy: Policy, model: ModelConfig, dims: Mapping[str, int], d
     if odd := [name for name in variants.values() if name not in _VARIANTS]:
         logger.warning("LeRobot builds experts of %s only, not %s: it will not load this folder", _VARIANTS, odd)
     form = _FORMS[model.normalization]
+    fields, own = dict(policy.fields), getattr(model, "fast_tokenizer", PUBLISHED)
+    if _ACTION_TOKENIZER in fields and own not in _PUBLISHED:
+        fields[_ACTION_TOKENIZER] = own
+        logger.warning("LeRobot will look for the FAST processor at %s: hand it on, too, and say where it is", own)
     images = {f"observation.images.{camera}": _feature("VISUAL", 3, size, size) for camera in policy.cameras}
     return {
         "type": policy.type,
@@ -149,7 +165,7 @@ def policy_config(policy: Policy, model: ModelConfig, dims: Mapping[str, int], d
         "image_resolution": [size, size],
         "tokenizer_max_length": getattr(model, "prompt_limit", 200),
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": form, "ACTION": form},
-        **policy.fields,
+        **fields,
     }
 
 
@@ -190,7 +206,7 @@ def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str,
     }
 
 
-_ACTION_SETTINGS = ("max_action_tokens", "action_tokenizer_name")
+_ACTION_SETTINGS = ("max_action_tokens", _ACTION_TOKENIZER)
 
 
 def _feature(kind: str, *shape: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _checked(state: Leaves, step: Place) -> Leaves:
 
 
 def recorded_tokenizer(place: Place) -> str | None:
-    """`Tokenizer.fingerprint` of the run that saved a checkpoint of ours; None where nothing tells."""
+    """`tokens_fingerprint` of the run that saved a checkpoint of ours; None where nothing tells."""
     if not recognises(place):
         return None
     step = next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)

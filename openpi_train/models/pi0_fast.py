@@ -139,6 +139,11 @@ class Pi0FastConfig(prompted.PromptedConfig):
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        """What to do about a checkpoint of another model, or of other sizes."""
+        del missing
+        return pi0_names.explain_fast(extra, misshapen)
+
     @property
     def parameter_groups(self) -> Mapping[str, str]:
         return pi0_names.GROUPS

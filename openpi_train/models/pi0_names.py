@@ -59,6 +59,23 @@ def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[st
         and all(name.startswith((*_TIME_MLP.values(), *_HEADS)) or "_1/" in name for name in missing)
     ):
         found.append("the checkpoint has the language model and the image tower only: the action expert is missing")
+    return found + explain_sizes(misshapen)
+
+
+def explain_fast(extra: list[str], misshapen: list[str]) -> list[str]:
+    """What to do about a checkpoint that does not fit a pi0-FAST."""
+    found = []
+    if any(name.startswith((*_TIME_MLP.values(), *_HEADS)) for name in extra):
+        found.append(
+            "the checkpoint has an action expert, as pi0 and pi0.5 have, and the model says its actions as tokens: "
+            "name an experiment of these, or a checkpoint of pi0-FAST"
+        )
+    return found + explain_sizes(misshapen)
+
+
+def explain_sizes(misshapen: list[str]) -> list[str]:
+    """What to do about parameters of other shapes."""
+    found = []
     in_llm = [name for name in misshapen if name.startswith("PaliGemma/llm/")]
     action = [name for name in misshapen if (name in in_llm and "_1/" in name) or name.startswith(_HEADS)]
     language = [name for name in in_llm if name not in action]

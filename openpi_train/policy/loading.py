@@ -20,6 +20,7 @@ from openpi_train.data.transforms import Normalize, Unnormalize
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
+from openpi_train.interop.weights import check_tokenizer, tokens_fingerprint
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
@@ -84,6 +85,7 @@ def load_policy(
     model, window = run.model, run.model.window
     config = run.data
     pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
+    check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
     longest = model.fit_prompts(pieces, ())
     lengths = None
     if longest.prompt_length is not None and model.prompt_length is not None:

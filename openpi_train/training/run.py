@@ -59,7 +59,7 @@ class Run:
     # The batches' shapes, if they have several (see `data/text_lengths.py`).
     text_lengths: tuple[int, ...] = ()
     programs: Programs | None = None
-    # `Tokenizer.fingerprint`: what the tokens that the weights learn stand for.
+    # `tokens_fingerprint`: what the tokens that the weights learn stand for.
     tokenizer: str | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0

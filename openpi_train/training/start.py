@@ -21,7 +21,7 @@ from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop.weights import check_tokenizer
+from openpi_train.interop.weights import check_tokenizer, tokens_fingerprint
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime import logs, phases, preempt, selftest, session
@@ -199,7 +199,8 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             draws=experiment.objective.draws_per_row,
             assets_dir=experiment.assets_dir,
         )
-    return dataclasses.replace(data, model=model, tokenizer=tokenizer.fingerprint)
+        fingerprint = tokens_fingerprint(model, tokenizer)
+    return dataclasses.replace(data, model=model, tokenizer=fingerprint)
 
 
 @phase("making the state")

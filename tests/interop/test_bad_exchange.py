@@ -14,11 +14,17 @@ from openpi_train.interop import formats, openpi, ours
 from openpi_train.interop.formats import open_checkpoint
 from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.orbax_item import save_item
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert import Request, plan
 
 KEY = "action_in_proj/kernel"
 WITH_LORA = tiny(language=LORA)
+_SHARED = ("paligemma_variant", "language", "siglip", "image_size", "action_dim", "action_horizon", "dtype", "remat")
+FAST = dataclasses.replace(
+    TINY, model=Pi0FastConfig(vocab_size=32, **{name: getattr(TINY.model, name) for name in _SHARED})
+)
+WIDE_FAST = dataclasses.replace(FAST, model=dataclasses.replace(FAST.model, vocab_size=64))
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +104,9 @@ def be_another_models(params):
         (None, TINY, WITH_LORA, "no LoRA factors, the model wants them"),
         (None, TINY, tiny(pi05=True), "the checkpoint is pi0's and the model pi0.5"),
         (None, tiny(pi05=True), TINY, "the checkpoint is pi0.5's and the model pi0"),
+        (None, TINY, FAST, "the checkpoint has an action expert, as pi0 and pi0.5 have"),
+        (None, FAST, TINY, "the action expert is missing"),
+        (None, FAST, WIDE_FAST, "the language expert has other sizes"),
         (
             None,
             TINY,

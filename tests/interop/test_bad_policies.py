@@ -18,6 +18,7 @@ from openpi_train.interop.stored import in_memory, place
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD
 from openpi_train.interop.torch_policy import settle_heads
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 MODEL = TINY.model
@@ -161,6 +162,20 @@ def test_another_chunk_or_normalisation_is_taken_and_said(folder, caplog):
     configured(folder, chunk_size=50, normalization_mapping={"STATE": "MIN_MAX", "ACTION": "MEAN_STD"})
     open_checkpoint(folder, MODEL)
     assert "chunks of 50 steps" in caplog.text and "MIN_MAX" in caplog.text
+
+
+def test_a_fast_processor_of_ones_own_is_named_in_the_policy(tmp_path, caplog):
+    sizes = {name: getattr(MODEL, name) for name in ("language", "siglip", "image_size", "action_dim", "vocab_size")}
+    model = Pi0FastConfig(paligemma_variant="dummy", fast_tokenizer="/mine/fast", **sizes)
+    params = made_up(dataclasses.replace(tiny(), model=model))
+    lerobot_policy.write(tmp_path / "out", as_stored(params), model)
+    assert json.loads((tmp_path / "out/config.json").read_text())["action_tokenizer_name"] == "/mine/fast"
+    assert "FAST processor at /mine/fast" in caplog.text
+    caplog.clear()
+    open_checkpoint(tmp_path / "out", model)
+    assert "FAST processor" not in caplog.text
+    open_checkpoint(tmp_path / "out", dataclasses.replace(model, fast_tokenizer="/other/fast"))
+    assert "has the FAST processor /mine/fast, the model here /other/fast" in caplog.text
 
 
 def test_a_config_that_is_no_json(folder):

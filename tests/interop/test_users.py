@@ -15,11 +15,13 @@ from bucket import bucket
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
 from openpi_train import cli
+from openpi_train.data.fast import fit_fast
 from openpi_train.data.tokenizer import BYTES, load_tokenizer, train_tokenizer
 from openpi_train.interop import formats, openpi, orbax_item, ours, place, stored
 from openpi_train.interop.formats import model_params, open_checkpoint
 from openpi_train.interop.stored import in_memory
-from openpi_train.interop.weights import CheckpointWeightLoader, check_tokenizer
+from openpi_train.interop.weights import CheckpointWeightLoader, check_tokenizer, tokens_fingerprint
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert import Request, plan
 
@@ -253,3 +255,21 @@ def test_weights_of_another_tokenizer_are_refused_with_both_fingerprints(tmp_pat
     check_tokenizer(None, other, where="X")
     with pytest.raises(CheckpointError, match=f"fingerprint {mine}, --data.tokenizer has {other}"):
         check_tokenizer(loader.tokenizer(), other, where="X")
+
+
+def test_weights_of_another_fast_processor_are_refused_too(tmp_path):
+    chunks, words = np.random.default_rng(0).normal(size=(20, 4, 2)), load_tokenizer(BYTES)
+    for scale in (5, 10):
+        fit_fast(chunks, vocab_size=300, scale=scale).save(tmp_path / str(scale))
+    model = Pi0FastConfig(paligemma_variant="dummy", fast_tokenizer=str(tmp_path / "5"))
+    mine, other = (
+        tokens_fingerprint(dataclasses.replace(model, fast_tokenizer=str(tmp_path / name)), words)
+        for name in ("5", "10")
+    )
+    check_tokenizer(mine, mine, where="X")
+    with pytest.raises(CheckpointError, match=r"--model.fast-tokenizer has .*same actions .*model.fast_tokenizer"):
+        check_tokenizer(mine, other, where="X")
+    # Of a model without action tokens only the words are known.
+    assert tokens_fingerprint(TINY.model, words) == words.fingerprint
+    check_tokenizer(mine, words.fingerprint, where="X")
+    check_tokenizer(words.fingerprint, other, where="X")

@@ -9,6 +9,7 @@ import pytest
 from saved_runs import save_run
 
 from openpi_train import load_policy, registry
+from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.policy import loading
 from openpi_train.policy.observation import ObservationError
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -146,3 +147,9 @@ def test_what_cannot_be_loaded_is_told(run, options, error, says):
     directory = run.directory / "0" / options.pop("directory", "")
     with pytest.raises(error, match=says):
         load_policy(directory, **options)
+
+
+def test_another_tokenizer_than_the_runs_is_refused(run, tmp_path):
+    train_tokenizer(["pick up the cup"] * 3, tmp_path / "other.model", 300)
+    with pytest.raises(CheckpointError, match=r"--data.tokenizer has .*the same words would be other tokens"):
+        load_policy(run.directory, tokenizer=str(tmp_path / "other.model"))
