@@ -17,6 +17,7 @@ from openpi_train.robots.base import Robot
 
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"
+_MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
 
 
 class ObservationError(ValueError):
@@ -112,11 +113,13 @@ class ObservationForm:
         if PROMPT not in given and self.prompt is not None:
             return self.prompt
         value = self._find(given, PROMPT)
-        if isinstance(value, np.ndarray) and value.dtype.kind == "U" and value.ndim == 0:
-            try:
+        try:
+            if isinstance(value, np.ndarray) and value.dtype.kind == "U" and value.ndim == 0:
                 value = value.item()
-            except ValueError as error:  # numpy checks no characters before
-                raise ObservationError(f"'prompt' is no text: {error}") from error
+            if isinstance(value, str):
+                value.encode()
+        except ValueError as error:  # numpy checks no characters before, and half of a pair has no UTF-8
+            raise ObservationError(f"'prompt' is no text: {error}") from error
         if not isinstance(value, str):
             raise ObservationError(f"'prompt' is a {type(value).__name__}; expected is a str, the instruction")
         return str(value)
@@ -145,13 +148,20 @@ def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> di
     return {key: value if key == PROMPT else np.stack([one[key] for one in steps]) for key, value in steps[-1].items()}
 
 
-def _flat(observation: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The observation with the keys of nested dictionaries joined by "/"."""
+def _flat(observation: Mapping[str, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
+    """The observation with the keys of nested dictionaries joined by "/". What no robot sends is refused cheaply."""
+    if depth > _MAX_DEPTH:
+        raise ObservationError(f"the observation has dictionaries in dictionaries, more than {_MAX_DEPTH} deep")
     found: dict[str, Any] = {}
     for key, value in observation.items():
         if not isinstance(key, str):
             raise ObservationError(f"the key {key!r} is a {type(key).__name__}; keys are strings")
-        found |= _flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if len(key) > _MAX_KEY_LENGTH:
+            raise ObservationError(f"the key {key[:40]!r}... has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
+        name = prefix + key
+        found |= _flat(value, f"{name}/", depth + 1) if isinstance(value, Mapping) else {name: value}
+        if len(found) > _MAX_KEYS:
+            raise ObservationError(f"the observation has more than {_MAX_KEYS} keys")
     return found
 
 

@@ -100,7 +100,7 @@ def _messages(path: Path) -> Iterator[Any]:
                 data = file.read(size) if 0 <= size <= path.stat().st_size else b""
                 if len(data) != size:
                     raise DataError(f"{path} ends in the middle of a batch; all before it was read")
-                yield wire.decode(data)
+                yield wire.decode(data, max_parts=max(len(data), 1))  # of a whole batch, and our own
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except wire.WireError as error:

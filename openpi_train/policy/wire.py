@@ -7,6 +7,7 @@ Nothing that is read can run: types are numbers, truth values and text alone, ne
 hostile until it is checked; decoded arrays are read-only views of it. Read next: `record.py`, `serve/server.py`.
 """
 
+import itertools
 import math
 import re
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 _NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 _TYPES = re.compile(rf"{_NUMBERS.pattern}|[<>|=]?[SU][1-9][0-9]{{0,5}}")
 _MAX_DIMS = 8
+# Lists and maps of a message: one byte each on the wire, a hundred in memory, and all other requests wait for them.
+_MAX_PARTS = 100_000
 
 
 class WireError(ValueError):
@@ -30,10 +33,22 @@ def encode(message: Any) -> bytes:
     return packed
 
 
-def decode(data: bytes) -> Any:
-    """The message that the bytes hold. Raises WireError."""
+def decode(data: bytes, max_parts: int = _MAX_PARTS) -> Any:
+    """The message that the bytes hold. Raises WireError, also where it has more than `max_parts` lists and maps."""
+    parts = itertools.count(1)
+
+    def counted(part: Any) -> Any:
+        if next(parts) > max_parts:
+            raise WireError(f"the message has more than {max_parts} lists and maps; send arrays")
+        return part
+
     try:
-        return msgpack.unpackb(data, object_hook=_from_stand_in)
+        return msgpack.unpackb(
+            data,
+            object_hook=lambda value: _from_stand_in(counted(value)),
+            list_hook=counted,
+            max_array_len=min(max_parts, len(data)),
+        )
     except WireError:
         raise
     except (ValueError, TypeError, ArithmeticError, RecursionError, msgpack.UnpackException) as error:

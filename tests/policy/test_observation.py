@@ -109,6 +109,27 @@ def test_a_misspelt_key_is_guessed():
         form(Bridge()).row({"observation/image0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go"})
 
 
+def nested(depth, key="a"):
+    return {key: nested(depth - 1, key)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (nested(900), "more than 8 deep"),
+        (nested(5, "b" * 100_000), "has 100000 characters"),
+        ({f"observation/imag{number}": 0 for number in range(2000)}, "more than 1000 keys"),
+        ({"prompt": "\udcff"}, "'prompt' is no text"),
+        ({"prompt": np.array("\udcff")}, "'prompt' is no text"),
+    ],
+    ids=["deep", "long key", "many keys", "no unicode", "no unicode in an array"],
+)
+def test_what_no_robot_sends_is_refused_at_once_and_in_few_words(sent, says):
+    with pytest.raises(ObservationError, match=says) as refused:
+        form(Bridge()).row({"observation/image_0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go", **sent})
+    assert len(str(refused.value)) < 300
+
+
 def test_history_is_stacked_as_training_pads_it():
     steps = [{"state": np.full(2, n), "nested": {"image": np.full((2, 2, 3), n)}, "prompt": "go"} for n in range(4)]
     stacked = stack_history(steps[:2], 3)
