@@ -1,5 +1,7 @@
 """Which format a dataset on disk has. Read next: `rlds/source.py`, `lerobot/source.py`, `zarr/source.py`."""
 
+from pathlib import Path
+
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.layout import is_lerobot
 from openpi_train.data.repack import is_repacked
@@ -12,6 +14,8 @@ from openpi_train.data.zarr.store import is_zarr
 
 def source_at(path: str) -> SourceConfig:
     """The source for the dataset at `path`, told by its metadata. Raises FileNotFoundError where there is none."""
+    if "://" not in path and not Path(path).expanduser().exists():
+        raise FileNotFoundError(f"{path} does not exist")
     if is_lerobot(path):
         return LeRobot(path=path)
     if is_zarr(path):

@@ -11,7 +11,7 @@ def resize_with_pad(images: np.ndarray, height: int, width: int) -> np.ndarray:
     if images.dtype != np.uint8 or images.shape[-1] != 3:
         raise ValueError(f"images must be uint8 [..., H, W, 3]; got {images.dtype} {list(images.shape)}")
     ratio = max(images.shape[-2] / width, images.shape[-3] / height)
-    inner_height, inner_width = int(images.shape[-3] / ratio), int(images.shape[-2] / ratio)
+    inner_height, inner_width = (max(1, int(size / ratio)) for size in images.shape[-3:-1])
     top, left = (height - inner_height) // 2, (width - inner_width) // 2
     flat = images.reshape(-1, *images.shape[-3:])
     result = np.zeros((len(flat), height, width, 3), np.uint8)

@@ -53,7 +53,7 @@ def run(flags: argparse.Namespace) -> int:
         server = PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
-        host, port = listener.getsockname()[:2]
+        host, port = _listen(listener)
         logger.info(
             "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
             *(time.monotonic() - started, policy.checkpoint, "wss" if tls else "ws", host, port),
@@ -140,3 +140,16 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
     return listener
+
+
+def _listen(listener: socket.socket) -> tuple[str, int]:
+    """Let clients in, at the address that comes back; who connects before the server runs waits for it.
+
+    Raises UsageError where another program that had bound the port, too, was faster.
+    """
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen()
+    except OSError as error:
+        raise UsageError(f"{host}:{port} was taken by another program meanwhile: {error}") from error
+    return host, port

@@ -80,3 +80,10 @@ def test_transforms_travel_to_workers(tokenizer_path):
     ):
         for name, value in transform(row).items():
             assert np.array_equal(pickle.loads(pickle.dumps(transform))(row)[name], value)
+
+
+@pytest.mark.parametrize("size", [(1, 5000), (5000, 1)])
+def test_a_picture_that_is_hardly_there_keeps_a_pixel(size):
+    resized = resize_with_pad(np.full((*size, 3), 200, np.uint8), 12, 12)
+    assert resized.shape == (12, 12, 3)
+    assert (resized == 200).all(axis=-1).sum() == 12

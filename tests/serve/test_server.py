@@ -16,6 +16,8 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import connect
 
 from openpi_train.policy import wire
+from openpi_train.runtime.exits import UsageError
+from openpi_train.serve import main
 
 
 @contextlib.contextmanager
@@ -253,3 +255,12 @@ def refused(port):
     except ConnectionRefusedError:
         return True
     return False
+
+
+def test_of_two_servers_on_one_port_the_later_is_told():
+    first = main._bind("127.0.0.1", 0)
+    second = main._bind("127.0.0.1", first.getsockname()[1])
+    with first, second:
+        main._listen(first)
+        with pytest.raises(UsageError, match="was taken by another program meanwhile"):
+            main._listen(second)

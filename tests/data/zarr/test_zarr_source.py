@@ -141,6 +141,8 @@ def test_the_format_is_detected_and_shapes_cost_no_index(stores, tmp_path, monke
         assert isinstance(source, Zarr)
         assert source.column_shapes() == {"state": (14,), "action": (14,)}
     assert not (tmp_path / "home").exists()
+    with pytest.raises(FileNotFoundError, match="absent does not exist"):
+        source_at(str(tmp_path / "absent"))
     given = argparse.Namespace(path=str(stores["v3.zarr"]), split="train", on_bad_record="error")
     assert data_tool._source(given).num_episodes == 3
     given.split = "val"
