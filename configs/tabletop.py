@@ -139,5 +139,6 @@ tabletop_dp = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_dp --exp-name x  (after: python -m openpi_train data prepare
 --name tabletop_reach_red --tasks reach_red --episodes-per-task 1000)
-Hardware: 2 CPU cores. Result: 100 of 100 held-out episodes from step 500 on; 8 CPU minutes for all 2,000 (docs/benchmarks.md).
+Hardware: 2 CPU cores. Result: 100 of 100 held-out episodes from step 500 on; all 2,000 take 8 CPU minutes
+(docs/benchmarks.md).
 """
