@@ -33,7 +33,7 @@ def quick(tmp_path_factory) -> tuple[str, dict]:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     # With the suite's XLA_FLAGS: compiling is most of the time, and the speed of what is compiled matters nothing here.
     program = [sys.executable, "-m", "benchmarks", *words]
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
 
 def rows(quick: tuple[str, dict], title: str) -> list[dict]:

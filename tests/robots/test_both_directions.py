@@ -14,6 +14,7 @@ from openpi_train.robots.base import Robot
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.droid import Droid
 from openpi_train.robots.libero import Libero
+from openpi_train.robots.metaworld import MetaWorld
 from openpi_train.robots.openx import OpenX
 from openpi_train.robots.openx_layouts import LAYOUTS
 from openpi_train.robots.pusht import PushT
@@ -28,6 +29,7 @@ ROBOTS = [
     Droid(action="joint_position"),
     Libero(),
     Libero(extra_delta=True),
+    MetaWorld(),
     *(OpenX(layout=layout) for layout in LAYOUTS),
     PushT(),
     PushT(keypoints=True),
