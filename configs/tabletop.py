@@ -94,11 +94,11 @@ pi0_tabletop_reach = dataclasses.replace(
         ),
     ),
 )
-"""A small pi0 (0.2 M parameters) that learns to reach for the block of the colour it is told; what `make demo` runs.
+"""A small pi0 (0.2 M parameters) that is told which block to reach for; what `make demo` runs.
 
 Command: python -m openpi_train pi0_tabletop_reach --exp-name x  (after: python -m openpi_train data prepare
 --name tabletop_reach --tasks reach_red reach_blue --episodes-per-task 1000)
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Result: too few successes yet (docs/benchmarks.md).
 """
 
 _REACH_RED_HOME = places.datasets() / "tabletop_reach_red"
