@@ -15,7 +15,10 @@ from openpi_train.data.zarr.store import is_zarr
 def source_at(path: str) -> SourceConfig:
     """The source for the dataset at `path`, told by its metadata. Raises FileNotFoundError where there is none."""
     if "://" not in path and not Path(path).expanduser().exists():
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(
+            f"{path} does not exist: give the folder of an RLDS dataset (with dataset_info.json), of a LeRobot one "
+            "(with meta/info.json) or a zarr store"
+        )
     if is_lerobot(path):
         return LeRobot(path=path)
     if is_zarr(path):

@@ -14,6 +14,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--tls-cert and --tls-key go together: the certificate and its private key, in PEM")
     if flags.record and flags.replay:
         parser.error("--record and --replay exclude each other")
+    if not 0 <= flags.port < 1 << 16:
+        parser.error(f"--port {flags.port} is none: ports are 0 (any free one) to 65535")
     for name in ("max_batch", "max_queue", "max_clients", "max_message_mib"):
         if getattr(flags, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1")

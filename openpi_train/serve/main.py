@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -26,12 +27,18 @@ def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0."""
     _start()
     try:
-        from openpi_train.policy.record import Recorder
-        from openpi_train.serve.server import Limits, PolicyServer
+        import openpi_train.serve.server  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve]'") from error
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
-    listener = _bind(flags.host, flags.port)  # bound, not listening: until then clients are refused, and wait
+    with _bind(flags.host, flags.port) as listener:  # bound, not listening: until then clients are refused, and wait
+        return _serve(flags, listener, key, tls)
+
+
+def _serve(flags: argparse.Namespace, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None) -> int:
+    from openpi_train.policy.record import Recorder
+    from openpi_train.serve.server import Limits, PolicyServer
+
     sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
     policy = _load(flags, batch_sizes=sizes)
     recorder = Recorder(flags.record, policy) if flags.record else None
@@ -134,10 +141,12 @@ def _tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            undo.pop_all()
+    except OSError as error:
         raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
     return listener
 
