@@ -93,8 +93,8 @@ def _push(conversion: "Conversion") -> str:
 def plan(request: Request, experiment: Experiment) -> "Conversion":
     """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
-    check_target(request.target)
     stored = formats.open_checkpoint(request.source, model, request.source_format)
+    check_target(request.target, stored.where)
     _check_same_model(stored, model)
     params = formats.model_params(stored, model)
     if request.target_format is None:
@@ -118,6 +118,9 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
     if request.dtype is not None:
         wanted = {path: leaf.cast(_dtype(request.dtype)) for path, leaf in wanted.items()}
     published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
+    said = stored.experiment or as_json(experiment)
+    if request.merge_lora:
+        said = {**said, "model": as_json(wanted_model)}
     norm_stats = _norm_stats(request, stored)
     try:
         check_asset_ids(norm_stats)
@@ -130,7 +133,7 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
         model=model,
         params=params,
         wanted_model=wanted_model,
-        wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats),
+        wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said),
         left_out=left_out,
         cameras=experiment.data.cameras,
     )

@@ -53,13 +53,16 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def check_target(target: Path) -> None:
-    """Raise UsageError where what is given is an address and no path."""
+def check_target(target: Path, source: str) -> None:
+    """Raise UsageError where the target is an address and no path, or lies in the source or around it."""
     if re.match(r"[a-z]\w+:/", str(target)):
         raise UsageError(
             f"{target}: a result is written to a directory, or pushed to hub:USER/NAME; write it to a disk and copy it "
             "to the bucket (gcloud storage cp -r, aws s3 cp --recursive)"
         )
+    there, here = target.expanduser().resolve(), Path(source).expanduser().resolve()
+    if here.exists() and (here in (there, *there.parents) or there in here.parents):
+        raise UsageError(f"{target} lies in {source}, or around it, or is the same; give a directory beside it")
 
 
 def _check_room(target: Path, needed: int) -> None:

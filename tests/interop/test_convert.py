@@ -13,6 +13,8 @@ from openpi_train.experiment import as_json
 from openpi_train.interop import openpi, ours
 from openpi_train.interop.formats import model_params, open_checkpoint
 from openpi_train.interop.parity import compare_outputs
+from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.runtime.exits import UsageError
 from openpi_train.tools.convert import Request, plan
 
 
@@ -45,6 +47,7 @@ def test_all_comes_back_bit_for_bit(tmp_path, experiment):
     between, first = convert(source, tmp_path / "ours", experiment, outputs=False)
     back, second = convert(tmp_path / "ours", tmp_path / "6", experiment)
     assert (between.format, back.format) == ("ours", "openpi")
+    assert experiment_from_json(between.experiment, experiment).model == experiment.model
     same(back.params, params)
     same(back.train_state, state)
     assert back.norm_stats == {"robot": STATS}
@@ -92,6 +95,8 @@ def test_merged_factors_compute_what_they_did_apart(tmp_path):
     found = report["outputs"]["velocity"]
     assert found["largest_difference"] < 1e-4 * found["largest_value"]  # sums in another order, in float32
     assert report["parameters"]["largest_difference"] > 0.01  # factors did change the weights
+    merged = plan(Request(source=str(source), target=tmp_path / "7", merge_lora=True), experiment)
+    assert experiment_from_json(merged.wanted.experiment or {}, experiment).model == experiment.model.without_lora()
 
 
 def test_the_comparison_sees_a_wrong_weight():
@@ -125,3 +130,10 @@ def test_whose_model_it_is_must_be_said(tmp_path, capsys):
     source = write(tmp_path / "5", {"a": jnp.zeros(2)})
     assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 2
     assert "does not say whose model it is: name an experiment with --experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["5", "5/ours", "."], ids=["the same", "in it", "around it"])
+def test_a_result_never_lies_in_its_source(tmp_path, target):
+    source = write(tmp_path / "5", made_up())
+    with pytest.raises(UsageError, match="lies in .*, or around it"):
+        plan(Request(source=str(source), target=tmp_path / target, overwrite=True), TINY)
