@@ -5,13 +5,14 @@ Read next: `lerobot_feed.py`, which reads it back. lerobot itself is not needed,
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from openpi_train.data.lerobot.encode import open_encoders
 
 FPS, TASK = 30, "pick up the block"
 CAMERAS = ("observation.images.top", "observation.images.left_wrist", "observation.images.right_wrist")
@@ -117,10 +118,10 @@ def _write_video(path: Path, num_frames: int, height: int, width: int, seed: int
         for size in (8, 16, 64)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("SVT_LOG", "1")  # the encoder otherwise describes itself, each time
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libsvtav1", FPS, options=_ENCODING)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        open_encoders(container)
         for number in range(num_frames):
             noisy = 127 + np.roll(scene, 2 * number, axis=1) + random.normal(0, 2, (height, width, 1))
             picture = np.clip(noisy, 0, 255).astype(np.uint8)

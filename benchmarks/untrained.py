@@ -53,6 +53,7 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
             data_position={},
             experiment=as_json(experiment),
             norm_stats=norm_stats,
+            files=data.token_files,
             extra={"tokenizer": data.tokenizer},
         )
     (directory / "experiment.json").write_text(json.dumps(as_json(experiment)))

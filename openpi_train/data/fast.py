@@ -100,9 +100,8 @@ class FastTokenizer:
 
         return [piece(token) for token in range(self.vocab_size)]
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the published processor's files. `AutoProcessor` reads them with the hub repository's code."""
-        directory = Path(directory)
+    def files(self) -> dict[str, bytes]:
+        """The published processor's files by name. `AutoProcessor` reads them with the hub repository's code."""
         config = {
             "processor_class": "UniversalActionProcessor",
             "auto_map": {"AutoProcessor": f"{PUBLISHED}--processing_action_tokenizer.UniversalActionProcessor"},
@@ -112,14 +111,19 @@ class FastTokenizer:
             "action_dim": None,
             "time_horizon": None,
         }
-        files.write_text(directory / _BPE, self._json)
-        files.write_json(directory / "special_tokens_map.json", {})
-        files.write_json(
-            directory / "tokenizer_config.json",
-            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
-        )
-        files.write_json(directory / _CONFIG, config)  # last: with it the directory is a processor
-        return directory
+        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        return {
+            _BPE: self._json.encode(),
+            "special_tokens_map.json": b"{}\n",
+            "tokenizer_config.json": files.json_text(tokenizer).encode(),
+            _CONFIG: files.json_text(config).encode(),
+        }
+
+    def save(self, directory: str | Path) -> Path:
+        """Write these files; the last one makes the directory a processor."""
+        for name, content in self.files().items():
+            files.write_bytes(Path(directory) / name, content)
+        return Path(directory)
 
     def _text(self, chunk: np.ndarray) -> str:
         rounded = np.around(np.asarray(scipy.fft.dct(chunk, axis=0, norm="ortho")) * self.scale)

@@ -30,7 +30,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """As `write_text`. Raises ValueError where `value` holds NaN or Inf, which JSON cannot say."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """What `write_json` writes. Raises ValueError as it does."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:

@@ -39,6 +39,8 @@ class OpenedData:
     model: Any = None
     # `tokens_fingerprint` of the run's; None where no run asked for it.
     tokenizer: str | None = None
+    # `token_files` of the run's.
+    token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -19,6 +19,8 @@ from openpi_train.data.hub import hub_file
 
 logger = logging.getLogger(__name__)
 
+# How the file of a SentencePiece model is called.
+FILE = "tokenizer.model"
 # The name of the built-in tokenizer with a piece per byte, for runs on made-up data.
 BYTES = "bytes"
 
@@ -38,7 +40,7 @@ class Tokenizer:
 
     def __init__(self, model: bytes, name: str = "tokenizer", offline: bool = False, cuts: bool = True):
         self.name, self.offline, self.cuts = name, offline, cuts
-        self._model = model
+        self.model = model
         self._truncated: set[str] = set()
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -49,7 +51,7 @@ class Tokenizer:
             raise ValueError(f"{name} is not a SentencePiece model ({len(model)} bytes); give its `.model` file")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self._model, self.name, self.offline, self.cuts)
+        return Tokenizer, (self.model, self.name, self.offline, self.cuts)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, {self.vocab_size} pieces)"
@@ -67,7 +69,7 @@ class Tokenizer:
 
     def without_cuts(self) -> "Tokenizer":
         """The same tokenizer, which refuses prompts that are too long."""
-        return Tokenizer(self._model, self.name, self.offline, cuts=False)
+        return Tokenizer(self.model, self.name, self.offline, cuts=False)
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The tokens of a text as it stands."""
@@ -185,7 +187,7 @@ def _train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 def _read_model(name: str, offline: bool) -> bytes:
     path = Path(name).expanduser()
-    path = path / "tokenizer.model" if path.is_dir() else path
+    path = path / FILE if path.is_dir() else path
     if path.is_file():
         return path.read_bytes()
     how = (
@@ -194,4 +196,4 @@ def _read_model(name: str, offline: bool) -> bytes:
     )
     if name.endswith(".model"):
         raise FileNotFoundError(f"no tokenizer at {name}: {how}")
-    return hub_file(name, "tokenizer.model", offline=offline, what="tokenizer", how=how).read_bytes()
+    return hub_file(name, FILE, offline=offline, what="tokenizer", how=how).read_bytes()

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.files import write_json
+from openpi_train.data.files import write_bytes, write_json
 from openpi_train.interop import openpi
 from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
 from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Index, Leaves, Piece, Stored, StoredLeaf, assembled
+from openpi_train.interop.tokens import FOLDER, token_files_of
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -46,7 +47,8 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         raise CheckpointError(
             f"{step} is half a checkpoint: {MANIFEST}, which is written last, is missing. Take another step of that run"
         )
-    _check(step, "params/")
+    for below in ("params/", f"{FOLDER}/"):
+        _check(step, below)
     meta = _meta(step)
     params, state = openpi.read_params(step / "params"), None
     if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
@@ -59,6 +61,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         norm_stats=openpi.read_norm_stats(step),
         experiment=meta.get("experiment"),
         tokenizer=meta.get("tokenizer"),
+        token_files=token_files_of(step),
     )
 
 
@@ -109,6 +112,9 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
     if state is not None:
         save_item(directory / "train_state", nested_params(state))
     openpi.write_norm_stats(directory, stored.norm_stats)
+    if (tokens := stored.token_files) is not None:
+        for name in tokens.names():
+            write_bytes(directory / FOLDER / name, tokens.read(name))
     meta = {"source": stored.where, "experiment": stored.experiment, "tokenizer": stored.tokenizer}
     write_json(directory / META, meta)
     write_manifest(directory)

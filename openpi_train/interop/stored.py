@@ -14,6 +14,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from openpi_train.interop.place import Place
+
 Index = tuple[slice, ...]
 Piece = tuple[Index, np.ndarray]
 # What a leaf is read and written by, so that a host need not hold one whole: its largest has gigabytes.
@@ -143,7 +145,7 @@ class Stored:
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
     are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
     `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
-    ours says: its JSON, and its tokenizer's fingerprint.
+    ours says: its JSON, and its tokenizer's fingerprint; `token_files` is the folder of its tokenizer, None: not there.
     """
 
     where: str
@@ -153,6 +155,7 @@ class Stored:
     norm_stats: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experiment: Mapping[str, Any] | None = None
     tokenizer: str | None = None
+    token_files: Place | None = None
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -3,11 +3,10 @@
 import abc
 import dataclasses
 import logging
-from typing import Any
 
 from openpi_train.interop.stored import Leaves
 from openpi_train.models.base import ModelConfig
-from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -80,28 +79,3 @@ class CheckpointWeightLoader(WeightLoader):
         from openpi_train.interop.openpi_state import state_leaves
 
         return state_leaves(open_checkpoint(self.params_path, model), openpi.parameter_names(model))
-
-
-def tokens_fingerprint(model: ModelConfig, tokenizer: Any) -> str:
-    """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor."""
-    chunks = model.chunk_tokenizer(tokenizer)
-    return tokenizer.fingerprint if chunks is None else f"{tokenizer.fingerprint}+{chunks.fingerprint[:16]}"
-
-
-def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) -> None:
-    """Raise CheckpointError where the weights of `where` were trained with another tokenizer than is `given`.
-
-    Both are of `tokens_fingerprint`; nothing is said of what one of them does not know.
-    """
-    if trained_with is None or given is None:
-        return
-    for then, now, name, what in zip(trained_with.split("+"), given.split("+"), _TOKENIZERS, _TOKENIZED, strict=False):
-        if then != now:
-            raise CheckpointError(
-                f"{where} was trained with a tokenizer of fingerprint {then}, --{name.replace('_', '-')} has {now}: "
-                f"the same {what} would be other tokens. Give the tokenizer that it was trained with (`{name}` in its "
-                "experiment.json), or start from other weights"
-            )
-
-
-_TOKENIZERS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")

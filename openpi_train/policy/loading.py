@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
-from openpi_train.data.tokenizer import load_tokenizer
+from openpi_train.data.tokenizer import FILE, load_tokenizer
 from openpi_train.data.transforms import Normalize, Unnormalize
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
-from openpi_train.interop.weights import check_tokenizer, tokens_fingerprint
+from openpi_train.interop.tokens import check_tokenizer, on_disk, tokens_fingerprint, with_files
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
@@ -72,7 +72,7 @@ def load_policy(
         num_sample_steps: denoising steps; None: as many as the run's evaluation takes.
         batch_sizes: rows of the programs that are compiled; a batch is filled up to the next one.
         seed: of all noise; None: the run's.
-        tokenizer: another place of the run's tokenizer.
+        tokenizer: another place of the run's tokenizer; None: the checkpoint's own, or where the experiment says.
         cut_prompts: cut prompts that are too long, with a warning, as training does; else they are errors.
         devices: the devices to use; None: all of this process.
 
@@ -82,8 +82,10 @@ def load_policy(
     """
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
-    model, window = run.model, run.model.window
-    config = run.data
+    config, model = run.data, run.model
+    if stored.token_files is not None:
+        folder = on_disk(stored.token_files)
+        model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
     pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
     check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
     longest = model.fit_prompts(pieces, ())
@@ -91,7 +93,7 @@ def load_policy(
     if longest.prompt_length is not None and model.prompt_length is not None:
         lengths = tuple(sorted({model.prompt_length, longest.prompt_length}))
     stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.normalization
-    model, params, plan = _restored(run.model, stored, str(directory), average, dtype, merge_lora, devices)
+    model, params, plan = _restored(model, stored, str(directory), average, dtype, merge_lora, devices)
     sampler = Sampler(
         model=model,
         objective=run.objective,
@@ -107,7 +109,7 @@ def load_policy(
         sampler=sampler,
         form=ObservationForm(
             robot=chosen.robot,
-            window=window,
+            window=run.model.window,
             image_size=sampler.image_size,
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,

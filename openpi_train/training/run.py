@@ -61,6 +61,8 @@ class Run:
     programs: Programs | None = None
     # `tokens_fingerprint`: what the tokens that the weights learn stand for.
     tokenizer: str | None = None
+    # Its files, which lie in every checkpoint.
+    token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -177,7 +179,7 @@ class Run:
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
         """Start saving a checkpoint."""
-        stall_s = self.checkpoints.save(state, norm_stats=self.norm_stats, **self._saved_with())
+        stall_s = self.checkpoints.save(state, norm_stats=self.norm_stats, files=self.token_files, **self._saved_with())
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
 

@@ -21,7 +21,7 @@ from openpi_train.data.rows import Rows
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop.weights import check_tokenizer, tokens_fingerprint
+from openpi_train.interop.tokens import check_tokenizer, token_files, tokens_fingerprint
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime import logs, phases, preempt, selftest, session
@@ -152,6 +152,7 @@ def start(
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
         text_lengths=data.train.text.lengths if data.train.text else (),
         tokenizer=data.tokenizer,
+        token_files=data.token_files,
         norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
     )
 
@@ -199,8 +200,8 @@ def open_run_data(experiment: Experiment) -> OpenedData:
             draws=experiment.objective.draws_per_row,
             assets_dir=experiment.assets_dir,
         )
-        fingerprint = tokens_fingerprint(model, tokenizer)
-    return dataclasses.replace(data, model=model, tokenizer=fingerprint)
+        told = {"tokenizer": tokens_fingerprint(model, tokenizer), "token_files": token_files(model, tokenizer)}
+    return dataclasses.replace(data, model=model, **told)
 
 
 @phase("making the state")

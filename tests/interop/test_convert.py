@@ -135,5 +135,5 @@ def test_whose_model_it_is_must_be_said(tmp_path, capsys):
 @pytest.mark.parametrize("target", ["5", "5/ours", "."], ids=["the same", "in it", "around it"])
 def test_a_result_never_lies_in_its_source(tmp_path, target):
     source = write(tmp_path / "5", made_up())
-    with pytest.raises(UsageError, match="lies in .*, or around it"):
+    with pytest.raises(UsageError, match=r"lies in .*, or around it"):
         plan(Request(source=str(source), target=tmp_path / target, overwrite=True), TINY)

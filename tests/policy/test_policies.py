@@ -1,6 +1,7 @@
 """Every kind of model as a policy: its rows are training's, and its chunks have the error that training evaluates."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from openpi_train import load_policy, registry
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.fast import fit_fast
+from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.zarr import Zarr
 from openpi_train.experiment import EvalConfig
 from openpi_train.models.diffusion_policy import UnetSizes
@@ -20,6 +22,8 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.policy import loading
 from openpi_train.policy.observation import ObservationError, stack_history
 from openpi_train.robots.bridge import Bridge
+from openpi_train.runtime.exits import CheckpointError
+from openpi_train.tools.convert import Request, plan
 
 pytestmark = pytest.mark.slow
 
@@ -150,3 +154,24 @@ def test_parameters_that_do_not_fit_one_device_are_cut_over_all(tmp_path, monkey
     assert held < 0.6 * sum(leaf.size for leaf in policy.sampler.params.values())
     # The same numbers in other programs: float32 rounding.
     np.testing.assert_allclose(policy.sampler.sample(rows, range(NUM_ROWS)), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_checkpoint_answers_wherever_it_is_copied_to(tmp_path):
+    made = save_run(pi0_fast(tmp_path), tmp_path / "runs")
+    moved = shutil.copytree(made.directory / "0", tmp_path / "robot" / "checkpoint")
+    shutil.rmtree(tmp_path / "fast")
+    shutil.rmtree(tmp_path / "runs")
+    policy = load_policy(moved, devices=jax.devices()[:1])
+    assert policy.sampler.model.fast_tokenizer == str(moved / "tokenizer" / "fast")
+    again = plan(
+        Request(source=str(moved), target=tmp_path / "again", target_format="ours", outputs=False), made.experiment
+    )
+    assert (
+        load_policy(again.run(), devices=jax.devices()[:1])
+        .sampler.model.chunk_tokenizer(load_tokenizer(str(moved / "tokenizer")))
+        .fingerprint.startswith(made.data.tokenizer.partition("+")[2])
+    )
+    with (moved / "tokenizer" / "fast" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(CheckpointError, match=r"tokenizer/fast/tokenizer.json"):
+        load_policy(moved)

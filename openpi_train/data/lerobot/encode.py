@@ -4,7 +4,10 @@ Read next: `write.py`; `video.py` decodes them. A key frame every second frame, 
 costs two to decode. Encoding is the encoder's own threads' work; joining copies packets, no pixel is touched again.
 """
 
+import contextlib
 import os
+import sys
+import threading
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -34,13 +37,12 @@ def encode(path: Path, frames: Iterable[np.ndarray], size: tuple[int, int], *, f
         raise ValueError(
             f"pictures of {height}x{width} cannot be a video: both sides must be even; keep them as images"
         )
-    # SVT-AV1 tells the terminal twenty lines of its settings for every video unless it may only report errors.
-    os.environ.setdefault("SVT_LOG", "1")
     number = 0
     with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
         stream = container.add_stream(encoder, fps, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         try:
+            open_encoders(container)
             for frame in frames:
                 number += 1
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")))
@@ -49,6 +51,31 @@ def encode(path: Path, frames: Iterable[np.ndarray], size: tuple[int, int], *, f
             raise ValueError(f"{encoder} does not encode pictures of {height}x{width}: {error}") from error
     _sync(path)
     return number
+
+
+def open_encoders(container: Any) -> None:
+    """Start encoding the container's streams, with all threads as urgent as this one was.
+
+    Run by root, as in most containers, SVT-AV1 makes this thread and its own real-time ones (SCHED_FIFO, 99): on a
+    machine whose cores they fill nothing else has its turn, and every process started later inherits it.
+    """
+    # It also tells the terminal twenty lines of its settings for every video unless it may only report errors.
+    os.environ.setdefault("SVT_LOG", "1")
+    if sys.platform != "linux":
+        container.start_encoding()
+        return
+    this, others = threading.get_native_id(), _threads()
+    policy, priority = os.sched_getscheduler(this), os.sched_getparam(this)
+    try:
+        container.start_encoding()
+    finally:
+        for thread in {this} | _threads() - others:
+            with contextlib.suppress(ProcessLookupError):  # one that has ended
+                os.sched_setscheduler(thread, policy, priority)
+
+
+def _threads() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def join(paths: Sequence[Path], lengths: Sequence[int], out: Path, *, fps: int) -> None:

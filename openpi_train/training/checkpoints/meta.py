@@ -1,11 +1,11 @@
-"""What lies beside a checkpoint's arrays: `meta.json`, and the norm stats in `assets/`. Read next: `store.py`."""
+"""What lies beside a checkpoint's arrays: `meta.json`, norm stats in `assets/`, more files. Read next: `store.py`."""
 
 import pathlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from openpi_train.data.files import write_json
+from openpi_train.data.files import write_bytes, write_json
 from openpi_train.training.checkpoints.layout import Leaves, describe
 from openpi_train.training.rundir import package_versions
 
@@ -39,10 +39,12 @@ def check_asset_ids(norm_stats: Mapping[str, Any]) -> None:
             )
 
 
-def write_beside(directory: pathlib.Path, meta: Mapping[str, Any], norm_stats: Mapping[str, Any]) -> None:
-    """Write `meta.json`, and each `assets/<asset_id>/norm_stats.json`, into a checkpoint's directory."""
+def write_beside(
+    directory: pathlib.Path, meta: Mapping[str, Any], norm_stats: Mapping[str, Any], files: Mapping[str, bytes]
+) -> None:
+    """Write each `assets/<asset_id>/norm_stats.json`, `files` by path and `meta.json` into a checkpoint's folder."""
     for asset_id, stats in norm_stats.items():
-        path = directory / "assets" / asset_id / "norm_stats.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, stats)
+        write_json(directory / "assets" / asset_id / "norm_stats.json", stats)
+    for path, content in files.items():
+        write_bytes(directory / path, content)
     write_json(directory / "meta.json", meta)

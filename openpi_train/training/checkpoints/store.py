@@ -3,6 +3,7 @@
     <run>/<step>/params/        what inference loads, as openpi publishes it (`layout.py`)
                  train_state/   what only training needs
                  assets/<asset_id>/norm_stats.json
+                 tokenizer/     its files, so that the checkpoint answers wherever it is copied to
                  meta.json      step, data position, experiment, versions, dtype and shape of every leaf
                  manifest.json  size and crc32 of every file, written last (`manifest.py`)
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
@@ -15,13 +16,14 @@ Read next: `layout.py` (what lies in the items), `copy_out.py` (how they are wri
 """
 
 import concurrent.futures
+import functools
 import logging
 import math
 import os
 import pathlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -99,6 +101,7 @@ class Checkpoints:
         data_position: Mapping[str, Any],
         experiment: Mapping[str, Any],
         norm_stats: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> float:
         """Start saving and return the seconds for which the caller was held up (`time/checkpoint_stall_s`).
@@ -110,6 +113,7 @@ class Checkpoints:
 
         Args:
             norm_stats: what `assets/<asset_id>/norm_stats.json` shall hold, by asset id.
+            files: what else shall lie in the checkpoint, by path.
             extra: more JSON values to keep beside these, such as the wandb run id.
 
         Raises:
@@ -128,12 +132,13 @@ class Checkpoints:
         problem = ""
         if self._is_writer:
             self._dirs.remove_left_overs()  # a failed save's files may be what fills the disk
-            problem = self._obstacle(step, items)
+            problem = self._obstacle(step, size_bytes(items) + sum(map(len, (files or {}).values())))
         self._raise_together(problem)
         self._source = source = local or Source(fetch_share(items))
         self._saved_step = step
         arrays = host_arrays(items, source)
-        self._pending = self._background.submit(self._write, step, arrays, meta, dict(norm_stats), started, source)
+        beside = functools.partial(write_beside, meta=meta, norm_stats=dict(norm_stats), files=dict(files or {}))
+        self._pending = self._background.submit(self._write, step, arrays, beside, started, source)
         return time.monotonic() - started
 
     def save_locally(
@@ -250,7 +255,7 @@ class Checkpoints:
             concurrent.futures.wait([self._pending])  # the copy of a save that failed: no second state in memory
         return self._local.save(step, items, meta)
 
-    def _obstacle(self, step: int, items: Mapping[str, Any]) -> str:
+    def _obstacle(self, step: int, size: int) -> str:
         if self.step_dir(step).exists() and not has_manifest(self.step_dir(step)):
             set_aside(self.step_dir(step), "damaged")
         elif self.step_dir(step).exists():
@@ -258,7 +263,7 @@ class Checkpoints:
                 f"{self.step_dir(step)} exists already, from another run or one that was not restored; "
                 "use --resume to continue that run, or --overwrite to move it aside"
             )
-        needed, free = size_bytes(items) + _SLACK_BYTES, shutil.disk_usage(self.directory).free
+        needed, free = size + _SLACK_BYTES, shutil.disk_usage(self.directory).free
         if needed <= free:
             return ""
         return (
@@ -292,8 +297,7 @@ class Checkpoints:
         self,
         step: int,
         arrays: Mapping[str, Leaves],
-        meta: Mapping[str, Any],
-        norm_stats: Mapping[str, Any],
+        beside: Callable[[pathlib.Path], None],
         started: float,
         source: Source,
     ) -> None:
@@ -302,7 +306,7 @@ class Checkpoints:
         if not self._is_writer:
             return
         directory = self.step_dir(step)
-        write_beside(directory, meta, norm_stats)
+        beside(directory)
         write_manifest(directory)
         preempt.note_save(step, time.monotonic() - started)
         self._dirs.note_complete(step)

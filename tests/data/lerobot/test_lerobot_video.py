@@ -1,10 +1,14 @@
 """Single frames of a video, found and decoded packet by packet, against PyAV reading the file from its beginning."""
 
+import os
+import sys
+
 import av
 import numpy as np
 import pytest
 
 from openpi_train.data.lerobot import video
+from openpi_train.data.lerobot.encode import encode, open_encoders
 
 # B frames in long groups; groups that refer to each other (open ones); hidden frames; what LeRobot writes.
 ENCODINGS = {
@@ -24,6 +28,7 @@ def test_every_frame_of_every_encoding_is_the_one_that_reading_from_the_beginnin
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, 10, options=ENCODINGS[codec])
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        open_encoders(container)
         for number in range(NUM_FRAMES):
             picture = (np.roll(noise, 2 * number, axis=1) + 6 * number).astype(np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
@@ -56,3 +61,14 @@ def test_a_file_that_is_no_video_says_so(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(b"no video at all")
     assert "clip.mp4 is no readable video" in video.scan(path).problem
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no such priorities to ask for")
+def test_an_encoder_takes_no_priority_over_the_rest_of_the_machine(tmp_path):
+    def picture(number):
+        policies.append({os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")})
+        return np.full((48, 64, 3), 8 * number, np.uint8)
+
+    policies, this = [], os.sched_getscheduler(0)
+    assert encode(tmp_path / "clip.mp4", map(picture, range(20)), (48, 64), fps=10, codec="av1") == 20
+    assert policies == [{this}] * 20
