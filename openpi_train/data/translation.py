@@ -49,21 +49,33 @@ class Translation:
                 )
             row[f"image/{slot}"] = np.asarray(images[feature])
             row[f"image_mask/{slot}"] = np.True_
+        return self.finish(row)
+
+    def finish(self, row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """A row in the robot's own units, normalised and as the model reads it; other robots' cameras are masked.
+
+        Raises ValueError where it does not fit the model.
+        """
         for transform in (self.normalize, *self.transforms):
             row = transform(row)
         found = {}
         for name, (shape, dtype) in self.spec.items():
             if name in _TARGETS:
                 continue
-            absent = name.startswith(("image/", "image_mask/")) and name not in row  # a slot of another robot
+            absent = name not in row and name.startswith(("image/", "image_mask/"))
+            if not absent and name not in row:
+                raise ValueError(f"there is no {name}, which the model reads")
             found[name] = np.zeros(shape, dtype) if absent else np.asarray(row[name]).astype(dtype, copy=False)
             if found[name].shape != shape:
                 raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")
         return found
 
     def actions(self, chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """The robot's actions [h, a] from the present control step on, of a normalised chunk and the present state."""
+        """The robot's actions float32 [h, a] from the present control step on.
+
+        Args: `chunk` the model's, normalised; `state` [s] the robot's present one.
+        """
         known = Unnormalize(self.normalize.stats, self.normalize.form)({"actions": chunk})["actions"]
         own = known[..., : len(self.robot.action_names)]
         actions = self.robot.from_model(own, np.asarray(state, np.float32))
-        return actions[-self.window.first_action :]
+        return np.ascontiguousarray(actions[-self.window.first_action :], np.float32)

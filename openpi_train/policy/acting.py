@@ -69,8 +69,8 @@ class ActingInRealTime(Acting):
         robot, (horizon, width) = self._policy.form.robot, self._policy.sampler.chunk
         _, relative = robot.to_model(states, rest)
         assert relative is not None
-        unnormalize = self._policy.unnormalize
-        actions = normalize(relative, unnormalize.stats["actions"], unnormalize.form)
+        known = self._policy.translation.normalize
+        actions = normalize(relative, known.stats["actions"], known.form)
         target = np.zeros((len(rest), horizon, width), np.float32)
         first = horizon - self._ahead  # the actions before lie in the past
         target[:, first : first + actions.shape[1], : actions.shape[2]] = actions

@@ -16,7 +16,8 @@ from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
 from openpi_train.data.tokenizer import FILE, load_tokenizer
-from openpi_train.data.transforms import Normalize, Unnormalize
+from openpi_train.data.transforms import Normalize
+from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
@@ -114,8 +115,13 @@ def load_policy(
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,
         ),
-        transforms=(Normalize(stats, form), *longest.transforms(pieces if cut_prompts else pieces.without_cuts())),
-        unnormalize=Unnormalize(stats, form),
+        translation=Translation(
+            robot=chosen.robot,
+            normalize=Normalize(stats, form),
+            transforms=longest.transforms(pieces if cut_prompts else pieces.without_cuts()),
+            spec=sampler.row_spec(),
+            window=run.model.window,
+        ),
         experiment=run.name,
         # Which step `best` was.
         checkpoint=stored.where if "://" in stored.where else str(Path(stored.where).resolve()),

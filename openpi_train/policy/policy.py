@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openpi_train.data.rows import RowSpec, RowTransform
-from openpi_train.data.transforms import Unnormalize
+from openpi_train.data.translation import Translation
 from openpi_train.policy.observation import ObservationError, ObservationForm
 from openpi_train.policy.sampler import Row, Sampler
 
@@ -28,8 +27,7 @@ class Policy:
 
     sampler: Sampler
     form: ObservationForm
-    transforms: tuple[RowTransform, ...]
-    unnormalize: Unnormalize
+    translation: Translation
     experiment: str
     checkpoint: str
     _draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -64,11 +62,9 @@ class Policy:
         """The finished row of an observation, and the robot's present state [s]. Raises ObservationError."""
         row, state = self.form.row(observation)
         try:
-            for transform in self.transforms:
-                row = transform(row)
+            return self.translation.finish(row), state
         except ValueError as error:
             raise ObservationError(str(error)) from error
-        return _completed(row, self.sampler.row_spec()), state
 
     def answer(
         self,
@@ -85,14 +81,9 @@ class Policy:
         numbers = [next(self._draws) for _ in prepared] if draws is None else [int(draw) for draw in draws]
         chunks = self.sampler.sample([row for row, _ in prepared], numbers, towards)
         return [
-            {"actions": self._in_robot_units(chunk, state), "state": state, "draw": number}
+            {"actions": self.translation.actions(chunk, state), "state": state, "draw": number}
             for chunk, (_, state), number in zip(chunks, prepared, numbers, strict=True)
         ]
-
-    def _in_robot_units(self, chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
-        actions = self.unnormalize({"actions": chunk})["actions"][:, : len(self.form.robot.action_names)]
-        actions = self.form.robot.from_model(actions, state)
-        return np.ascontiguousarray(actions[-self.form.window.first_action :], np.float32)
 
     def replay(self, record: str | Path) -> "Replay":
         """Ask all again that was recorded (`serve --record`): how many answers, and which came out otherwise.
@@ -122,18 +113,3 @@ class Policy:
             "experiment": self.experiment,
             "checkpoint": self.checkpoint,
         }
-
-
-def _completed(row: Mapping[str, Any], spec: RowSpec) -> dict[str, Any]:
-    """The row with what `spec` lists: a camera of other robots of the run is black, and masked."""
-    done = {}
-    for name, (shape, dtype) in spec.items():
-        if name not in row and not name.startswith(("image/", "image_mask/")):
-            raise ObservationError(f"the observation gives no {name}, which the model reads")
-        value = np.asarray(row.get(name, np.zeros(shape, dtype)))
-        if value.shape != shape or value.dtype != dtype:
-            raise ObservationError(
-                f"{name} becomes {value.dtype} {list(value.shape)}; the model takes {dtype} {list(shape)}"
-            )
-        done[name] = value
-    return done
