@@ -12,6 +12,7 @@ set -euo pipefail
 usage() {
     echo "train_multi_gpu.sh: $1" >&2
     echo "usage: $0 <task> <setting> <episodes> <seed> <GPUs> [GPU numbers] [--dry-run] [-- flags ...]" >&2
+    echo "(For the PaliGemma VLA's script of this name, [GPUs] [config] [experiment], see docs/paligemma.md.)" >&2
     exit 2
 }
 
