@@ -120,7 +120,7 @@ tabletop_dp = dataclasses.replace(
         unet=UnetSizes(widths=(64, 64), kernel_size=3),
         diffusion_step_embed_dim=64,
     ),
-    # The clean actions are learnt in fewer steps than the noise.
+    # As in `metaworld.py`.
     objective=Diffusion(noise_schedule=NoiseSchedule(prediction_type="sample"), sampler="ddim", num_draws=2),
     data=DataConfig(
         datasets=(Dataset(source=Rlds(path=str(_REACH_RED_HOME)), robot=Tabletop(), asset_id="tabletop_reach_red"),),
