@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STEPS = 50
 FIRST, LAST = slice(None, 5), slice(-10, None)
 RUN = f"--batch-size 8 --num-train-steps {STEPS} --save-interval {STEPS // 2} --log-interval 1 --no-tensorboard".split()
-RUN += "--eval.interval 25 --eval.num-rows 8".split()
+RUN += "--eval.interval 25 --eval.num-rows 8 --data.text-lengths 1".split()
 ZERO3 = "--fsdp-devices 4 --sharding.strategy zero3 --sharding.min-shard-mib 0".split()
 
 

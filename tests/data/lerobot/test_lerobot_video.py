@@ -69,6 +69,6 @@ def test_an_encoder_takes_no_priority_over_the_rest_of_the_machine(tmp_path):
         policies.append({os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")})
         return np.full((48, 64, 3), 8 * number, np.uint8)
 
-    policies, this = [], os.sched_getscheduler(0)
+    policies = []
     assert encode(tmp_path / "clip.mp4", map(picture, range(20)), (48, 64), fps=10, codec="av1") == 20
-    assert policies == [{this}] * 20
+    assert len(policies) == 20 and not set().union(*policies) & {os.SCHED_FIFO, os.SCHED_RR}
