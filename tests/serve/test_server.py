@@ -21,7 +21,7 @@ from openpi_train.policy import wire
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.record import Recorder, read_record
 from openpi_train.runtime.exits import UsageError
-from openpi_train.serve import main
+from openpi_train.serve import flags, main
 
 
 @contextlib.contextmanager
@@ -105,6 +105,13 @@ def test_robots_are_answered_when_the_records_disk_is_full_and_what_it_holds_is_
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert draws == [1, 2]
     assert [batch["draws"] for batch in read_record(tmp_path / "answers.rec")[1]] == [[0]]
+
+
+@pytest.mark.parametrize("flag", ["--idle-s=nan", "--drain-s=-1", "--batch-wait-ms=inf"])
+def test_times_that_are_none_are_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        flags.main(["nowhere", flag])
+    assert "is no time" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_shows_no_traceback_and_ends_the_connection():
