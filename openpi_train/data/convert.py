@@ -5,6 +5,7 @@ Read next: `conversion.py`, the seam. A new source or a new writer is one more e
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def convert(
     unknown = sorted(set(leave_out) - set(source.columns))
     if unknown:
         raise ValueError(f"cannot leave out {', '.join(unknown)}: the columns are {', '.join(sorted(source.columns))}")
+    if control_hz is not None and not 0 < control_hz < math.inf:
+        raise ValueError(f"--control-hz {control_hz:g} is no rate; give a number of steps per second above 0")
     as_stored = stores_pictures(source)
     kept = pictures or next(kind for kind in target.pictures if as_stored or kind != "as-stored")
     if kept not in target.pictures or (kept == "as-stored" and not as_stored):

@@ -56,16 +56,17 @@ class Translation:
 
         Raises ValueError where it does not fit the model.
         """
+        made = dict(row)
         for transform in (self.normalize, *self.transforms):
-            row = transform(row)
+            made = transform(made)
         found = {}
         for name, (shape, dtype) in self.spec.items():
             if name in _TARGETS:
                 continue
-            absent = name not in row and name.startswith(("image/", "image_mask/"))
-            if not absent and name not in row:
+            absent = name not in made and name.startswith(("image/", "image_mask/"))
+            if not absent and name not in made:
                 raise ValueError(f"there is no {name}, which the model reads")
-            found[name] = np.zeros(shape, dtype) if absent else np.asarray(row[name]).astype(dtype, copy=False)
+            found[name] = np.zeros(shape, dtype) if absent else np.asarray(made[name]).astype(dtype, copy=False)
             if found[name].shape != shape:
                 raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")
         return found

@@ -19,7 +19,7 @@ def environment(name: str, *, image_size: int | None = None) -> Env:
     """
     if name not in ENVS:
         close = difflib.get_close_matches(name, ENVS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ValueError(f"no environment {name!r}{hint} There are {', '.join(ENVS)}")
     module, make = ENVS[name]
     given = {} if image_size is None else {"image_size": image_size}

@@ -81,6 +81,8 @@ def load_policy(
         CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
         UsageError: an argument is missing or not possible; the message says which are.
     """
+    if num_sample_steps is not None and num_sample_steps < 1:
+        raise UsageError(f"{num_sample_steps} denoising steps are none; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
     config, model = run.data, run.model

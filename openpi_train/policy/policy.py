@@ -60,11 +60,15 @@ class Policy:
 
     def prepare(self, observation: Mapping[str, Any]) -> tuple[Row, np.ndarray]:
         """The finished row of an observation, and the robot's present state [s]. Raises ObservationError."""
-        row, state = self.form.row(observation)
-        try:
-            return self.translation.finish(row), state
-        except ValueError as error:
-            raise ObservationError(str(error)) from error
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused
+            row, state = self.form.row(observation)
+            try:
+                finished = self.translation.finish(row)
+            except ValueError as error:
+                raise ObservationError(str(error)) from error
+        if not all(np.isfinite(value).all() for value in finished.values() if value.dtype.kind == "f"):
+            raise ObservationError("the state is so far from all that the policy was trained on that it has no number")
+        return finished, state
 
     def answer(
         self,

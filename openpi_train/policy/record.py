@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +34,17 @@ class Recorder:
 
     def __init__(self, path: str | Path, policy: Policy):
         try:
-            self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115 - until `close`
+            self._file = Path(path).open("xb", buffering=0)  # noqa: SIM115 - until `close`
         except FileExistsError:
             raise UsageError(f"{path} exists; give a record another file, or move this one away") from None
         self._lock = threading.Lock()
         self._write({"format": _FORMAT, **_sampling(policy), "metadata": policy.metadata})
 
     def write(self, observations: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> None:
-        """Note one batch, as it ran."""
+        """Note one batch, as it ran: whole, or not at all.
+
+        Raises ValueError where it has no form in the record, OSError where the disk does not take it.
+        """
         draws = [answer["draw"] for answer in answers]
         actions = [answer["actions"] for answer in answers]
         self._write({"observations": list(observations), "draws": draws, "actions": actions})
@@ -53,8 +56,15 @@ class Recorder:
     def _write(self, message: Any) -> None:
         data = wire.encode(message)
         with self._lock:
-            self._file.write(_LENGTH.pack(len(data)) + data)
-            self._file.flush()
+            end = self._file.tell()
+            rest = memoryview(_LENGTH.pack(len(data)) + data)
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                self._file.seek(end)
+                raise
 
 
 def read_record(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """The flags of the `serve` verb. Nothing heavy is imported before they are understood. Read next: `main.py`."""
 
 import argparse
+import math
 from collections.abc import Sequence
 
 API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
@@ -19,6 +20,9 @@ def main(argv: Sequence[str]) -> int:
     for name in ("max_batch", "max_queue", "max_clients", "max_message_mib"):
         if getattr(flags, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1")
+    for name in ("batch_wait_ms", "idle_s", "drain_s"):
+        if not 0 <= getattr(flags, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)} is no time; give 0 or more")
     from openpi_train.serve.main import replay, run
 
     return replay(flags) if flags.replay else run(flags)

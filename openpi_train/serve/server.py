@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
@@ -213,6 +214,8 @@ class PolicyServer:
         try:
             asked = await loop.run_in_executor(self._threads, self._read, message)
             answer, infer_s, rows = await self._batching.submit(asked)
+            if not np.isfinite(answer["actions"]).all():
+                return self._refused("failed", _NOT_FINITE)
         except (wire.WireError, ObservationError) as error:
             return self._refused("refused", str(error))
         except Busy as error:
@@ -241,9 +244,20 @@ class PolicyServer:
         answers = self._policy.answer([prepared for _, prepared in asked])
         seconds = time.perf_counter() - started
         self.measures.ran(len(asked), seconds)
-        if self._recorder is not None:
-            self._recorder.write([observation for observation, _ in asked], answers)
+        self._record([observation for observation, _ in asked], answers)
         return [(answer, seconds, len(asked)) for answer in answers]
+
+    def _record(self, observations: Sequence[Any], answers: Sequence[Any]) -> None:
+        """Note a batch; where that cannot be done, the clients are answered all the same, and the log says so."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.write(observations, answers)
+        except OSError as error:
+            self._recorder = None
+            logger.error("the record ends here, serving goes on: it cannot be written: %s", error.strerror)
+        except (TypeError, ValueError) as error:
+            logger.warning("a batch of %d requests is left out of the record: %s", len(answers), error)
 
     def _refused(self, outcome: str, text: str) -> str:
         self.measures.requests.labels(outcome).inc()
@@ -265,6 +279,7 @@ class PolicyServer:
 
 
 _INTERNAL = "internal error: the server's log says more"
+_NOT_FINITE = "the policy's actions hold NaN or infinity: no robot may be given them"
 # The library logs every handshake that fails, with a traceback: clients could fill the disk.
 _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.CRITICAL)

@@ -103,7 +103,8 @@ def run(request: Request) -> Path:
     if config.num_episodes:
         _in_closed_loop(request, policy, config, begin, folder)
     elif jax.process_index() == 0:
-        print("closed loop: the experiment names no environment; give one with --env NAME")
+        named = "the experiment names no environment; give one with --env NAME"
+        print(f"closed loop: {'left out by --episodes 0' if request.episodes == 0 else named}")
     return folder
 
 
@@ -200,7 +201,9 @@ def _execute(config: ClosedLoop, policy: Policy) -> int:
 
 def _begin(request: Request, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:
     """What makes the policy of a batch of episodes. Raises UsageError for options that do not go together."""
-    execute = _execute(config, policy)
+    execute, ahead = _execute(config, policy), policy.form.window.num_ahead
+    if config.num_episodes and execute > ahead:
+        raise UsageError(f"--execute {execute}: the policy's chunks have {ahead} actions")
     if request.ensemble is not None and request.real_time_delay is not None:
         raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
     if request.real_time_delay is not None:

@@ -78,6 +78,7 @@ BAD = {
     "state of text": ({"state": "zeros"}, "'state' is <U5 .str.; expected are numbers"),
     "state of objects": ({"state": [None, {}]}, "'state' is object"),
     "state of NaN": ({"state": np.full(7, np.nan)}, "NaN or infinity"),
+    "state without a number": ({"state": np.full(7, 3e38, np.float32)}, "so far from all.* that it has no number"),
     "grey image": (
         {"observation/image_0": np.zeros((32, 32), np.uint8)},
         r"shape \[32, 32\]; expected is \[height, width, 3\]",
@@ -139,6 +140,7 @@ def test_a_run_its_step_and_its_best_are_the_same_checkpoint(run, policy):
         ({"dataset": 1}, UsageError, "has no dataset 1"),
         ({"experiment": "nothing"}, registry.UnknownName, "unknown experiment 'nothing'"),
         ({"tokenizer": "/no/where.model"}, FileNotFoundError, "no tokenizer at /no/where.model"),
+        ({"num_sample_steps": 0}, UsageError, "0 denoising steps are none"),
         ({"directory": "assets"}, CheckpointError, "no checkpoint at"),
     ],
 )

@@ -86,6 +86,8 @@ def test_chunks_may_be_joined_in_two_ways_but_not_in_both(trained, tmp_path, mon
         evaluate.run(_with(request, out=tmp_path, ensemble=0.1, real_time_delay=1))
     with pytest.raises(evaluate.UsageError, match="the delay may be at most 5"):
         evaluate.run(_with(request, out=tmp_path, real_time_delay=6))
+    with pytest.raises(evaluate.UsageError, match=r"--execute 99: the policy's chunks have \d+ actions"):
+        evaluate.run(_with(request, out=tmp_path, execute=99))
     with pytest.raises(evaluate.UsageError, match="did you mean tabletop"):
         evaluate.run(_with(request, out=tmp_path, env="table_top"))
 

@@ -1,11 +1,13 @@
 """The server around a policy without a model: protocol, limits, bad clients, health under load, an orderly end."""
 
 import contextlib
+import resource
 import socket
 import ssl
 import subprocess
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 
@@ -16,8 +18,10 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import connect
 
 from openpi_train.policy import wire
+from openpi_train.policy.policy import Policy
+from openpi_train.policy.record import Recorder, read_record
 from openpi_train.runtime.exits import UsageError
-from openpi_train.serve import main
+from openpi_train.serve import flags, main
 
 
 @contextlib.contextmanager
@@ -63,6 +67,51 @@ def test_a_bad_request_is_answered_with_text_and_the_connection_goes_on(message,
         answer = ask(connection, message)
         assert isinstance(answer, str) and says in answer and "Traceback" not in answer
         assert ask(connection, request(3))["actions"][0] == 6
+
+
+def test_actions_that_are_no_numbers_are_never_sent_to_a_robot():
+    with serving(StubPolicy()) as (port, _), client(port) as connection:
+        assert "NaN or infinity" in ask(connection, request(np.nan))
+        assert ask(connection, request(1))["draw"] == 1
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    policy = object.__new__(Policy)
+    object.__setattr__(policy, "sampler", types.SimpleNamespace(sizes=(1,), seed=0, num_steps=1))
+    monkeypatch.setattr(Policy, "metadata", {})
+    with contextlib.closing(Recorder(tmp_path / "answers.rec", policy)) as recorder:
+        yield recorder
+
+
+def test_what_has_no_form_in_the_record_is_left_out_of_it_and_answered(recorder, tmp_path):
+    with serving(StubPolicy(), recorder=recorder) as (port, _), client(port) as connection:
+        whole = wire.encode({"state": np.ones(2, np.float32), "extra": []})
+        answer = ask(connection, whole[:-1] + b"\x91" * 1022 + b"\x01")
+        assert not isinstance(answer, str), answer
+        assert ask(connection, request(1))["draw"] == 1
+    assert [batch["draws"] for batch in read_record(tmp_path / "answers.rec")[1]] == [[1]]
+
+
+def test_robots_are_answered_when_the_records_disk_is_full_and_what_it_holds_is_whole(recorder, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with serving(StubPolicy(), recorder=recorder) as (port, _), client(port) as connection:
+        ask(connection, request(0))
+        room = (tmp_path / "answers.rec").stat().st_size + 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            draws = [ask(connection, request(0))["draw"] for _ in range(2)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert draws == [1, 2]
+    assert [batch["draws"] for batch in read_record(tmp_path / "answers.rec")[1]] == [[0]]
+
+
+@pytest.mark.parametrize("flag", ["--idle-s=nan", "--drain-s=-1", "--batch-wait-ms=inf"])
+def test_times_that_are_none_are_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        flags.main(["nowhere", flag])
+    assert "is no time" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_shows_no_traceback_and_ends_the_connection():

@@ -117,6 +117,8 @@ def test_an_environment_without_an_expert_and_a_store_that_is_there_are_refused(
         collect(ENV, made[0], **ASKED)
     with pytest.raises(DataError, match="no environment 'metaworlds'; did you mean metaworld"):
         data.main(["collect", "metaworlds", "--out", str(tmp_path / "x.zarr")], lambda *_: None)
+    with pytest.raises(DataError, match=r"no environment 'mujoco'\. There are"):
+        data.main(["collect", "mujoco", "--out", str(tmp_path / "x.zarr")], lambda *_: None)
 
 
 @pytest.mark.slow
