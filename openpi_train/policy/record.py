@@ -37,6 +37,8 @@ class Recorder:
             self._file = Path(path).open("xb", buffering=0)  # noqa: SIM115 - until `close`
         except FileExistsError:
             raise UsageError(f"{path} exists; give a record another file, or move this one away") from None
+        except OSError as error:
+            raise UsageError(f"--record {path} cannot be written: {error.strerror}") from error
         self._lock = threading.Lock()
         self._write({"format": _FORMAT, **_sampling(policy), "metadata": policy.metadata})
 

@@ -30,6 +30,8 @@ def run(flags: argparse.Namespace) -> int:
         import openpi_train.serve.server  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve]'") from error
+    if flags.record and not Path(flags.record).absolute().parent.is_dir():
+        raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; make it first")
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
     with _bind(flags.host, flags.port) as listener:  # bound, not listening: until then clients are refused, and wait
         return _serve(flags, listener, key, tls)
@@ -121,7 +123,10 @@ def _load(flags: argparse.Namespace, batch_sizes: list[int]) -> Policy:
 
 def _api_key(file: str | None) -> str | None:
     """The key that clients must have; None where everybody may come."""
-    key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
+    try:
+        key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
     if key is not None and not key.strip():
         raise UsageError(f"the API key in {file or API_KEY_VARIABLE} is empty")
     return None if key is None else key.strip()

@@ -56,7 +56,7 @@ def write_store(contents: Contents, out: Path) -> None:
     read back as it was written, OSError where it cannot be written.
     """
     if out.exists():
-        raise FileExistsError(f"{out} is there already: give another --out, or remove it")
+        raise FileExistsError(f"{out} is there already: give another target, or remove it")
     work = out.with_name(f"{out.name}.unfinished")
     with tables.explain_cache_errors(work, "--out"), tables.locked(work, f"writing {out.name}"):
         _claim(work, contents)
@@ -197,7 +197,7 @@ def _disk_errors(work: Path, name: str) -> Iterator[None]:
         yield
     except ValueError as error:  # tensorstore's word for a full disk, too
         raise OSError(
-            f"cannot write {work}/{name}: {error}. Make room or give another --out; the same command goes on"
+            f"cannot write {work}/{name}: {error}. Make room or give another target; the same command goes on"
         ) from error
 
 

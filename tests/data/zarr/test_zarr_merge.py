@@ -122,7 +122,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
     check_union(out)
     again = [path for path, time in kept.items() if (out / path.relative_to(work)).stat().st_mtime_ns != time]
     assert (len(kept), len(again)) == (22, 1)  # the block that was written, but not yet in the journal
-    with pytest.raises(FileExistsError, match=r"six\.zarr is there already: give another --out"):
+    with pytest.raises(FileExistsError, match=r"six\.zarr is there already: give another target"):
         merge(parts(six), out, prompts={})
 
 
