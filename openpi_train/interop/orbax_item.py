@@ -91,18 +91,24 @@ def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
         }
         opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
     pending, held = [], 0
-    for (_, leaf), opened in zip(arrays, opening, strict=True):
-        array = opened.result()
-        with at_hand(leaf, item) as near:
-            for where, piece in near.pieces():
-                pending.append(array[where].write(piece))
-                held += piece.nbytes
-                if held >= _CHUNKS_BYTES:
-                    for one in pending:
-                        one.result()
-                    pending, held = [], 0
-    for one in pending:
-        one.result()
+    try:
+        for (_, leaf), opened in zip(arrays, opening, strict=True):
+            array = opened.result()
+            with at_hand(leaf, item) as near:
+                for where, piece in near.pieces():
+                    pending.append(array[where].write(piece))
+                    held += piece.nbytes
+                    if held >= _CHUNKS_BYTES:
+                        for one in pending:
+                            one.result()
+                        pending, held = [], 0
+        for one in pending:
+            one.result()
+    except BaseException:
+        # What is still on its way would make files again in a directory that the caller removes.
+        for one in (*opening, *pending):
+            one.exception()
+        raise
 
 
 def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
