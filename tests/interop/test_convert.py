@@ -1,5 +1,6 @@
 """The `convert` verb: both ways without a bit lost, types and LoRA as asked, a report on what was found."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -122,8 +123,15 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert cli.run([*words, "--no-outputs"]) == 0
     assert open_checkpoint(tmp_path / "out").format == "openpi"
-    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out")]) == 2
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "6"), "--experiment", "debug"]) == 2
     assert "was trained with another model; repeat its --model flags" in capsys.readouterr().err
+
+
+def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, capsys):
+    experiment = dataclasses.replace(TINY, name="of_a_file_of_the_users")
+    ours.write(tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None)
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--dry-run"]) == 0
+    assert "(ours): 50 parameters" in capsys.readouterr().out
 
 
 def test_whose_model_it_is_must_be_said(tmp_path, capsys):
