@@ -132,7 +132,7 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
         check_asset_ids(norm_stats)
     except ValueError as error:
         raise UsageError(f"--asset-id: {error}") from error
-    _check_widths(norm_stats, model)
+    _check_widths(norm_stats, experiment)
     return Conversion(
         request=request,
         form=form,
@@ -285,9 +285,9 @@ def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
     return {request.asset_id: next(iter(stored.norm_stats.values()))}
 
 
-def _check_widths(norm_stats: dict[str, Any], model: ModelConfig) -> None:
+def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError where norm stats are wider than what the model takes."""
-    spec = model.batch_spec(1, ())
+    spec = experiment.model.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():
         entries = content.get("norm_stats", {})

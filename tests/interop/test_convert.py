@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exchanged import EXPERT, LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
+from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train import cli
 from openpi_train.experiment import as_json
@@ -132,6 +133,16 @@ def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, caps
     ours.write(tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None)
     assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--dry-run"]) == 0
     assert "(ours): 50 parameters" in capsys.readouterr().out
+
+
+def test_a_diffusion_policy_is_converted_with_its_norm_stats(tmp_path):
+    experiment = dataclasses.replace(robot_dp_tiny_14, name="dp", exp_name="convert")
+    wide = {"mean": [0.0] * 14, "std": [1.0] * 14, "q01": [0.0] * 14, "q99": [1.0] * 14}
+    stored = as_stored(made_up(experiment), experiment=json.loads(json.dumps(as_json(experiment))))
+    stats = {"arms": {"norm_stats": {"state": wide, "actions": wide}}}
+    ours.write(tmp_path / "5", dataclasses.replace(stored, norm_stats=stats), None)
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--no-outputs"]) == 0
+    assert open_checkpoint(tmp_path / "out").norm_stats.keys() == {"arms"}
 
 
 def test_whose_model_it_is_must_be_said(tmp_path, capsys):
