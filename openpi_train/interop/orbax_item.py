@@ -80,18 +80,17 @@ def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
 
     # One store, asked for many things at once: it syncs the disk for all of them together.
     context = tensorstore.Context()
-    opening = []
-    for name, leaf in arrays:
-        first = next(blocks(leaf.everything, leaf.dtype.itemsize))
-        chunk = [max(1, one.stop - one.start) for one in first]
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
-            "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
-        }
-        opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
-    pending, held = [], 0
+    opening, pending, held = [], [], 0
     try:
+        for name, leaf in arrays:
+            first = next(blocks(leaf.everything, leaf.dtype.itemsize))
+            chunk = [max(1, one.stop - one.start) for one in first]
+            spec = {
+                "driver": "zarr",
+                "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
+                "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
+            }
+            opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
         for (_, leaf), opened in zip(arrays, opening, strict=True):
             array = opened.result()
             with at_hand(leaf, item) as near:
