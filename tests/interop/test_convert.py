@@ -156,3 +156,12 @@ def test_a_result_never_lies_in_its_source(tmp_path, target):
     source = write(tmp_path / "5", made_up())
     with pytest.raises(UsageError, match=r"lies in .*, or around it"):
         plan(Request(source=str(source), target=tmp_path / target, overwrite=True), TINY)
+
+
+def test_a_verb_that_is_stopped_by_ctrl_c_says_so_without_a_traceback(monkeypatch, capsys):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.VERBS, "convert", stopped)
+    assert cli.run(["convert", "a", "b"]) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
