@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from openpi_train.runtime import logs
-from openpi_train.runtime.exits import USAGE, DataError, RunError, UsageError, reported_as, run_guarded
+from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
 from openpi_train.runtime.world import WorldFlags, find_world
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ def _reported(command: Callable[[], int]) -> int:
     except (RunError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else USAGE
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
 
 
 def train(name: str, argv: Sequence[str]) -> int:

@@ -80,29 +80,34 @@ def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
 
     # One store, asked for many things at once: it syncs the disk for all of them together.
     context = tensorstore.Context()
-    opening = []
-    for name, leaf in arrays:
-        first = next(blocks(leaf.everything, leaf.dtype.itemsize))
-        chunk = [max(1, one.stop - one.start) for one in first]
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
-            "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
-        }
-        opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
-    pending, held = [], 0
-    for (_, leaf), opened in zip(arrays, opening, strict=True):
-        array = opened.result()
-        with at_hand(leaf, item) as near:
-            for where, piece in near.pieces():
-                pending.append(array[where].write(piece))
-                held += piece.nbytes
-                if held >= _CHUNKS_BYTES:
-                    for one in pending:
-                        one.result()
-                    pending, held = [], 0
-    for one in pending:
-        one.result()
+    opening, pending, held = [], [], 0
+    try:
+        for name, leaf in arrays:
+            first = next(blocks(leaf.everything, leaf.dtype.itemsize))
+            chunk = [max(1, one.stop - one.start) for one in first]
+            spec = {
+                "driver": "zarr",
+                "kvstore": {"driver": "ocdbt", "base": f"{item.as_uri()}/", "path": f"{name}/"},
+                "metadata": {"shape": leaf.shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}},
+            }
+            opening.append(tensorstore.open(spec, dtype=tensorstore.dtype(leaf.dtype), create=True, context=context))
+        for (_, leaf), opened in zip(arrays, opening, strict=True):
+            array = opened.result()
+            with at_hand(leaf, item) as near:
+                for where, piece in near.pieces():
+                    pending.append(array[where].write(piece))
+                    held += piece.nbytes
+                    if held >= _CHUNKS_BYTES:
+                        for one in pending:
+                            one.result()
+                        pending, held = [], 0
+        for one in pending:
+            one.result()
+    except BaseException:
+        # What is still on its way would make files again in a directory that the caller removes.
+        for one in (*opening, *pending):
+            one.exception()
+        raise
 
 
 def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:

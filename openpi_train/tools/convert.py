@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,22 @@ class Request:
 
 
 def main(
-    request: Request, experiment: Experiment | None, parse_experiment: Callable[[str], Experiment], dry_run: bool
+    request: Request,
+    experiment: Experiment | None,
+    recorded: Callable[[Mapping[str, Any]], Experiment],
+    dry_run: bool,
 ) -> int:
-    """Convert, or with `dry_run` only account for every key. `experiment` None is what the source itself says."""
+    """Convert, or with `dry_run` only account for every key.
+
+    `experiment` None is what the source itself says; `recorded` makes an experiment of that.
+    """
     if experiment is None:
         stored = formats.open_checkpoint(request.source, None, request.source_format)
         if stored.experiment is None:
             raise UsageError(
                 f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
             )
-        experiment = parse_experiment(stored.experiment["name"])
+        experiment = recorded(stored.experiment)
     conversion = plan(request, experiment)
     print(conversion.summary())
     if not dry_run:
@@ -126,7 +132,7 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
         check_asset_ids(norm_stats)
     except ValueError as error:
         raise UsageError(f"--asset-id: {error}") from error
-    _check_widths(norm_stats, model)
+    _check_widths(norm_stats, experiment)
     return Conversion(
         request=request,
         form=form,
@@ -254,7 +260,10 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
         listing = "\n".join(
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()
         )
-        raise UsageError(f"{stored.where} was trained with another model; repeat its --model flags:\n{listing}")
+        raise UsageError(
+            f"{stored.where} was trained with another model; repeat its --model flags, or leave --experiment and all "
+            f"of them out:\n{listing}"
+        )
 
 
 def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
@@ -276,9 +285,9 @@ def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
     return {request.asset_id: next(iter(stored.norm_stats.values()))}
 
 
-def _check_widths(norm_stats: dict[str, Any], model: ModelConfig) -> None:
+def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError where norm stats are wider than what the model takes."""
-    spec = model.batch_spec(1, ())
+    spec = experiment.model.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():
         entries = content.get("norm_stats", {})

@@ -1,7 +1,7 @@
 """The flags of `convert`, understood before anything heavy is imported. Read next: `convert.py`."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,14 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
     known, rest = parser.parse_known_args(argv)
     fields = vars(known)
     name, dry_run = fields.pop("experiment"), fields.pop("dry_run")
+    from openpi_train.policy.experiment_json import experiment_from_json
     from openpi_train.tools import convert as tool
 
     logs.configure(0)
     words = ["--exp-name", "convert", *rest]
     experiment = parse_experiment(name, words) if name else None
-    return tool.main(tool.Request(**fields), experiment, lambda recorded: parse_experiment(recorded, words), dry_run)
+
+    def recorded(said: Mapping[str, Any]) -> Any:
+        return parse_experiment(said["name"], words) if rest else experiment_from_json(said)
+
+    return tool.main(tool.Request(**fields), experiment, recorded, dry_run)

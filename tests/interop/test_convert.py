@@ -1,5 +1,6 @@
 """The `convert` verb: both ways without a bit lost, types and LoRA as asked, a report on what was found."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exchanged import EXPERT, LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
+from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train import cli
 from openpi_train.experiment import as_json
@@ -122,8 +124,25 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert cli.run([*words, "--no-outputs"]) == 0
     assert open_checkpoint(tmp_path / "out").format == "openpi"
-    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out")]) == 2
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "6"), "--experiment", "debug"]) == 2
     assert "was trained with another model; repeat its --model flags" in capsys.readouterr().err
+
+
+def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, capsys):
+    experiment = dataclasses.replace(TINY, name="of_a_file_of_the_users")
+    ours.write(tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None)
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--dry-run"]) == 0
+    assert "(ours): 50 parameters" in capsys.readouterr().out
+
+
+def test_a_diffusion_policy_is_converted_with_its_norm_stats(tmp_path):
+    experiment = dataclasses.replace(robot_dp_tiny_14, name="dp", exp_name="convert")
+    wide = {"mean": [0.0] * 14, "std": [1.0] * 14, "q01": [0.0] * 14, "q99": [1.0] * 14}
+    stored = as_stored(made_up(experiment), experiment=json.loads(json.dumps(as_json(experiment))))
+    stats = {"arms": {"norm_stats": {"state": wide, "actions": wide}}}
+    ours.write(tmp_path / "5", dataclasses.replace(stored, norm_stats=stats), None)
+    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--no-outputs"]) == 0
+    assert open_checkpoint(tmp_path / "out").norm_stats.keys() == {"arms"}
 
 
 def test_whose_model_it_is_must_be_said(tmp_path, capsys):
@@ -137,3 +156,12 @@ def test_a_result_never_lies_in_its_source(tmp_path, target):
     source = write(tmp_path / "5", made_up())
     with pytest.raises(UsageError, match=r"lies in .*, or around it"):
         plan(Request(source=str(source), target=tmp_path / target, overwrite=True), TINY)
+
+
+def test_a_verb_that_is_stopped_by_ctrl_c_says_so_without_a_traceback(monkeypatch, capsys):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.VERBS, "convert", stopped)
+    assert cli.run(["convert", "a", "b"]) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"

@@ -1,6 +1,8 @@
 """Arrays in chunks: any part of one is read, with few chunks in memory at a time."""
 
 import json
+import shutil
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import tensorstore
 
 from openpi_train.interop import orbax_item
 from openpi_train.interop.place import Place
+from openpi_train.interop.stored import StoredLeaf
+from openpi_train.runtime.exits import CheckpointError
 
 VALUES = np.arange(7 * 10, dtype=np.float32).reshape(7, 10)
 
@@ -30,3 +34,16 @@ def test_parts_that_lie_across_chunks_are_put_together(leaf, monkeypatch, limit,
     assert (leaf.shape, leaf.chunk) == (VALUES.shape, (3, 4))
     for part in (np.s_[0:7, 0:10], np.s_[2:4, 3:9], np.s_[3:6, 4:8], np.s_[6:7, 9:10], np.s_[2:2, 0:3]):
         np.testing.assert_array_equal(leaf.read(part), VALUES[part])
+
+
+def test_a_save_that_fails_makes_no_file_afterwards(tmp_path):
+    def torn(_):
+        raise CheckpointError("torn")
+
+    sound = {f"sound_{n}": np.ones((400, 400), np.float32) for n in range(20)}
+    lost = StoredLeaf(shape=(8,), dtype=np.dtype(np.float32), read=torn)
+    with pytest.raises(CheckpointError):
+        orbax_item.save_item(tmp_path / "params", {**sound, "torn": lost})
+    shutil.rmtree(tmp_path / "params")
+    time.sleep(0.3)  # what was on its way would be there by now
+    assert not (tmp_path / "params").exists()
