@@ -14,6 +14,15 @@ def datasets() -> Path:
     return home() / "datasets"
 
 
+def how_to_write(missing: str | Path) -> str:
+    """What writes a missing file of the embedded environment's datasets, as a sentence; empty for all others."""
+    path = Path(missing).expanduser()
+    if datasets() not in path.parents:
+        return ""
+    name = path.relative_to(datasets()).parts[0]
+    return f" `python -m openpi_train data prepare --name {name}` writes it (docs/data.md has the flags of each)."
+
+
 def indexes(given: str | None = None) -> Path:
     """Where the indexes of datasets are kept: in a source's `cache_dir`, if one is given."""
     return Path(given).expanduser() if given else home() / "index"

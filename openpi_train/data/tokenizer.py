@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from openpi_train.data import files
+from openpi_train.data import files, places
 from openpi_train.data.hub import hub_file
 
 logger = logging.getLogger(__name__)
@@ -195,5 +195,5 @@ def _read_model(name: str, offline: bool) -> bytes:
         "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
     )
     if name.endswith(".model"):
-        raise FileNotFoundError(f"no tokenizer at {name}: {how}")
+        raise FileNotFoundError(f"no tokenizer at {name}: {how}.{places.how_to_write(name)}")
     return hub_file(name, FILE, offline=offline, what="tokenizer", how=how).read_bytes()

@@ -4,6 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
+from openpi_train.data.rlds.schema import find_version
 from openpi_train.data.tokenizer import discretize, load_tokenizer, train_tokenizer
 
 TEXTS = [
@@ -126,3 +127,14 @@ def test_the_byte_tokenizer_is_built_in_and_lossless():
     assert tokenizer.vocab_size <= 264
     assert tokenizer.decode(tokenizer.encode("öffne a\n 日本")) == "öffne a\n 日本"
     assert load_tokenizer("bytes").encode("abc") == tokenizer.encode("abc")
+
+
+def test_the_embedded_datasets_are_said_to_be_written_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="data prepare --name tabletop_reach` writes it"):
+        load_tokenizer(str(tmp_path / "datasets" / "tabletop_reach" / "tokenizer.model"))
+    with pytest.raises(FileNotFoundError, match="data prepare --name tabletop` writes it"):
+        find_version(str(tmp_path / "datasets" / "tabletop"))
+    with pytest.raises(FileNotFoundError) as raised:
+        find_version(str(tmp_path / "mine"))
+    assert "data prepare" not in str(raised.value)

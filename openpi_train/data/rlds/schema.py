@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files
+from openpi_train.data import files, places
 from openpi_train.data.source import About
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def find_version(path: str) -> Path:
         raise FileNotFoundError(
             f"{directory} holds no RLDS dataset: neither {INFO_FILE} nor a version folder such as 1.0.0 with one. "
             "Give <data_dir>/<name>/<version> of a dataset that tensorflow-datasets wrote (local or mounted); "
-            "a dataset of another format with --dataset PATH."
+            f"a dataset of another format with --dataset PATH.{places.how_to_write(directory)}"
         )
     newest = versions[max(versions)]
     if len(versions) > 1:
