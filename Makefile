@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 NEWEST ?= python3.13
 
-.PHONY: train demo test quick newest lint bench clean
+.PHONY: train demo test test-release quick mutants newest lint bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -25,18 +25,36 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# A worker that crashes ends the suite: xdist would wait without end for tests that it has not given to another.
+TWO_WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 # As root on a Debian it also installs the packages that tests need (Slurm); elsewhere those tests are skipped.
 test: lint
-	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(TWO_WORKERS)
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(TWO_WORKERS)
 
 # The quick suite on the newest Python and jax, in an environment of its own.
 newest:
 	test -x .venv-newest/bin/python || $(NEWEST) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --editable '.[dev]'
 	.venv-newest/bin/python -m pytest -m 'not slow and not multiprocess'
+
+# The whole suite in earnest, in an environment of its own (docs/testing.md): an XLA_FLAGS that is set, though empty, keeps
+# tests/conftest.py from telling XLA to spare effort; TensorFlow, which wants an older h5py, reads what our RLDS reader
+# reads; openpi's client talks to our server.
+RELEASE := .venv-release
+test-release:
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	grep -v '^h5py==' constraints.txt > $(RELEASE)/constraints.txt
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(RELEASE)/constraints.txt --editable '.[dev,rlds-check]'
+	$(RELEASE)/bin/python -c 'import tensorflow; from benchmarks import openpi_peer; openpi_peer.environment()'
+	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(TWO_WORKERS)
+
+# Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed.
+mutants: $(VENV)/.installed
+	$(BIN)/python -m tests.mutants
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

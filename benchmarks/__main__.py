@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = {
-    "step_time": "training steps with 3, 2 and 1 present cameras, against a step that computes what openpi computes",
+    "step_time": "training steps with 3, 2 and 1 present cameras, against our own step with openpi's work to do",
     "traffic": "bytes that the compiled step sends between devices, against each strategy's formula; compiles only",
     "feed": "loader samples/s with 0, 1 and 2 worker processes, from RLDS and LeRobot data (against its own loader)",
     "weights": "memory and time in which processes load their shares of start weights",

@@ -1,4 +1,4 @@
-"""What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words, in about 10 CPU minutes.
+"""What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words.
 
 Then it is served, a client acts in the environment with what it answers over a socket, and `report` shows all.
 Read next: `closed_loop.py`, `configs/tabletop.py`.
@@ -17,13 +17,13 @@ import numpy as np
 
 from benchmarks import closed_loop
 from benchmarks.report import ROOT, Table
+from openpi_train.data.embedded import named_tasks
 from openpi_train.data.files import write_json
 from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.score import Score
 from openpi_train.envs.tabletop import Tabletop
 from openpi_train.envs.video import Recorder
-from openpi_train.tools.prepare import named_tasks
 
 STUDY = closed_loop.Study(
     experiment="pi0_tabletop_reach",

@@ -19,6 +19,7 @@ import jax
 from benchmarks.report import ROOT, Cell, Spread, Table
 from openpi_train import registry
 from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.embedded import prepare
 from openpi_train.data.feed import Feed
 from openpi_train.data.opened import OpenedData
 from openpi_train.data.rlds import Rlds
@@ -26,7 +27,6 @@ from openpi_train.data.rows import Rows
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.sharding.mesh import batch_sharding, make_mesh
-from openpi_train.tools.prepare import prepare
 from openpi_train.training.start import open_run_data
 
 EXPERIMENT = "pi0_bridge_traj"

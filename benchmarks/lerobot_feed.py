@@ -6,6 +6,7 @@ Read next: `lerobot_data.py` (the dataset), `lerobot_peer.py` (lerobot's side, i
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from benchmarks import lerobot_data
 from benchmarks.feed import Sample, measure, num_batches, num_warm
@@ -40,7 +42,7 @@ COLUMNS = (
     "lerobot CPU ms/sample",
     "samples/s per core vs lerobot",
 )
-_DECODE_COLUMNS = ("picture", "decoder", "CPU ms/picture", "pictures/s per core", "lerobot / ours")
+_DECODE_COLUMNS = ("picture", "decoder", "CPU ms/picture", "pictures/s per core", "CPU time / ours")
 
 
 class Peer:
@@ -178,21 +180,25 @@ def _decoding(flags, rows: Rows, written, height: int, width: int, peer: Peer | 
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
         for name, data in pictures.items():
-            samples.setdefault((name, "libjpeg-turbo"), []).append(
-                _cpu_ms(lambda _, data=data: image.decode(data), steps)
-            )
+            for decoder, decode in {"ours": image.decode, "Pillow": _pillow}.items():
+                samples.setdefault((name, decoder), []).append(
+                    _cpu_ms(lambda _, decode=decode, data=data: decode(data), steps)
+                )
         ours = _cpu_ms(lambda step: source.frames(np.array([step]), camera.replace(".", "/")), steps)
         samples.setdefault((f"AV1 {width} x {height}", "ours"), []).append(ours)
         for backend in ("torchcodec", "pyav") if peer is not None else ():
             answer = peer.ask("decode", video=video, times=times, backend=backend)
             samples.setdefault((f"AV1 {width} x {height}", f"lerobot, {backend}"), []).append(answer["cpu_ms"])
-    own = Spread(tuple(samples[f"AV1 {width} x {height}", "ours"]))
     table: list[list[Cell]] = []
     for (picture, decoder), values in samples.items():
         spread = Spread(tuple(values))
-        ratio = spread.over(own) if decoder.startswith("lerobot") else None
+        ratio = None if decoder == "ours" else spread.over(Spread(tuple(samples[picture, "ours"])))
         table.append([picture, decoder, spread, spread.map(lambda ms: 1e3 / ms), ratio])
     return Table("Decoding one picture alone, one thread", _DECODE_COLUMNS, table)
+
+
+def _pillow(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)))
 
 
 def _cpu_ms(decode: Callable, steps: np.ndarray) -> float:

@@ -1,8 +1,10 @@
-"""A training step that computes what openpi computes, made of this project's parts: `step_time.py` measures against it.
+"""Not openpi: our own step, made to do the work that openpi does; `step_time.py` measures ours against it.
 
-openpi at 15a9616 gives every robot three cameras (absent ones as black, masked pictures), recomputes every layer in the
-backward pass, computes the last layer for all tokens, has attention by einsum and softmax, pads prompts to the model's
-limit, and applies every update without a look at it. The augmentation is ours in both (openpi resamples three times).
+Every part of it is this project's: layers, loss, optimizer, augmentation. It differs from our step in what openpi at
+15a9616 does otherwise. Every robot has three cameras (absent ones are black, masked pictures); the last layer is
+computed for all tokens; attention is einsum and softmax; prompts are padded to the model's limit; every update is
+applied without a look at it. openpi also recomputes every layer in the backward pass (`remat` "full"). What else makes
+openpi faster or slower is in neither: its modules, its loader, its compiler's version; it resamples pictures thrice.
 """
 
 import dataclasses
@@ -18,10 +20,10 @@ from openpi_train.training.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 
 
-def reference(trial: Trial) -> Trial:
-    """The same run with openpi's step. States of both have one layout, so one state can go through both."""
+def reference(trial: Trial, remat: str) -> Trial:
+    """The same run with openpi's work to do. States of both have one layout, so one state can go through both."""
     experiment = trial.experiment
-    model: Any = dataclasses.replace(experiment.model, remat="full", attention="xla")  # pyright: ignore[reportCallIssue]
+    model: Any = dataclasses.replace(experiment.model, remat=remat, attention="xla")  # pyright: ignore[reportCallIssue]
     objective = ReferenceFlowMatching(**vars(experiment.objective))
     trainer = trial.prepared.trainer
     changes = {"model": model, "objective": objective, "graphdef": _graph(model)}

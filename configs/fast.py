@@ -105,7 +105,7 @@ pi0_fast_tiny = Experiment(
 """A small pi0-FAST on the embedded tabletop dataset.
 
 Command: python -m openpi_train pi0_fast_tiny --exp-name x
-After: python -m openpi_train data prepare, and: python -m openpi_train data fit-fast pi0_fast_tiny --vocab-size 384
+After: python -m openpi_train data fit-fast pi0_fast_tiny --vocab-size 384
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 

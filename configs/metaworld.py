@@ -39,7 +39,6 @@ metaworld_mt5_dp = Experiment(
     data=DataConfig(
         datasets=(Dataset(source=Zarr(path="data/metaworld_mt5.zarr"), robot=MetaWorld()),),
         validation_fraction=0.05,
-        tokenizer="bytes",  # reads no text
     ),
     lr_schedule=LRSchedule(warmup_steps=200, warmup_lr=0.0, peak_lr=1e-3, decay_steps=None, decay_lr=0.0),
     optimizer=AdamW(b1=0.95, b2=0.999, weight_decay=1e-6, clip_gradient_norm=1e9),

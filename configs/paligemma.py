@@ -92,7 +92,7 @@ paligemma_tiny = Experiment(
 )
 """A small PaliGemma with a flow head (0.3 M parameters) on the embedded tabletop dataset.
 
-Command: python -m openpi_train paligemma_tiny --exp-name x  (after: python -m openpi_train data prepare)
+Command: python -m openpi_train paligemma_tiny --exp-name x
 Hardware: 2 CPU cores. Time: 4 minutes beside other work. Result: held-out loss 3.24 to 0.577, open-loop action error
 0.759 against 0.925 for the best constant (averaged weights; 2026-11-22, commit 850d35b).
 """
@@ -143,6 +143,6 @@ paligemma_tokens_tiny = dataclasses.replace(
 """A small PaliGemma that says actions as FAST tokens, on the embedded tabletop dataset.
 
 Command: python -m openpi_train paligemma_tokens_tiny --exp-name x
-Before: data prepare, and data fit-fast paligemma_tokens_tiny --vocab-size 384
+Before: data fit-fast paligemma_tokens_tiny --vocab-size 384
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """

@@ -26,7 +26,6 @@ robot_dp_14 = Experiment(
     data=DataConfig(
         datasets=(Dataset(source=_SIX_TASKS, robot=RoboTwin(dims=14)),),
         validation_fraction=0.02,
-        tokenizer="bytes",  # reads no text
     ),
     lr_schedule=LRSchedule(warmup_steps=500, warmup_lr=0.0, peak_lr=1e-4, decay_steps=None, decay_lr=0.0),
     optimizer=AdamW(b1=0.95, b2=0.999, weight_decay=1e-6, clip_gradient_norm=1e9),

@@ -20,7 +20,7 @@ from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig
 from openpi_train.objectives.base import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import IndivisibleError, UsageError
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.mesh import does_not_divide
 from openpi_train.sharding.strategy import ShardingConfig
@@ -139,7 +139,7 @@ class Experiment:
     # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
     keep_period: int | None = 5_000
     # How many of the newest checkpoints are kept.
-    keep_last: int = 1
+    keep_last: int = 2
     # Checkpoints on a disk in each host, too.
     local_checkpoints: LocalCheckpoints = dataclasses.field(default_factory=LocalCheckpoints)
     # Held-out evaluation during training.
@@ -185,12 +185,15 @@ class Experiment:
     def check(self, num_devices: int) -> None:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
         # Where a number is out of range, the others cannot be divided by it.
-        problems = self._check_numbers() or self._check_batch(num_devices)
+        wrong_numbers = self._check_numbers()
+        indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
+        problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
         problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
         problems += self._check_flags()
         problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
         if problems:
-            raise UsageError("\n".join(problems))
+            kind = IndivisibleError if problems == indivisible else UsageError
+            raise kind("\n".join(problems))
 
     @property
     def numbers_are_in_range(self) -> bool:
@@ -210,11 +213,16 @@ class Experiment:
                 )
         return problems
 
-    def _check_batch(self, num_devices: int) -> list[str]:
+    def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
         problems = self.model.check_tensor(tensor_devices)
         if problem := does_not_divide(num_devices, tensor_devices, self.fsdp_devices or 1):
             problems.append(problem)
+        return problems
+
+    def _check_batch_size(self, num_devices: int) -> list[str]:
+        """What keeps the batch from being shared by so many devices."""
+        tensor_devices = self.sharding.tensor_devices
         # Devices of a tensor group hold the same rows: for them they are one.
         of_them = "devices" if tensor_devices == 1 else f"groups of {tensor_devices} devices"
         num_devices = max(num_devices // tensor_devices, 1)
@@ -223,16 +231,16 @@ class Experiment:
             below, above = self.batch_size // unit * unit, math.ceil(max(self.batch_size, 1) / unit) * unit
             choice = f"{below} or {above}" if below else f"{above}"
             times = f" x --grad-accum {self.grad_accum}" if self.grad_accum > 1 else ""
-            problems.append(
+            return [
                 f"--batch-size {self.batch_size} is not a multiple of the {num_devices} {of_them}{times}; try {choice}"
-            )
-        elif self.micro_batch_size is not None and self.micro_batch_size * unit != self.batch_size:
-            problems.append(
+            ]
+        if self.micro_batch_size is not None and self.micro_batch_size * unit != self.batch_size:
+            return [
                 f"--micro-batch-size {self.micro_batch_size} x {num_devices} {of_them} x "
                 f"--grad-accum {self.grad_accum} is {self.micro_batch_size * unit} rows, not "
                 f"--batch-size {self.batch_size}; change one of them"
-            )
-        return problems
+            ]
+        return []
 
     def _check_flags(self) -> list[str]:
         problems = []

@@ -26,6 +26,7 @@ from jaxtyping import install_import_hook
 # The run-time shape checks that production does without.
 install_import_hook("openpi_train", "typechecker.check")
 
+import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE: here, and not in the first test that sets it
 import jax
 
 from openpi_train.runtime import logs, phases, xla_flags
@@ -43,15 +44,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first, Slurm's before all: they wait, and the others fill that time.
 
-    They may fail once: RERUN in the summary. Find out why whenever it is there. Of the others, those with most slow
-    tests come first, so that in the end no long file keeps one worker busy alone.
+    Of the others, those with most slow tests come first, so that in the end no long file keeps one worker busy alone.
+    No test runs twice: one that fails now and then has a cause, in the product or in itself.
     """
     waiting = {item.path for item in items if item.get_closest_marker("multiprocess")}
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
-    for item in items:
-        # What several processes do in time depends on what else the machine does. A second try is told as RERUN.
-        if item.get_closest_marker("multiprocess"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: (item.path.parent.name != "slurm", item.path not in waiting, -slow[item.path]))
 
 

@@ -1,4 +1,6 @@
-"""What torch's networks and samplers gave (`diffusion_fixtures/make.py`), and our modules with the same parameters."""
+"""What torch's networks, samplers and whole policies gave (`diffusion_fixtures/make.py`, `make_policy.py`), and our
+modules with the same parameters.
+"""
 
 import json
 import re
@@ -15,9 +17,9 @@ from openpi_train.nn.params import merge_module, module_params
 _FIXTURES = Path(__file__).parent / "diffusion_fixtures"
 
 
-def recorded() -> dict[str, np.ndarray]:
+def recorded(name: str = "torch.npz") -> dict[str, np.ndarray]:
     """The arrays by name."""
-    with np.load(_FIXTURES / "torch.npz") as file:
+    with np.load(_FIXTURES / name) as file:
         return dict(file)
 
 
@@ -56,6 +58,16 @@ def _parameter(path: str, leaf: jax.ShapeDtypeStruct, torch_name) -> np.ndarray:
     *window, inputs, outputs = shape
     found = parameter(name, (outputs, inputs, *window))
     return found.transpose(*range(2, found.ndim), 1, 0)
+
+
+def policy_name(path: str, denoiser: str) -> str | list[str]:
+    """diffusion_policy's name of a parameter of our `DiffusionPolicy`; a list for each layer of a stack."""
+    part, rest = path.split("/", 1)
+    if part == "encoders":
+        camera, rest = rest.split("/", 1)
+        return f"obs_encoder.key_model_map.{camera}.{resnet_name(rest)}"
+    names = {"unet": unet_name, "transformer": transformer_name}[denoiser](rest)
+    return [f"model.{name}" for name in names] if isinstance(names, list) else f"model.{names}"
 
 
 def resnet_name(path: str) -> str:

@@ -19,8 +19,8 @@ class SavedRun(Untrained):
 
     def observation(self, row: int) -> dict:
         """What the robot saw at a held-out row, as a client would send it: the source's own columns and frames."""
-        (windows,) = self.data.validation.windows
-        _, _, (sample,) = self.data.validation.mixture.locate(np.array([row]))
+        (dataset,), _, (sample,) = self.data.validation.mixture.locate(np.array([row]))
+        windows = self.data.validation.windows[dataset]
         step = int(windows.starts[sample])
         behind = np.maximum(np.arange(step - windows.shape.history + 1, step + 1), windows.bounds(np.array([step]))[0])
         images = {feature: windows.source.frames(behind, feature) for feature in windows.robot.cameras.values()}

@@ -73,6 +73,21 @@ def test_conflict_names_the_flag_and_what_is_allowed(experiment, change, devices
         dataclasses.replace(experiment, **change).check(devices)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ema_decay": 1.0}, r"--ema-decay 1.0 must lie in \[0, 1\)"),
+        (
+            {"data": dataclasses.replace(registry.load("debug").data, validation_fraction=1.0)},
+            r"--data.validation-fraction 1.0 must lie in \[0, 1\)",
+        ),
+    ],
+)
+def test_a_limit_itself_is_no_value(experiment, change, message):
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(experiment, **change).check(1)
+
+
 def test_all_conflicts_are_told_at_once(experiment):
     schedule = dataclasses.replace(experiment.lr_schedule, warmup_steps=100, decay_steps=50, decay_lr=1.0)
     wrong = dataclasses.replace(experiment, batch_size=3, resume=True, overwrite=True, lr_schedule=schedule)

@@ -24,7 +24,7 @@ _EPSILON = 1e-6
 # Of the form min_max: a dim that moves less becomes 0, in its own unit.
 _CONSTANT_RANGE = 1e-4
 # The least scale that is divided by, as a share of the dim's own range: normalised values stay within about
-# 1 / share. BridgeData's rotations, which have rare wraps by 2 pi, lie at 0.0045 (std) and 0.025 (quantiles).
+# 1 / share. BridgeData's rotations, whose rare wraps by 2 pi make their range large, lie above both.
 _LEAST_STD_OF_RANGE = 2e-3
 _LEAST_QUANTILE_RANGE_OF_RANGE = 1e-2
 # ... and as a share of the median scale of all dims, for dims that do nothing but flicker.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data import places
 from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.norm_stats import cached_norm_stats, report_notes
@@ -153,8 +154,22 @@ def in_text_lengths(
     return dataclasses.replace(data, train=train)
 
 
+def write_missing(config: DataConfig) -> None:
+    """Write every embedded dataset that the run reads and that is not there yet, with a log line.
+
+    Any number of processes may call it at the same time: one writes, the others wait.
+    """
+    for dataset in config.datasets:
+        path = getattr(dataset.source, "path", "")
+        if places.dataset_name(path) is not None:
+            from openpi_train.data import embedded  # imports jax and the environment, which few runs need here
+
+            embedded.write_missing(path)
+
+
 def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
-    """The training windows of every dataset, in order."""
+    """The training windows of every dataset, in order. An embedded dataset that is not there yet is written first."""
+    write_missing(config)
     return [
         Windows(
             source=_source(dataset, config.on_bad_record).open(),

@@ -14,12 +14,17 @@ def datasets() -> Path:
     return home() / "datasets"
 
 
+def dataset_name(path: str | Path) -> str | None:
+    """The name of the dataset in `datasets()` that a path lies in; None for all other paths."""
+    inner = Path(path).expanduser()
+    return inner.relative_to(datasets()).parts[0] if datasets() in inner.parents else None
+
+
 def how_to_write(missing: str | Path) -> str:
-    """What writes a missing file of the embedded environment's datasets, as a sentence; empty for all others."""
-    path = Path(missing).expanduser()
-    if datasets() not in path.parents:
+    """What writes a missing file of such a dataset, as a sentence; empty for all other paths."""
+    name = dataset_name(missing)
+    if name is None:
         return ""
-    name = path.relative_to(datasets()).parts[0]
     return f" `python -m openpi_train data prepare --name {name}` writes it (docs/data.md has the flags of each)."
 
 

@@ -3,6 +3,10 @@
 import numpy as np
 from PIL import Image
 
+# Values in an image. Larger ones are scaled channel by channel: of colours Pillow makes a copy of four bytes a
+# pixel, and mostly another before.
+_LARGE = 1 << 22
+
 
 def resize_with_pad(images: np.ndarray, height: int, width: int) -> np.ndarray:
     """Scale uint8 images [..., H, W, 3] to fit into height x width, centred on black; images that fit cost nothing."""
@@ -16,6 +20,14 @@ def resize_with_pad(images: np.ndarray, height: int, width: int) -> np.ndarray:
     flat = images.reshape(-1, *images.shape[-3:])
     result = np.zeros((len(flat), height, width, 3), np.uint8)
     for image, out in zip(flat, result, strict=True):
-        small = Image.fromarray(image).resize((inner_width, inner_height), Image.Resampling.BILINEAR)
-        out[top : top + inner_height, left : left + inner_width] = np.asarray(small)
+        out[top : top + inner_height, left : left + inner_width] = _scaled(image, (inner_width, inner_height))
     return result.reshape(*images.shape[:-3], height, width, 3)
+
+
+def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The image [H, W, 3] at another width and height; the same numbers whichever way."""
+    if image.size <= _LARGE:
+        return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+    channels = (image[..., channel] for channel in range(3))
+    scaled = [Image.fromarray(channel).resize(size, Image.Resampling.BILINEAR) for channel in channels]
+    return np.stack([np.asarray(channel) for channel in scaled], axis=-1)

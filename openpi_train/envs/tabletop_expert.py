@@ -1,6 +1,6 @@
 """A scripted expert for every tabletop task: an action from the scene alone, so that it recovers from disturbances.
 
-Read next: `tools/prepare.py`, which records it. It has no memory: what it does follows from where things are, hence
+Read next: `data/embedded.py`, which records it. It has no memory: what it does follows from where things are, hence
 the same scene always gets the same action and a policy can learn it from pictures.
 """
 

@@ -46,6 +46,8 @@ def find_damage(directory: pathlib.Path, *, share: int = 0, shares: int = 1, bel
         entries = sorted((size, name, crc) for name, (size, crc) in files.items() if name.startswith(below))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
+    if not files:
+        return f"{MANIFEST} lists no file"
     for size, name, _ in entries:
         path = directory / name
         if not path.is_file():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data import files, places
-from openpi_train.data.tokenizer import FILE
+from openpi_train.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer
 from openpi_train.interop.place import Place
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError
@@ -21,8 +21,21 @@ FOLDER, FAST = "tokenizer", "fast"
 _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")
 
 
-def tokens_fingerprint(model: ModelConfig, tokenizer: Any) -> str:
-    """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor."""
+def open_tokenizer(model: ModelConfig, name: str, *, offline: bool = False) -> Tokenizer:
+    """The tokenizer of this name, as `load_tokenizer` finds it; the built-in one for a model that reads no text.
+
+    Raises FileNotFoundError and ValueError as `load_tokenizer` does.
+    """
+    return load_tokenizer(name if model.reads_text else BYTES, offline=offline, max_vocab_size=model.vocab_size)
+
+
+def tokens_fingerprint(model: ModelConfig, tokenizer: Any) -> str | None:
+    """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor.
+
+    None for a model that reads no text: all tokenizers are the same to it.
+    """
+    if not model.reads_text:
+        return None
     chunks = model.chunk_tokenizer(tokenizer)
     return tokenizer.fingerprint if chunks is None else f"{tokenizer.fingerprint}+{chunks.fingerprint[:16]}"
 
@@ -44,7 +57,9 @@ def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) 
 
 
 def token_files(model: ModelConfig, tokenizer: Any) -> dict[str, bytes]:
-    """The files of the tokenizers, by path in a checkpoint's directory."""
+    """The files of the tokenizers, by path in a checkpoint's directory; none for a model that reads no text."""
+    if not model.reads_text:
+        return {}
     chunks = model.chunk_tokenizer(tokenizer)
     fast = {} if chunks is None else chunks.files()
     return {f"{FOLDER}/{FILE}": tokenizer.model, **{f"{FOLDER}/{FAST}/{name}": fast[name] for name in fast}}

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 _CONTAINER = "train"
 _REPLICATED_JOB = "hosts"
-_GIVE_UP = [2, 3, 4, 5]  # usage, data, checkpoint, numbers: the same would happen again
+_GIVE_UP = [2, 3, 4, 5, 6]  # usage, data, checkpoint, numbers, batch: the same would happen again
 _GO_ON = [70, 75]  # a peer was lost, or stopped on request after a good save
 # Distinguishes jobs, and in a JobSet also attempts: every Job has a uid of its own.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"

@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import math
 import os
-import re
+import random
 import signal
 import socket
 import sys
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TextIO
 
 from openpi_train.launch.child import Child, Started
-from openpi_train.launch.spec import ProcessCommand
+from openpi_train.launch.spec import DEFAULT_PORT, ProcessCommand
+from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 # Codes that a process ends with because another one did: never the root cause if there is a different one.
 _FOLLOWS_FROM_ANOTHER = (70, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
@@ -30,11 +31,8 @@ _PREEMPTED = 75  # stopped on request after a good save; the others are saving t
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
 _HIDDEN = b"[Gloo] Rank "  # gloo greets every new group of processes on stdout
-# What process 0 says when it has opened its directory (`training/start.py`) and begins to save (`training/run.py`).
-_OPENED = b" I run directory: "
-_SAVING = re.compile(rb" I saving checkpoint (\d+) in ")
-# Why a run refuses so many devices (`experiment.py`), which fewer may be able to share.
-_INDIVISIBLE = re.compile(rb"--batch-size \d+ is not a multiple of the \d+ devices")
+_INDIVISIBLE = 6  # the batch does not divide over so many devices; over fewer it may
+_FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -49,16 +47,20 @@ class Outcome:
     """This launcher was told to stop, by a signal or Ctrl-C."""
     lost_hosts: tuple[str, ...] = ()
     """Those that could not be reached, or no longer."""
-    indivisible: bool = False
-    """The batch does not divide over so many devices."""
-    opened: bool = False
-    """The run's directory has been opened: what lies there is this run."""
-    saved_step: int = 0
-    """The last step that a checkpoint of was begun."""
+    status: Status = NOTHING
+    """What process 0 told of itself."""
+
+    @property
+    def indivisible(self) -> bool:
+        """The batch does not divide over so many devices."""
+        return self.code == _INDIVISIBLE
 
 
 class Record:
-    """What the launcher knows of one process, wherever it runs: its output lies in `path`; `code` once it has ended."""
+    """What the launcher knows of one process, wherever it runs.
+
+    Its output lies in `path`; `code` is there once it has ended; `status` is what it last told of itself.
+    """
 
     def __init__(self, rank: int, log_dir: Path, screen: "Screen", host: str = ""):
         self.rank, self.host = rank, host
@@ -69,7 +71,7 @@ class Record:
         self.code: int | None = None
         self.ended_at = float("inf")
         self.lost = False
-        self.indivisible, self.opened, self.saved_step = False, False, 0
+        self.status = NOTHING
         self._screen = screen
         self._log = self.path.open("wb", buffering=0)
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
@@ -83,7 +85,6 @@ class Record:
             if is_error:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]
-        self._notice(line)
         if (is_error or self.rank == 0) and not line.startswith(_HIDDEN):
             self._screen.show(self.prefix, line)
 
@@ -103,14 +104,6 @@ class Record:
         """No more lines are kept."""
         with self._lock:
             self._log.close()
-
-    def _notice(self, line: bytes) -> None:
-        """How far the run got, which process 0 tells, and what every one may say that decides about another start."""
-        self.indivisible = self.indivisible or _INDIVISIBLE.search(line) is not None
-        if self.rank == 0:
-            self.opened = self.opened or _OPENED in line
-            if saving := _SAVING.search(line):
-                self.saved_step = int(saving[1])
 
 
 class Screen:
@@ -205,11 +198,20 @@ def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> Ou
     log_dir.mkdir(parents=True, exist_ok=True)
     screen = Screen()
     records = [Record(command.rank, log_dir, screen) for command in commands]
-    children = (
-        Child(command.argv, command.env, record.take, record.end)
-        for command, record in zip(commands, records, strict=True)
-    )
+    children = (_child(command, record) for command, record in zip(commands, records, strict=True))
     return oversee(children, records, grace_s)
+
+
+def _child(command: ProcessCommand, record: Record) -> Child:
+    """The process, whose record ends with its last status."""
+    file = record.path.with_suffix(".status.json")
+    file.unlink(missing_ok=True)  # of an earlier run with the same --log-dir
+
+    def end(code: int) -> None:
+        record.status = read(file)
+        record.end(code)
+
+    return Child(command.argv, {**command.env, VARIABLE: str(file)}, record.take, end)
 
 
 def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float) -> Outcome:
@@ -236,9 +238,7 @@ def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float)
         reason=reason,
         asked=bool(received),
         lost_hosts=tuple(dict.fromkeys(record.host for record in records if record.lost)),
-        indivisible=any(record.indivisible for record in records),
-        opened=records[0].opened,
-        saved_step=records[0].saved_step,
+        status=records[0].status,
     )
 
 
@@ -308,13 +308,14 @@ def _send(started: Sequence[Started], signum: int) -> None:
 
 
 def free_port() -> int:
-    """A port that is free on this machine together with the next one."""
+    """A port that is free on this machine together with the next one.
+
+    Of those that no kernel gives to outgoing connections: such a one could take it before process 0 listens, which is
+    seconds later.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-                return port
-            except (OSError, OverflowError):
-                continue
+        port = random.SystemRandom().randrange(_FIRST_PORT, DEFAULT_PORT - 1)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port

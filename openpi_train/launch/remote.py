@@ -2,33 +2,42 @@
 
 Both talk in lines over ssh's own pipes. In comes the job (its token and environment with it, where `ps` shows neither),
 then signals, and every few seconds a sign of life. Out goes, behind a mark that no login message begins with, that the
-share runs, each line of each process, and each exit code. Nobody at the other end for a minute, or the end of stdin,
-is the end of the run here: SIGTERM, so that the processes save, and after the grace period SIGKILL.
+share runs, each line of each process, its status where that changes, and its exit code. Nobody at the other end for a
+minute, or the end of stdin, is the end of the run here: SIGTERM, so that the processes save, and after the grace period
+SIGKILL.
 """
 
 import contextlib
+import dataclasses
 import json
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from openpi_train.launch.child import Child
 from openpi_train.launch.processes import forwarded_signals
 from openpi_train.launch.spec import LaunchSpec, commands
+from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 MARK = b"\x1e"  # the separator of RFC 7464 for JSON texts in a stream
 BEAT_S = 5.0
 SILENCE_S = 60.0  # as long as ssh's own keep-alive waits at the near side
-STARTED, LINE, ENDED = "started", "line", "ended"
+STARTED, LINE, STATUS, ENDED = "started", "line", "status", "ended"
 
 
 class Share:
     """The processes of this host, and the way back to the launcher."""
 
-    def __init__(self, job: dict[str, Any]):
+    def __init__(self, job: dict[str, Any], folder: Path):
+        """`folder` is for the status files of the processes."""
+        self._folder = folder
+        self._told: dict[int, Status] = {}
+        self._telling = threading.Lock()  # a status must not be told behind a newer one
         self.grace_s: float = job["grace_s"]
         self.alive: set[int] = set()
         self.mail: queue.Queue[bytes | None] = queue.Queue()
@@ -47,6 +56,8 @@ class Share:
         threading.Thread(target=self._listen, daemon=True).start()
         heard_at = time.monotonic()
         while self.alive:
+            for rank in tuple(self.alive):
+                self._tell_status(rank)
             with contextlib.suppress(queue.Empty):
                 line = self.mail.get(timeout=1.0)
                 if line is None:
@@ -67,12 +78,23 @@ class Share:
             self._tell(LINE, rank, is_error, line.decode(errors="replace"))
 
         def ended(code: int) -> None:
+            self._tell_status(rank)
             self.alive.discard(rank)
             self._tell(ENDED, rank, code)
             self.mail.put(b"{}")
 
         self.alive.add(rank)
-        return Child(argv, env, took, ended)
+        return Child(argv, {**env, VARIABLE: str(self._status_file(rank))}, took, ended)
+
+    def _status_file(self, rank: int) -> Path:
+        return self._folder / f"{rank}.json"
+
+    def _tell_status(self, rank: int) -> None:
+        with self._telling:
+            status = read(self._status_file(rank))
+            if status != self._told.get(rank, NOTHING):
+                self._told[rank] = status
+                self._tell(STATUS, rank, dataclasses.asdict(status))
 
     def _listen(self) -> None:
         for line in sys.stdin.buffer.raw:  # pyright: ignore[reportAttributeAccessIssue]
@@ -98,9 +120,10 @@ def main() -> int:
     first = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]
     if not first.endswith(b"\n"):
         return 2
-    share = Share(json.loads(first))
-    with forwarded_signals(share.children):
-        share.run()
+    with tempfile.TemporaryDirectory(prefix="openpi_train_", ignore_cleanup_errors=True) as folder:
+        share = Share(json.loads(first), Path(folder))
+        with forwarded_signals(share.children):
+            share.run()
     return 0
 
 

@@ -30,6 +30,7 @@ from openpi_train.launch.processes import (
     oversee,
 )
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, commands
+from openpi_train.launch.status import Status
 from openpi_train.launch.supervise import Rules, Start
 
 # No questions, which nobody could answer; a host that is gone is noticed after a minute.
@@ -188,6 +189,9 @@ class Host(Started):
         elif kind == remote.LINE:
             rank, is_error, text = news
             self._records[rank].take(text.encode(), is_error)
+        elif kind == remote.STATUS:
+            rank, told = news
+            self._records[rank].status = Status(**told)
         elif kind == remote.ENDED:
             rank, code = news
             self._records[rank].end(code)

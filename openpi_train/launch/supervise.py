@@ -76,8 +76,7 @@ def supervise(begin: Callable[[Start], Outcome], start: Start, rules: Rules) -> 
             if rules.max_restarts and can_be_mended(outcome):
                 tell(f"not started again: no restart is left (--max-restarts {rules.max_restarts})")
             return outcome.code
-        tell(announcement(start, outcome, following, rules))
-        if _stopped_within(following.pause_s):
+        if _stopped_within(following.pause_s, announcement(start, outcome, following, rules)):
             return outcome.code
         start = following
 
@@ -87,14 +86,14 @@ def after(start: Start, outcome: Outcome, rules: Rules) -> Start | None:
     fewer = _one_less(start.hosts, outcome, rules)
     if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
         return None
-    further = outcome.saved_step > start.saved_step
+    further = outcome.status.saved_step > start.saved_step
     return Start(
         # What ended before it had opened its directory may have left somebody's older run there.
-        arguments=resumed(start.arguments) if outcome.opened else start.arguments,
+        arguments=resumed(start.arguments) if outcome.status.opened else start.arguments,
         hosts=fewer or _remaining(start.hosts, outcome, rules),
         number=start.number + 1,
         in_vain=0 if further else start.in_vain + 1,
-        saved_step=max(outcome.saved_step, start.saved_step),
+        saved_step=max(outcome.status.saved_step, start.saved_step),
     )
 
 
@@ -139,10 +138,11 @@ def _remaining(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[
     return left[: sharing[0]] if sharing else left
 
 
-def _stopped_within(pause_s: float) -> bool:
-    """Wait; returns whether this launcher was told to stop meanwhile."""
+def _stopped_within(pause_s: float, reason: str) -> bool:
+    """Say why, and wait; returns whether this launcher was told to stop meanwhile."""
     told: list[int] = []
     previous = {signum: signal.signal(signum, lambda signum, _: told.append(signum)) for signum in stop_signals()}
+    tell(reason)
     deadline = time.monotonic() + pause_s
     while not told and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -26,6 +26,8 @@ class ModelConfig(abc.ABC):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
+    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
+    reads_text: ClassVar[bool] = True
 
     # Control steps of an action chunk, and tokens that the model knows.
     action_horizon: int

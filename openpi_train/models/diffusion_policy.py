@@ -62,6 +62,7 @@ class DiffusionPolicyConfig(ModelConfig):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
+    reads_text: ClassVar[bool] = False
 
     # Numbers of an action: those of the robot, none is padded.
     action_dim: int = 14

@@ -70,7 +70,8 @@ class RandomCrop(Augmentation):
     def fixed(self, images: Images) -> Images:
         result = {}
         for slot, image in images.items():
-            top, left = (room // 2 for room in self._room(slot, image))
+            # Halves to the even number, as torchvision's center_crop does, which diffusion_policy takes.
+            top, left = (round(room / 2) for room in self._room(slot, image))
             result[slot] = image[..., top : top + self.height, left : left + self.width, :]
         return result
 

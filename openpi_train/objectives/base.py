@@ -45,6 +45,13 @@ class Objective(abc.ABC):
         `keys` holds one key per row. `train` switches augmentation; evaluation uses the same formula without it.
         """
 
+    def as_evaluated(self, observation: Observation) -> Observation:
+        """The observation as held-out evaluation and sampling see it: what training draws takes its fixed form.
+
+        Default: as it is.
+        """
+        return observation
+
     def sample_actions(
         self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
     ) -> Float[Array, "b h a"]:
@@ -53,7 +60,7 @@ class Objective(abc.ABC):
         Default: the model's own sampler. `keys`, one per row, are for samplers that draw more noise on their way.
         """
         del keys
-        return model.sample_actions(observation, noise, num_steps)
+        return model.sample_actions(self.as_evaluated(observation), noise, num_steps)
 
     def check_flow(self) -> None:
         """Raise UsageError where a model trained so has no velocity that real-time chunking could guide."""
@@ -74,6 +81,7 @@ class Objective(abc.ABC):
     ) -> Float[Array, "b h a"]:
         """As `sample_actions`, guided towards `target` where `weights` says so (`real_time_chunking.py`)."""
         self.check_flow()
+        observation = self.as_evaluated(observation)
 
         def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
             return model.velocity(observation, actions[:, None], time[:, None])[:, 0].astype(jnp.float32)

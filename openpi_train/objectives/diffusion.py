@@ -82,11 +82,15 @@ class Diffusion(Objective):
         loss = (error * self.element_mask(batch)[:, None]).sum() / norms["elements"]
         return loss, {"loss": loss}
 
+    def as_evaluated(self, observation: Observation) -> Observation:
+        """With the augmentation's fixed form."""
+        return self.augmentation(observation, None)
+
     def sample_actions(
         self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
     ) -> Float[Array, "b h a"]:
         """Normalised actions from `noise`, by the sampler; the observation is encoded once. DDPM draws from `keys`."""
-        condition = model.encode(self.augmentation(observation, None))
+        condition = model.encode(self.as_evaluated(observation))
         walk = getattr(self.noise_schedule, self.sampler)(num_steps)
 
         def predict(noisy, step):

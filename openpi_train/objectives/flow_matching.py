@@ -24,9 +24,10 @@ from openpi_train.types import ActionBatch, Observation
 class FlowMatching(Objective):
     """Mean squared error of the velocity.
 
-    `num_flow_draws` draws of noise and time per row: the suffix is under 1 % of pi0's work, so 4 draws cost about 3 %
-    and quarter that part of the gradient's variance. `mask_action_dims` leaves out the dims that only pad the robot's
-    actions (openpi counts them). `mask_padded_steps` leaves out the steps beyond an episode's end (openpi counts them).
+    `num_flow_draws` draws of noise and time per row: the suffix is a small part of pi0's work, so that 4 draws cost
+    little and quarter that part of the gradient's variance. `mask_action_dims` leaves out the dims that only pad the
+    robot's actions (openpi counts them). `mask_padded_steps` leaves out the steps beyond an episode's end (openpi
+    counts them).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity"})
@@ -86,25 +87,8 @@ class FlowMatching(Objective):
         noise, time = self.draw(batch, keys)
         return self.loss_at(model, batch, norms, noise, time)
 
-    def sample_actions(
-        self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
-    ) -> Float[Array, "b h a"]:
-        """Where the model's flow leads from `noise`."""
-        return super().sample_actions(model, self._as_evaluated(observation), noise, keys, num_steps)
-
-    def sample_towards(
-        self,
-        model: Any,
-        observation: Observation,
-        noise: Float[Array, "b h a"],
-        num_steps: int,
-        target: Float[Array, "b h a"],
-        weights: Float[Array, "b h a"],
-    ) -> Float[Array, "b h a"]:
-        """Where the guided flow leads from `noise`."""
-        return super().sample_towards(model, self._as_evaluated(observation), noise, num_steps, target, weights)
-
-    def _as_evaluated(self, observation: Observation) -> Observation:
+    def as_evaluated(self, observation: Observation) -> Observation:
+        """With the augmentation's fixed form."""
         return self.augmentation(observation, None) if self.augment else observation
 
     @jax.named_scope("loss")

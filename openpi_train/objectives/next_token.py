@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
-from openpi_train.nn.augment import ImageAugmentation
+from openpi_train.nn.augment import Augmentation, ImageAugmentation
 from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, Observation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class NextToken(Objective):
 
     # What counts the same: every row, however many tokens it has (openpi), or every token.
     mean_over: Literal["rows", "tokens"] = "rows"
-    # How strongly images are changed.
-    augmentation: ImageAugmentation = dataclasses.field(default_factory=ImageAugmentation)
+    # How images are changed.
+    augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)
     # Change training images at all.
     augment: bool = True
 
@@ -50,10 +50,14 @@ class NextToken(Objective):
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean cross entropy, and of the share of tokens that are the likeliest."""
-        if train and self.augment:
-            batch = augmented(batch, self.augmentation, keys)
+        if self.augment:
+            batch = augmented(batch, self.augmentation, keys if train else None)
         policy: Any = model
         return self.loss_of(batch, norms, *policy.token_log_probs(batch.observation))
+
+    def as_evaluated(self, observation: Observation) -> Observation:
+        """With the augmentation's fixed form."""
+        return self.augmentation(observation, None) if self.augment else observation
 
     @jax.named_scope("loss")
     def loss_of(

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
-from openpi_train.data.tokenizer import FILE, load_tokenizer
+from openpi_train.data.tokenizer import FILE
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
-from openpi_train.interop.tokens import check_tokenizer, on_disk, tokens_fingerprint, with_files
+from openpi_train.interop.tokens import check_tokenizer, on_disk, open_tokenizer, tokens_fingerprint, with_files
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
@@ -89,7 +89,7 @@ def load_policy(
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)
         model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
-    pieces = load_tokenizer(tokenizer or config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
+    pieces = open_tokenizer(model, tokenizer or config.tokenizer, offline=config.offline)
     check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
     longest = model.fit_prompts(pieces, ())
     lengths = None

@@ -5,9 +5,10 @@ the parts of `Robot.state_keys`, and where the model reads text a `prompt`. open
 that may lack "observation/" or have it, and images with channels first or as fractions: these go, too.
 """
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ from openpi_train.robots.base import Robot
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"
 _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
+# Characters; models read some hundred tokens.
+_MAX_PROMPT_LENGTH = 20_000
+# Pixels along a side. Scaling a longer one takes memory and seconds that its bytes do not show.
+_MAX_SIDE = 8192
 
 
 class ObservationError(ValueError):
@@ -84,19 +89,21 @@ class ObservationForm:
         if image.ndim == 3 + lead and image.shape[:lead] == self._history and image.size:
             if image.shape[-1] != 3 and image.shape[lead] == 3:
                 image = np.moveaxis(image, lead, -1)
+            if max(image.shape[lead:-1]) > _MAX_SIDE:
+                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; no side may exceed {_MAX_SIDE}")
             if image.shape[-1] == 3:
                 return _as_bytes(key, image)
-        raise ObservationError(f"{key!r} has the shape {list(np.shape(value))}; {self._expected('height, width, 3')}")
+        raise ObservationError(f"{key!r} has the shape {list(image.shape)}; {self._expected('height, width, 3')}")
 
     def _state(self, given: Mapping[str, Any]) -> np.ndarray:
         width, keys = len(self.robot.state_names), self.robot.state_keys
         whole = next((name for name in (STATE, _PREFIX + STATE) if name in given), None)
         if whole is None and len(keys) > 1 and any(name in given for key in keys for name in _names(key)):
             parts = [_numbers(key, self._find(given, key)) for key in keys]
-            try:
-                state = np.concatenate([part.reshape(*self._history, -1) for part in parts], axis=-1)
-            except ValueError:
-                state = np.zeros(0)
+            state = np.zeros(0)
+            if sum(part.size for part in parts) == width * self.window.history:
+                with contextlib.suppress(ValueError):
+                    state = np.concatenate([part.reshape(*self._history, -1) for part in parts], axis=-1)
             what = ", ".join(f"{key!r} {list(part.shape)}" for key, part in zip(keys, parts, strict=True))
         else:
             state = _numbers(STATE, self._find(given, STATE, *(name for key in keys for name in _names(key))))
@@ -122,6 +129,8 @@ class ObservationForm:
             raise ObservationError(f"'prompt' is no text: {error}") from error
         if not isinstance(value, str):
             raise ObservationError(f"'prompt' is a {type(value).__name__}; expected is a str, the instruction")
+        if len(value) > _MAX_PROMPT_LENGTH:
+            raise ObservationError(f"'prompt' has {len(value)} characters, more than {_MAX_PROMPT_LENGTH}")
         return str(value)
 
     def _expected(self, shape: str) -> str:
@@ -148,14 +157,14 @@ def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> di
     return {key: value if key == PROMPT else np.stack([one[key] for one in steps]) for key, value in steps[-1].items()}
 
 
-def _flat(observation: Mapping[str, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
+def _flat(observation: Mapping[Any, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
     """The observation with the keys of nested dictionaries joined by "/". What no robot sends is refused cheaply."""
     if depth > _MAX_DEPTH:
         raise ObservationError(f"the observation has dictionaries in dictionaries, more than {_MAX_DEPTH} deep")
     found: dict[str, Any] = {}
     for key, value in observation.items():
         if not isinstance(key, str):
-            raise ObservationError(f"the key {key!r} is a {type(key).__name__}; keys are strings")
+            raise ObservationError(f"the key {str(key)[:40]} is a {type(key).__name__}; keys are strings")
         if len(key) > _MAX_KEY_LENGTH:
             raise ObservationError(f"the key {key[:40]!r}... has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
         name = prefix + key
@@ -172,13 +181,36 @@ def _names(key: str) -> tuple[str, ...]:
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        array = np.array(None)
-    if array.dtype.kind not in "fiu":
-        raise ObservationError(f"{key!r} is {array.dtype} ({type(value).__name__}); expected are numbers")
-    return array
+    """A number, an array of numbers, or lists of numbers or of such arrays with one dtype and shape, as one array.
+
+    Looked at before numpy joins them: it would give each number or text of a list the size of the largest.
+    """
+    with contextlib.suppress(ValueError):  # lists of several lengths
+        kinds = set(map(_kind, _leaves(value)))
+        array = np.asarray(value) if None not in kinds and len(kinds) <= 1 else np.array(None)
+        if array.dtype.kind in "fiu":
+            return array
+    what = value.dtype if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    raise ObservationError(
+        f"{key!r} is {what}; expected are numbers: an array, or lists of one length of numbers or of arrays alike"
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What lists of lists hold in the end; the value itself where it is none."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _kind(leaf: Any) -> object:
+    """Equal for what numpy joins into one array without making any of it larger; None for what is no number."""
+    if isinstance(leaf, int | float | np.number):
+        return "number"
+    array = np.array(None) if isinstance(leaf, memoryview) else np.asarray(leaf)
+    return (array.dtype, array.shape) if array.dtype.kind in "fiu" else None
 
 
 def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
@@ -187,7 +219,10 @@ def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
         return image
     low, high = image.min(), image.max()
     if image.dtype.kind == "f" and low >= 0 and high <= 1:
-        return (255 * image).astype(np.uint8)
+        made = np.empty(image.shape, np.uint8)
+        for row in np.ndindex(image.shape[:-2]):  # a whole image of products is as large as what was sent
+            made[row] = 255 * image[row]
+        return made
     raise ObservationError(
         f"{key!r} is {image.dtype} from {low} to {high}; expected is uint8, or fractions from 0 to 1"
     )

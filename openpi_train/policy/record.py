@@ -112,7 +112,8 @@ def _messages(path: Path) -> Iterator[Any]:
                 data = file.read(size) if 0 <= size <= path.stat().st_size else b""
                 if len(data) != size:
                     raise DataError(f"{path} ends in the middle of a batch; all before it was read")
-                yield wire.decode(data, max_parts=max(len(data), 1))  # of a whole batch, and our own
+                # Our own, of a whole batch, and as deep as a request and what is around it.
+                yield wire.decode(data, wire.Bounds(items=size, text_bytes=size, depth=2 * wire.Bounds.depth))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except wire.WireError as error:

@@ -4,12 +4,16 @@
     scalar   {b"__npgeneric__": True, b"data": 1.5, b"dtype": "<f4"}
 
 Nothing that is read can run: types are numbers, truth values and text alone, never objects. What comes is taken for
-hostile until it is checked; decoded arrays are read-only views of it. Read next: `record.py`, `serve/server.py`.
+hostile until it is checked. So it is read here and not by msgpack's own reader, which builds a map of millions of keys
+before one can object, holds Python's lock meanwhile, and copies all arrays. Here lists and maps are counted before they
+are built, other threads may run between two values, and arrays and bytes are read-only views of the message.
+Read next: `record.py`, `serve/server.py`.
 """
 
-import itertools
+import dataclasses
 import math
 import re
+import struct
 from typing import Any
 
 import msgpack
@@ -18,8 +22,27 @@ import numpy as np
 _NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 _TYPES = re.compile(rf"{_NUMBERS.pattern}|[<>|=]?[SU][1-9][0-9]{{0,5}}")
 _MAX_DIMS = 8
-# Lists and maps of a message: one byte each on the wire, a hundred in memory, and all other requests wait for them.
-_MAX_PARTS = 100_000
+_MAX_KEY_BYTES = 256
+
+# msgpack's first bytes; small numbers, lists, maps and texts have theirs in `_Reader.value`.
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_FORMS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"}
+_FORMS |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+_BYTES_SIZES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
+_TEXT_SIZES = {0xD9: ">B", 0xDA: ">H", 0xDB: ">I"}
+_LIST_SIZES = {0xDC: ">H", 0xDD: ">I"}
+_MAP_SIZES = {0xDE: ">H", 0xDF: ">I"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a message may hold: values in all its lists and maps, bytes in all its texts, lists in lists."""
+
+    # One byte each on the wire, up to a hundred in memory, a microsecond to read.
+    items: int = 10_000
+    # Python may take four bytes for each.
+    text_bytes: int = 1 << 18
+    depth: int = 32
 
 
 class WireError(ValueError):
@@ -33,27 +56,107 @@ def encode(message: Any) -> bytes:
     return packed
 
 
-def decode(data: bytes, max_parts: int = _MAX_PARTS) -> Any:
-    """The message that the bytes hold. Raises WireError, also where it has more than `max_parts` lists and maps."""
-    parts = itertools.count(1)
-
-    def counted(part: Any) -> Any:
-        if next(parts) > max_parts:
-            raise WireError(f"the message has more than {max_parts} lists and maps; send arrays")
-        return part
-
+def decode(data: bytes, bounds: Bounds = Bounds()) -> Any:
+    """The message that the bytes hold. Raises WireError, also where it goes beyond `bounds`."""
+    reader = _Reader(data, bounds)
     try:
-        return msgpack.unpackb(
-            data,
-            object_hook=lambda value: _from_stand_in(counted(value)),
-            list_hook=counted,
-            max_array_len=min(max_parts, len(data)),
-        )
+        message = reader.value()
     except WireError:
         raise
-    except (ValueError, TypeError, ArithmeticError, RecursionError, msgpack.UnpackException) as error:
-        said = str(error) or type(error).__name__
-        raise WireError(f"the message is no msgpack as openpi's clients send it: {said[:200]}") from error
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise WireError(f"the message is no msgpack as openpi's clients send it: {str(error)[:200]}") from error
+    reader.finish()
+    return message
+
+
+class _Reader:
+    """Reads a message value by value, and counts what a list or map says that it holds before it is built."""
+
+    def __init__(self, data: bytes, bounds: Bounds):
+        self._data, self._position, self._bounds = memoryview(data), 0, bounds
+        self._items = self._text_bytes = 0
+
+    def value(self, depth: int = 0) -> Any:
+        """The next value; bytes come as views of the message."""
+        code = self._take(1)[0]
+        if code < 0x80:
+            return code
+        if code < 0x90:
+            return self._map(code & 0x0F, depth)
+        if code < 0xA0:
+            return self._list(code & 0x0F, depth)
+        if code < 0xC0:
+            return self._text(code & 0x1F)
+        if code >= 0xE0:
+            return code - 0x100
+        if code in _CONSTANTS:
+            return _CONSTANTS[code]
+        if code in _FORMS:
+            return self._number(_FORMS[code])
+        if code in _BYTES_SIZES:
+            return self._take(self._number(_BYTES_SIZES[code]))
+        if code in _TEXT_SIZES:
+            return self._text(self._number(_TEXT_SIZES[code]))
+        if code in _LIST_SIZES:
+            return self._list(self._number(_LIST_SIZES[code]), depth)
+        if code in _MAP_SIZES:
+            return self._map(self._number(_MAP_SIZES[code]), depth)
+        raise WireError(f"the message is no msgpack as openpi's clients send it: no value begins with {code:#x}")
+
+    def finish(self) -> None:
+        """Raises WireError where anything is left."""
+        if left := len(self._data) - self._position:
+            raise WireError(
+                f"the message is no msgpack as openpi's clients send it: {left} bytes follow its end (is it text?)"
+            )
+
+    def _take(self, size: int) -> memoryview:
+        end = self._position + size
+        if end > len(self._data):
+            raise WireError(
+                f"the message is no msgpack as openpi's clients send it: it is cut off, {end - len(self._data)} bytes "
+                "are missing"
+            )
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _text(self, size: int) -> str:
+        self._text_bytes += size
+        if self._text_bytes > self._bounds.text_bytes:
+            raise WireError(f"the message has more than {self._bounds.text_bytes} bytes of text")
+        return str(self._take(size), "utf-8")
+
+    def _enter(self, items: int, depth: int) -> None:
+        """Before a list or map: count what it says that it holds, and look how deep it lies."""
+        self._items += items
+        if self._items > self._bounds.items:
+            raise WireError(f"the message has more than {self._bounds.items} values in lists and maps; send arrays")
+        if depth >= self._bounds.depth:
+            raise WireError(f"the message has lists and maps more than {self._bounds.depth} deep")
+
+    def _list(self, size: int, depth: int) -> list[Any]:
+        self._enter(size, depth)
+        return [self.value(depth + 1) for _ in range(size)]
+
+    def _map(self, size: int, depth: int) -> Any:
+        self._enter(2 * size, depth)
+        found: dict[str | bytes, Any] = {}
+        for _ in range(size):
+            key = self.value(depth + 1)
+            if isinstance(key, memoryview) and len(key) <= _MAX_KEY_BYTES:
+                key = bytes(key)
+            if not isinstance(key, str | bytes):
+                raise WireError(f"a {type(key).__name__} is no key; keys are text, or at most {_MAX_KEY_BYTES} bytes")
+            found[key] = self.value(depth + 1)
+        if b"__ndarray__" in found:
+            return _array(found)
+        if b"__npgeneric__" in found:
+            return _scalar(found)
+        return found
 
 
 def _stand_in(value: Any) -> Any:
@@ -67,21 +170,13 @@ def _stand_in(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no form on the wire")
 
 
-def _from_stand_in(value: dict[Any, Any]) -> Any:
-    if b"__ndarray__" in value:
-        return _array(value)
-    if b"__npgeneric__" in value:
-        return _scalar(value)
-    return value
-
-
 def _array(value: dict[Any, Any]) -> np.ndarray:
     dtype, data, shape = _dtype(value), value.get(b"data"), value.get(b"shape")
-    if not (isinstance(data, bytes) and isinstance(shape, list) and len(shape) <= _MAX_DIMS) or not all(
+    if not (isinstance(data, memoryview) and isinstance(shape, list) and len(shape) <= _MAX_DIMS) or not all(
         type(size) is int and size >= 0 for size in shape
     ):
         raise WireError(
-            f"an array needs bytes and a shape of at most {_MAX_DIMS} sizes; its shape is {str(shape)[:80]}"
+            f"an array needs bytes and a shape of at most {_MAX_DIMS} sizes from 0 on; its shape is {_brief(shape)}"
         )
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array of {dtype} {shape} has {math.prod(shape) * dtype.itemsize} bytes, not {len(data)}")
@@ -98,5 +193,14 @@ def _scalar(value: dict[Any, Any]) -> np.generic:
 def _dtype(value: dict[Any, Any], allowed: re.Pattern[str] = _TYPES) -> np.dtype:
     name = value.get(b"dtype")
     if not isinstance(name, str) or not allowed.fullmatch(name):
-        raise WireError(f"arrays of {str(name)[:80]!r} are not read; allowed: numbers, truth values and text")
+        raise WireError(f"arrays of {_brief(name)} are not read; allowed: numbers, truth values and text")
     return np.dtype(name)
+
+
+def _brief(value: Any) -> str:
+    """A value for an error message: short, and nothing of an array or of bytes, whose contents are not checked."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, list) and all(isinstance(one, int | float | str | None) for one in value[: _MAX_DIMS + 1]):
+        return repr(value[: _MAX_DIMS + 1])[:80]
+    return f"a {type(value).__name__}"

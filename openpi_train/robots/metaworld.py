@@ -36,7 +36,7 @@ class MetaWorld(Arm):
 
     @property
     def control_hz(self) -> float:
-        """Five of MuJoCo's steps of 2.5 ms."""
+        """Five of MuJoCo's steps of 0.0025 s."""
         return 80.0
 
     @property

@@ -7,11 +7,13 @@ would end the process 2 that is already training.
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from openpi_train.runtime.exits import PeerLostError, UsageError
@@ -21,9 +23,17 @@ from openpi_train.runtime.world import listen_host
 
 logger = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 10.0
-_HELLO_LIMIT_BYTES = 1 << 20
+# From the connection to the end of the hello; and where others wait for a place, which a process of ours needs for
+# milliseconds.
+_HELLO_TIMEOUT_S, _HURRIED_TIMEOUT_S = 10.0, 1.0
+_HELLO_LIMIT_BYTES = 1 << 18
+_HOST_LIMIT = 255
+# Guests that are heard at once: each has a thread, and up to some megabytes of what it says.
+_MOST_HEARD = 32
 _MOST_DIFFERENCES = 8
+_WARNINGS = 100
+# Until the next try where no connection can be taken in: a process may lack files or threads for a while.
+_RETRY_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,9 @@ class Door:
         self.own, self.host_of = own, host_of
         self.arrivals: queue.Queue[Guest] = queue.Queue()
         self.waiting, self.started = True, False
+        self.places = threading.BoundedSemaphore(_MOST_HEARD)
+        self.crowded = threading.Event()
+        self.turned_away = itertools.count(1)
         # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
         listen(host, port).close()
         self.listener = listen(host, port + 1)
@@ -132,44 +145,68 @@ class Door:
         while True:
             try:
                 connection, _ = self.listener.accept()
-            except OSError:
-                return  # closed: the meeting failed
-            threading.Thread(target=self._hear, args=(Guest(connection),), daemon=True).start()
+            except OSError as error:
+                if self.listener.fileno() == -1:
+                    return  # closed: the meeting failed
+                self._warn("the rendezvous port takes nobody in for now: %s", error)
+                time.sleep(_RETRY_S)
+                continue
+            if not self.places.acquire(blocking=False):
+                self.crowded.set()
+                self.places.acquire()
+                self.crowded.clear()
+            try:
+                threading.Thread(target=self._hear, args=(Guest(connection),), daemon=True).start()
+            except RuntimeError as error:  # this process may have no more threads
+                self._warn("nobody hears whoever came to the rendezvous port: %s", error)
+                self.places.release()
+                connection.close()
 
     def _hear(self, guest: Guest) -> None:
-        """Read one guest's line, hand it on, and notice when the guest leaves. Garbage ends here."""
-        with guest.connection as connection:
+        """Hear one guest out, hand it on, and notice when it leaves. Garbage ends here."""
+        with guest.connection:
             try:
-                guest.same_machine = connection.getpeername()[0] == connection.getsockname()[0]
-                connection.settimeout(_HELLO_TIMEOUT_S)
-                guest.hello = _parse_hello(_read_line(connection))
-                connection.settimeout(None)
-                self._admit(guest, guest.hello)
+                guest.peer = self._admitted(guest)
             except (ValueError, TimeoutError) as error:
-                logger.warning("ignored a stranger on the rendezvous port: %s", error or "it said nothing")
+                self._warn("ignored a stranger on the rendezvous port: %s", error)
             except OSError:
                 pass  # it left while it was turned away
-
-    def _admit(self, guest: Guest, hello: Hello) -> None:
-        if hello.token != self.own.token:
-            logger.warning("turned away %s, which belongs to another job", hello.who())
-            error = f"the run at this address is another job (process 0 on {self.own.host}): use another port"
-            guest.answer(self.own, error)
-        elif self.started:
-            logger.warning("turned away %s: all processes are here already", hello.who())
-            error = (
-                f"the run at this address has started already with all its {self.own.process_count} processes: end it "
-                "first, or use another port"
-            )
-            guest.answer(self.own, error)
-        else:
-            guest.peer = Peer(hello.process_index, hello.host, guest.connection)
+            finally:
+                self.places.release()
+            if guest.peer is None:
+                return
             self.arrivals.put(guest)
             guest.peer.listen()
             guest.gone = True
             self.arrivals.put(guest)
             if self.waiting:
-                logger.warning("%s left before all had come; still waiting for it", hello.who())
+                logger.warning("%s left before all had come; still waiting for it", _hello(guest).who())
+
+    def _admitted(self, guest: Guest) -> Peer | None:
+        """The guest as one of the run; None where it was turned away. Raises ValueError for a stranger."""
+        connection = guest.connection
+        guest.same_machine = connection.getpeername()[0] == connection.getsockname()[0]
+        guest.hello = hello = _parse_hello(_read_line(connection, self.crowded))
+        connection.settimeout(_HELLO_TIMEOUT_S)  # of an answer
+        if hello.token != self.own.token:
+            self._warn("turned away %s, which belongs to another job", hello.who())
+            error = f"the run at this address is another job (process 0 on {self.own.host}): use another port"
+        elif self.started:
+            self._warn("turned away %s: all processes are here already", hello.who())
+            error = (
+                f"the run at this address has started already with all its {self.own.process_count} processes: end it "
+                "first, or use another port"
+            )
+        else:
+            return Peer(hello.process_index, hello.host, connection)
+        guest.answer(self.own, error)
+        return None
+
+    def _warn(self, text: str, what: object) -> None:
+        """Log who did not come in; of many, one in a hundred: nobody is to fill the disk."""
+        number = next(self.turned_away)
+        if number <= _WARNINGS or number % _WARNINGS == 0:
+            logger.warning(f"{text} (number %d)", what, number)
 
 
 def _disagreement(own: Hello, hello: Hello, present: Hello | None) -> str | None:
@@ -226,27 +263,51 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    """One line from a peer that may be anybody. Raises ValueError if it is too long or breaks off."""
-    received = b""
+def _read_line(connection: socket.socket, crowded: threading.Event) -> bytes:
+    """One line from a peer that may be anybody. Raises ValueError if it is too long, breaks off or takes too long.
+
+    The whole of it has `_HELLO_TIMEOUT_S`, `_HURRIED_TIMEOUT_S` while it is `crowded`.
+    """
+    received, start = bytearray(), time.monotonic()
+    connection.settimeout(_HURRIED_TIMEOUT_S / 4)
     while not received.endswith(b"\n"):
-        part = connection.recv(65536)
+        limit_s = _HURRIED_TIMEOUT_S if crowded.is_set() else _HELLO_TIMEOUT_S
+        if time.monotonic() - start > limit_s:
+            raise ValueError(f"it said {len(received)} bytes and no line in {limit_s:g} s")
+        try:
+            part = connection.recv(65536)
+        except TimeoutError:
+            continue
         if not part or len(received) + len(part) > _HELLO_LIMIT_BYTES:
             raise ValueError(f"{len(received) + len(part)} bytes that are no line")
         received += part
-    return received
+    return bytes(received)
 
 
 def _parse_hello(line: bytes) -> Hello:
     try:
-        fields = json.loads(line)
-        hello = Hello(**fields)
-        whole = isinstance(hello.process_index, int) and isinstance(hello.process_count, int)
-        if not whole or not 0 <= hello.process_index < hello.process_count or not isinstance(hello.facts, dict):
+        hello = Hello(**json.loads(line))
+        if not _is_well_formed(hello):
             raise ValueError("wrong types or numbers")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"{line[:60]!r} is no hello of ours") from None
     return hello
+
+
+def _is_well_formed(hello: Hello) -> bool:
+    """Whether everything in it has its type: it is compared, put into messages for people, and sent on."""
+    return (
+        type(hello.process_index) is int
+        and type(hello.process_count) is int
+        and 0 <= hello.process_index < hello.process_count < 1 << 31
+        and type(hello.local_name_is_loopback) is bool
+        and isinstance(hello.token, str)
+        and isinstance(hello.host, str)
+        and len(hello.host) <= _HOST_LIMIT
+        and hello.host.isprintable()
+        and isinstance(hello.facts, dict)
+        and all(isinstance(value, str) for value in hello.facts.values())
+    )
 
 
 def _hello(guest: Guest) -> Hello:

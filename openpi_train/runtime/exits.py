@@ -22,6 +22,7 @@ USAGE = 2
 DATA = 3
 CHECKPOINT = 4
 NUMBERS = 5
+INDIVISIBLE = 6
 PEER_LOST = 70
 PREEMPTED = 75
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
@@ -37,6 +38,12 @@ class UsageError(RunError):
     """The command line, the configuration or the environment asks for something that cannot be."""
 
     exit_code = USAGE
+
+
+class IndivisibleError(UsageError):
+    """The batch does not divide over the devices. Over fewer it may, which a launcher with --min-nodes tries."""
+
+    exit_code = INDIVISIBLE
 
 
 class DataError(RunError):

@@ -94,7 +94,7 @@ class Peer:
                 self._received += part
         except OSError:
             pass  # a connection that broke is closed, too
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s said something that is no message of ours: %s", self.who, error)
         with contextlib.suppress(OSError):
             self._connection.close()

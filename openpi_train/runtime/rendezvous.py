@@ -15,12 +15,16 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from openpi_train.runtime.door import Door, Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
+
+# It may hold the differences of long facts.
+_VERDICT_LIMIT_BYTES = 1 << 23
 
 
 def meet(
@@ -113,13 +117,13 @@ def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s:
     wait = Wait(timeout_s + 15.0)
     connection.settimeout(1.0)
     received = b""
-    while b"\n" not in received:
+    while b"\n" not in received and len(received) < _VERDICT_LIMIT_BYTES:
+        if wait.is_over():
+            raise PeerLostError(f"{where} took {own.who()} in but never gave the sign to start")
+        wait.report(lambda: f"{own.who()} is connected and waits until all {own.process_count} processes are here")
         try:
-            part = connection.recv(4096)
+            part = connection.recv(65536)
         except TimeoutError:
-            if wait.is_over():
-                raise PeerLostError(f"{where} took {own.who()} in but never gave the sign to start") from None
-            wait.report(lambda: f"{own.who()} is connected and waits until all {own.process_count} processes are here")
             continue
         except OSError:
             part = b""
@@ -127,11 +131,21 @@ def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s:
             raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why")
         received += part
     line, _, rest = received.partition(b"\n")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         verdict = json.loads(line)
-        if isinstance(verdict, dict) and verdict.keys() == {"host", "error", "lost"}:
+        if _is_verdict(verdict):
             return verdict, rest
     raise UsageError(f"another program answers for {where}: use another port")
+
+
+def _is_verdict(said: Any) -> bool:
+    return (
+        isinstance(said, dict)
+        and said.keys() == {"host", "error", "lost"}
+        and isinstance(said["host"], str)
+        and isinstance(said["error"], str | None)
+        and isinstance(said["lost"], bool)
+    )
 
 
 def _name_is_loopback() -> bool:

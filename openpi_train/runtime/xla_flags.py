@@ -1,8 +1,8 @@
 """Whether the installed jaxlib takes a value of XLA_FLAGS: asked in a process of its own, and remembered.
 
 A flag that it does not know ends the process (`parse_flags_from_env.cc: Unknown flag in XLA_FLAGS`), uncatchably, and
-flags come and go with releases. One question costs about 0.7 s; the answers of a release are kept in the user's cache
-folder. A plugin for GPUs is of jaxlib's release, so it knows the same flags. Read next: `xla.py`.
+flags come and go with releases. A question costs the start of a process; the answers of a release are kept in the
+user's cache folder. A plugin for GPUs is of jaxlib's release, so it knows the same flags. Read next: `xla.py`.
 """
 
 import importlib.metadata
@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, known: Mapping[str, str]) -> None:
-    """Put the file in place whole; a cache that cannot be written costs the next start its 0.7 s, no more."""
+    """Put the file in place whole; a cache that cannot be written costs the next start its question again, no more."""
     temporary = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

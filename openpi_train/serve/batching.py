@@ -27,7 +27,7 @@ class Batching:
         self._answer, self._num_clients = answer, num_clients
         self._max_batch, self._max_queue, self._wait_s = max_batch, max_queue, wait_s
         self._waiting: collections.deque[tuple[Any, asyncio.Future[Any]]] = collections.deque()
-        self._running: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._running: Sequence[asyncio.Future[Any]] = ()
         self._arrived = asyncio.Event()
         self._device = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         self._worker: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class Batching:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        for _, future in (*self._running, *self._waiting):
+        for future in (*self._running, *(future for _, future in self._waiting)):
             if not future.done():
                 future.set_exception(Busy("the server is stopping"))
         self._device.shutdown(wait=False, cancel_futures=True)
@@ -63,15 +63,17 @@ class Batching:
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._running = batch = await self._gather()
+            requests, self._running = zip(*await self._gather(), strict=True)
             try:
-                answers = await loop.run_in_executor(self._device, self._answer, [request for request, _ in batch])
+                answers = await loop.run_in_executor(self._device, self._answer, requests)
             except Exception as error:  # whoever asked is told; the next batch may be well again
-                for _, future in batch:
+                for future in self._running:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for (_, future), answer in zip(batch, answers, strict=True):
+            finally:
+                del requests  # they are large, and the next may be long in coming
+            for future, answer in zip(self._running, answers, strict=True):
                 if not future.done():  # the client may have left
                     future.set_result(answer)
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -22,10 +23,16 @@ from openpi_train.serve.flags import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+# glibc's M_MMAP_THRESHOLD, and the size from which a block is given back to the system as soon as it is free. Else
+# glibc raises that size to the largest block seen, and keeps as much as a picture for the next request.
+_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 1 << 20
+
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0."""
     _start()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     try:
         import openpi_train.serve.server  # noqa: F401
     except ImportError as error:

@@ -6,13 +6,15 @@
     GET /healthz, /metrics  -> 200, on the same port, while requests run
 
 Messages are `policy/wire.py`'s; one request at a time on a connection, several connections make a batch. Decoding and
-images are worked on in threads, so that the event loop is free for all others. Read next: `batching.py`, `main.py`.
+images are worked on in threads, so that the event loop is free for all others.
+Read next: `connection.py`, `batching.py`, `main.py`.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hmac
 import http
 import logging
@@ -32,6 +34,7 @@ from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.record import Recorder
 from openpi_train.serve.batching import Batching, Busy
+from openpi_train.serve.connection import Connection, Places
 from openpi_train.serve.measures import Measures
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class Limits:
     max_batch: int = 16
     max_queue: int = 64
     max_clients: int = 64
+    max_opening: int = 128
     max_message_bytes: int = 32 << 20
     batch_wait_s: float = 0.005
     idle_s: float = 3600.0
@@ -89,7 +93,7 @@ class PolicyServer:
         self._policy, self._limits, self._recorder = policy, limits, recorder
         self._api_key = None if api_key is None else f"Api-Key {api_key}".encode()
         self._metadata = wire.encode({**policy.metadata, **(metadata or {})})
-        self._clients = 0
+        self._places = Places(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -100,9 +104,9 @@ class PolicyServer:
             max_batch=limits.max_batch,
             max_queue=limits.max_queue,
             wait_s=limits.batch_wait_s,
-            num_clients=lambda: self._clients,
+            num_clients=lambda: self._places.num_clients,
         )
-        self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._clients)
+        self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._places.num_clients)
 
     def stop(self) -> None:
         """Have `run` take no more requests, finish those under way and return."""
@@ -116,10 +120,11 @@ class PolicyServer:
             self._converse,
             sock=listener,
             ssl=tls,
+            create_connection=functools.partial(Connection, places=self._places),  # pyright: ignore[reportArgumentType]
             process_request=self._admit,
             compression=None,  # a small message could become a large one
             max_size=limits.max_message_bytes,
-            max_queue=1,
+            max_queue=0,
             open_timeout=limits.open_s,
             ping_interval=limits.ping_s,
             ping_timeout=limits.ping_s,
@@ -145,6 +150,9 @@ class PolicyServer:
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """The answer to what is no websocket, or to who may not come in; None for who may."""
+        if "Origin" in request.headers:
+            self.measures.requests.labels("unauthorized").inc()
+            return _respond(http.HTTPStatus.FORBIDDEN, _FROM_A_PAGE)
         path = request.path.partition("?")[0]
         if path == "/healthz":
             return _respond(http.HTTPStatus.OK, b"OK\n")
@@ -157,23 +165,20 @@ class PolicyServer:
             if len(given) != 1 or not hmac.compare_digest(given[0].encode("utf-8", "surrogateescape"), self._api_key):
                 self.measures.requests.labels("unauthorized").inc()
                 return _respond(http.HTTPStatus.UNAUTHORIZED, b"the header Authorization: Api-Key KEY is wrong\n")
-        if self._stopping.is_set() or self._clients >= self._limits.max_clients:
+        if self._stopping.is_set() or not self._places.take(connection):
             self.measures.requests.labels("turned away").inc()
-            why = "is stopping" if self._stopping.is_set() else f"has {self._clients} clients, which is the most"
+            number = self._places.num_clients
+            why = "is stopping" if self._stopping.is_set() else f"has {number} clients, which is the most"
             return _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"the server {why}\n".encode())
         return None
 
     async def _converse(self, connection: ServerConnection) -> None:
-        self._clients += 1
-        try:
+        assert isinstance(connection, Connection)
+        with contextlib.suppress(ConnectionClosed, TimeoutError):  # the client left, or does not read
             await self._send(connection, self._metadata)
             await self._answer_all(connection)
-        except (ConnectionClosed, TimeoutError):
-            pass  # the client left, or does not read
-        finally:
-            self._clients -= 1
 
-    async def _answer_all(self, connection: ServerConnection) -> None:
+    async def _answer_all(self, connection: Connection) -> None:
         """Answer request after request until the client leaves, is idle for too long, or the server stops."""
         previous_s, bad = None, 0
         while True:
@@ -181,8 +186,9 @@ class PolicyServer:
             if message is None:
                 return
             started = time.perf_counter()
-            with self._under_way():
+            with self._under_way(connection):
                 answer = await self._reply(message, started, previous_s)
+                del message  # it is as large as what comes next
                 await self._send(connection, answer)
             previous_s = time.perf_counter() - started
             bad = bad + 1 if isinstance(answer, str) else 0
@@ -191,9 +197,10 @@ class PolicyServer:
             if bad >= _MOST_BAD_IN_A_ROW:
                 return await connection.close(_POLICY_VIOLATION, f"{bad} bad requests in a row")
 
-    async def _next(self, connection: ServerConnection) -> str | bytes | None:
+    async def _next(self, connection: ServerConnection) -> bytes | None:
         """The next message; None where there is to be none, the connection being closed."""
-        receive, stop = asyncio.ensure_future(connection.recv()), asyncio.ensure_future(self._stopping.wait())
+        receive = asyncio.ensure_future(connection.recv(decode=False))  # text could take four times its bytes
+        stop = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait({receive, stop}, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED)
             if receive.done():
@@ -206,7 +213,7 @@ class PolicyServer:
         await connection.close(_GOING_AWAY, reason)
         return None
 
-    async def _reply(self, message: str | bytes, started: float, previous_s: float | None) -> str | bytes:
+    async def _reply(self, message: bytes, started: float, previous_s: float | None) -> str | bytes:
         """The answer to a message: bytes, or the text of what is wrong with it."""
         if self._stopping.is_set():
             return self._refused("turned away", "the server is stopping")
@@ -229,10 +236,8 @@ class PolicyServer:
         self.measures.answered(time.perf_counter() - started)
         return wire.encode({**answer, "policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
 
-    def _read(self, message: str | bytes) -> tuple[Any, Any]:
+    def _read(self, message: bytes) -> tuple[Any, Any]:
         """In a thread: the observation of a message, and what `Policy.prepare` makes of it."""
-        if isinstance(message, str):
-            raise wire.WireError("requests are binary messages of msgpack; this one is text")
         observation = wire.decode(message)
         if not isinstance(observation, dict):
             raise wire.WireError(f"a request is a map of keys to values, not a {type(observation).__name__}")
@@ -264,21 +269,31 @@ class PolicyServer:
         return text
 
     async def _send(self, connection: ServerConnection, message: str | bytes) -> None:
-        await asyncio.wait_for(connection.send(message), self._limits.send_s)
+        try:
+            await asyncio.wait_for(connection.send(message), self._limits.send_s)
+        except TimeoutError:  # it does not read, nor would it say good-bye
+            connection.transport.abort()
+            raise
 
     @contextlib.contextmanager
-    def _under_way(self):
+    def _under_way(self, connection: Connection):
         self._busy_clients += 1
         self._idle.clear()
+        connection.begin_request()
         try:
             yield
         finally:
+            connection.end_request()
             self._busy_clients -= 1
             if not self._busy_clients:
                 self._idle.set()
 
 
 _INTERNAL = "internal error: the server's log says more"
+_FROM_A_PAGE = (
+    b"requests with the header Origin are a browser's: no page may move the robot "
+    b"(the package websocket-client sends none with suppress_origin=True)\n"
+)
 _NOT_FINITE = "the policy's actions hold NaN or infinity: no robot may be given them"
 # The library logs every handshake that fails, with a traceback: clients could fill the disk.
 _quiet = logging.getLogger(f"{__name__}.websockets")

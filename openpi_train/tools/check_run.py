@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from openpi_train.data import embedded
 from openpi_train.data.config import DataConfig
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.norm_stats import stored_norm_stats
@@ -92,6 +93,11 @@ def data(experiment: Experiment) -> Iterator[Finding]:
             fresh = source.is_ready()
         except (OSError, ValueError) as error:
             ready = False
+            if embedded.missing(source.path):
+                yield warn(
+                    "dataset", f"{source.path}: an embedded dataset that is not written yet", "the first start does"
+                )
+                continue
             yield fail("dataset", str(error), f"give its place with {flag}")
             continue
         yield from check_disk.read(Path(source.path).expanduser())

@@ -1,8 +1,8 @@
 """The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `inspect`, `repack` for
 slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-Read next: `prepare.py`, `collect.py`, `data/rlds/index.py`, `inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`,
-`data/convert.py`, `fit_fast.py`.
+Read next: `data/embedded.py`, `collect.py`, `data/rlds/index.py`, `inspect_data.py`, `data/repack.py`,
+`data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
 """
 
 import argparse
@@ -38,14 +38,19 @@ def main(argv: Sequence[str], parse_experiment: ParseExperiment) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openpi_train data", description="Make and look after datasets.")
     what = parser.add_subparsers(required=True, metavar="prepare|collect|index|inspect|repack|merge|convert|fit-fast")
-    prepare = what.add_parser("prepare", help="write the embedded tabletop dataset and its tokenizer")
+    prepare = what.add_parser(
+        "prepare",
+        help="write an embedded tabletop dataset and its tokenizer",
+        epilog="Without flags: what the experiments of this repository read under that name (docs/data.md). A run that "
+        "misses such a dataset writes it by itself.",
+    )
     prepare.add_argument("--directory", type=Path, help="datasets' folder (default: $OPENPI_TRAIN_HOME/datasets)")
     prepare.add_argument("--name", default="tabletop", help="of the dataset's own folder (%(default)s)")
-    prepare.add_argument("--tasks", nargs="+", help="tasks to record, such as reach_red pick_yellow (default: all)")
-    prepare.add_argument("--episodes-per-task", type=int, default=24, help="training episodes (%(default)s)")
-    prepare.add_argument("--val-episodes-per-task", type=int, default=4, help="held-out episodes (%(default)s)")
-    prepare.add_argument("--image-size", type=int, default=64, help="pixels of a side (%(default)s)")
-    prepare.add_argument("--seed", type=int, default=0, help="of scenes and disturbances (%(default)s)")
+    prepare.add_argument("--tasks", nargs="+", help="tasks to record, such as reach_red pick_yellow")
+    prepare.add_argument("--episodes-per-task", type=int, help="training episodes")
+    prepare.add_argument("--val-episodes-per-task", type=int, help="held-out episodes")
+    prepare.add_argument("--image-size", type=int, help="pixels of a side")
+    prepare.add_argument("--seed", type=int, help="of scenes and disturbances")
     prepare.set_defaults(run=_prepare)
     collect = what.add_parser("collect", help="demonstrations by an environment's scripted expert, as a zarr store")
     collect.add_argument("env", help="metaworld (needs the extra sim) or tabletop")
@@ -129,19 +134,13 @@ def _at_least_1(text: str) -> int:
 def _prepare(given: argparse.Namespace) -> None:
     import jax
 
-    from openpi_train.tools.prepare import prepare
+    from openpi_train.data.embedded import prepare
 
     # It simulates on the CPU; a GPU that is there would be taken whole for nothing.
     jax.config.update("jax_platforms", "cpu")
-    made = prepare(
-        given.directory,
-        name=given.name,
-        tasks=given.tasks,
-        episodes_per_task=given.episodes_per_task,
-        val_episodes_per_task=given.val_episodes_per_task,
-        image_size=given.image_size,
-        seed=given.seed,
-    )
+    fields = ("tasks", "episodes_per_task", "val_episodes_per_task", "image_size", "seed")
+    changes = {name: value for name in fields if (value := getattr(given, name)) is not None}
+    made = prepare(given.directory, name=given.name, **changes)
     print(f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}")
 
 

@@ -5,9 +5,9 @@ import io
 import numpy as np
 from PIL import Image
 
-from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.envs.video import side_by_side
 from openpi_train.experiment import Experiment
+from openpi_train.interop.tokens import open_tokenizer
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.tools import figures
 from openpi_train.tools.page import figure, note, text
@@ -23,9 +23,7 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
     experiment = experiment_from_json(run.experiment, like)
     data = open_run_data(experiment)
     rows = data.train.batch(np.arange(min(_ROWS, data.train.num_samples)))[0]
-    tokenizer = load_tokenizer(
-        experiment.data.tokenizer, offline=experiment.data.offline, max_vocab_size=experiment.model.vocab_size
-    )
+    tokenizer = open_tokenizer(experiment.model, experiment.data.tokenizer, offline=experiment.data.offline)
     cameras = [name for name in rows if name.startswith("image/")]
     parts = []
     for index, place in enumerate(data.train.describe(np.arange(len(rows["state"])))):

@@ -101,7 +101,7 @@ class JsonLines:
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append a line."""
-        line = {"step": step} | {name: _valid(value) for name, value in values.items()}
+        line = {"step": step} | {name: json_number(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -240,16 +240,21 @@ def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
     return [
-        {name: value for name, value in line.items() if name == "step" or name.startswith(_EVALUATED)}
+        {name: _number(value) for name, value in line.items() if name == "step" or name.startswith(_EVALUATED)}
         for line in lines
         if any(name.startswith(_EVALUATED) for name in line)
     ]
 
 
-def _valid(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
+    """The value as JSON can say it: NaN and the infinities become strings of that name, which `float` reads."""
     if value is None or isinstance(value, int) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
 
 
 def _cut_after(path: pathlib.Path, step: int) -> None:

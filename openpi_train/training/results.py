@@ -15,6 +15,21 @@ from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sharding.mesh import FSDP, TENSOR
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.checkpoints.step_dirs import Best
+from openpi_train.training.metrics import json_number
+
+
+def held_out_loss(evaluation: Mapping[str, Any]) -> float:
+    """The loss by which evaluations are compared: that of the averaged weights where the run keeps an average."""
+    return evaluation.get("val/loss_ema", evaluation["val/loss"])
+
+
+def lowest_loss(evaluations: Sequence[Mapping[str, Any]]) -> Best | None:
+    """The step of the lowest finite held-out loss, the first of equal ones; None where there is none.
+
+    Unlike the best checkpoint it may be a step that was not saved.
+    """
+    found = [Best(step=line["step"], value=held_out_loss(line)) for line in evaluations if "val/loss" in line]
+    return min((one for one in found if math.isfinite(one.value)), key=lambda one: one.value, default=None)
 
 
 def write_results(
@@ -37,12 +52,12 @@ def write_results(
 
     Raises CheckpointError where the disk has no room for it.
     """
-    devices = jax.devices()
+    devices, lowest = jax.devices(), lowest_loss(evaluations)
     values = {
         "config": as_json(experiment),
         "training_metrics": {
             "last": {name: value for name, value in last_metrics.items() if value is None or math.isfinite(value)},
-            "evaluations": evaluations,
+            "evaluations": [{name: json_number(value) for name, value in line.items()} for line in evaluations],
             "proportions": proportions,
             "bad_records": bad_records,
         },
@@ -64,6 +79,7 @@ def write_results(
             "num_train_steps": experiment.num_train_steps,
             "checkpoints": checkpoints,
             "best_step": best.step if best else None,
+            "lowest_loss_step": lowest.step if lowest else None,
             "seconds": seconds,
             "stop_request": dataclasses.asdict(times) if (times := preempt.stop_times()) else None,
         },

@@ -13,6 +13,7 @@ import jax
 from openpi_train.data.feed import Feed
 from openpi_train.data.files import write_json
 from openpi_train.experiment import Experiment, as_json
+from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import phases, preempt
@@ -28,7 +29,7 @@ from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
-from openpi_train.training.results import write_results
+from openpi_train.training.results import held_out_loss, lowest_loss, write_results
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 
@@ -163,8 +164,37 @@ class Run:
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
         self.history.append({"step": step, **values})
         if "val/loss" in values:
-            self.checkpoints.note_metric(step, values.get("val/loss_ema", values["val/loss"]))
+            self.checkpoints.note_metric(step, held_out_loss(values))
+            self._tell_unsaved(step)
         return True
+
+    def _tell_unsaved(self, step: int) -> None:
+        """Say that the lowest held-out loss so far is that of a step between two saves."""
+        lowest = lowest_loss(self.history)
+        saved = self.save_is_due(step) or self.checkpoints.step_dir(step).exists()
+        if lowest and lowest.step == step and not saved:
+            logger.info("step %d has the lowest held-out loss so far and is not saved%s", step, self._advice())
+
+    def _tell_best(self) -> None:
+        """Say where the lowest held-out loss was, if no checkpoint of that step is `best`."""
+        lowest, best = lowest_loss(self.history), self.checkpoints.best
+        if lowest is None or (best and best.step == lowest.step):
+            return
+        logger.warning(
+            "the lowest held-out loss, %.4f, was that of %s; %s",
+            lowest.value,
+            f"step {lowest.step}, of which there is no checkpoint{self._advice()}"
+            if lowest.step
+            else "the weights that the run began with",
+            f"`best` is step {best.step} with {best.value:.4f}" if best else "there is no `best`",
+        )
+
+    def _advice(self) -> str:
+        """What to set for a checkpoint of every evaluated step, where there is none."""
+        saves, evaluations = self.experiment.save_interval, self.experiment.eval.interval
+        if evaluations % saves == 0:
+            return ""
+        return f" (every evaluated step is saved if --save-interval, {saves}, divides --eval.interval, {evaluations})"
 
     def _act(self, step: int, state: TrainState) -> dict[str, float] | None:
         """Successes in the environment, of the averaged weights where there are any; None where a stop came between."""
@@ -180,6 +210,7 @@ class Run:
     def save(self, step: int, state: TrainState) -> None:
         """Start saving a checkpoint."""
         stall_s = self.checkpoints.save(state, norm_stats=self.norm_stats, files=self.token_files, **self._saved_with())
+        status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
 
@@ -190,6 +221,7 @@ class Run:
         if stall_s is None:
             return
         place = self.experiment.local_checkpoints.dir
+        status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s on each host (held up the loop for %.2f s)", step, place, stall_s)
         self.metrics.log(step, {"time/local_checkpoint_stall_s": stall_s})
 
@@ -223,6 +255,7 @@ class Run:
         bad_records = sum(gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
+            self._tell_best()
             write_results(
                 path,
                 self.experiment,

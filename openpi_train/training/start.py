@@ -16,12 +16,19 @@ import jax
 from openpi_train.data.feed import Feed
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedData, in_text_lengths, open_data, open_windows, prompts
+from openpi_train.data.opened import (
+    OpenedData,
+    in_text_lengths,
+    open_data,
+    open_windows,
+    prompts,
+    write_missing,
+)
 from openpi_train.data.rows import Rows
-from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.tuning import usable_cores
 from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop.tokens import check_tokenizer, token_files, tokens_fingerprint
+from openpi_train.interop.tokens import check_tokenizer, open_tokenizer, token_files, tokens_fingerprint
+from openpi_train.launch import status
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime import logs, phases, preempt, selftest, session
@@ -102,6 +109,7 @@ def start(
     directory = open_run(request).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
+    status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
         public_name=experiment.model.public_name,
@@ -176,7 +184,8 @@ def open_run_data(experiment: Experiment) -> OpenedData:
     """The experiment's rows, norm stats and tokenizer. Raises DataError with what to do."""
     model, config = experiment.model, experiment.data
     with reported_as(DataError):
-        tokenizer = load_tokenizer(config.tokenizer, offline=config.offline, max_vocab_size=model.vocab_size)
+        write_missing(config)  # a tokenizer may lie beside the data
+        tokenizer = open_tokenizer(model, config.tokenizer, offline=config.offline)
         windows = open_windows(config, model.window)
         acting = experiment.eval.closed_loop
         told = [(text, acting.env.state_dim) for text in map(acting.env.instruction, range(len(acting.env.tasks)))]

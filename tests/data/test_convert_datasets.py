@@ -59,6 +59,9 @@ def test_a_lerobot_dataset_goes_through_every_format_and_comes_back_as_it_was(tm
     same(source, there, columns=columns)
     assert set(there.columns) - columns == ({"is_first", "is_last"} if form == "rlds" else set())
     assert ("added" in account.text()) == (form == "rlds")
+    if form == "rlds":
+        assert np.flatnonzero(there.columns["is_first"]).tolist() == [0, *source.episode_ends[:-1]]
+        assert np.flatnonzero(there.columns["is_last"]).tolist() == [end - 1 for end in source.episode_ends]
     as_stored = form in ("lerobot-2.1", "steps")
     convert(there, tmp_path / "back", "lerobot", pictures="as-stored" if as_stored else "png")
     back = opened(tmp_path / "back")

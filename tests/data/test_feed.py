@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.feed import Feed
 from openpi_train.data.workers import LocalBatches
+from openpi_train.launch.processes import free_port
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import DataError
 from openpi_train.types import action_batch, flatten_rows
@@ -63,12 +63,14 @@ def rows(open_small, mixture_config):
 
 
 def test_the_global_batch_is_the_same_on_any_mesh_and_at_any_call(rows, feed_of):
-    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(4)]
+    row = {"row": np.arange(BATCH, dtype=np.int32)}
+    expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] | row for step in range(4)]
     for shape in ((1,), (8,), (2, 4)):
         feed = feed_of(rows, shape)
         for step in range(4):
-            assert equal(host(feed.next()), expected[step] | {"row": np.arange(BATCH, dtype=np.int32)})
-            assert equal(host(feed.batch(step)), host(feed.batch(step)))
+            assert equal(host(feed.next()), expected[step])
+            # By its number, whatever was asked for before.
+            assert equal(host(feed.batch(3 - step)), expected[3 - step])
 
 
 def test_batches_lie_on_the_devices_as_the_sharding_says_and_images_are_uint8(rows, feed_of):
@@ -262,9 +264,7 @@ def test_what_workers_unpickle_imports_neither_jax_nor_a_dataset_library():
 
 
 def run_processes(count, devices, tokenizer_path, assets):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     root = Path(__file__).resolve().parent.parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
     script = str(Path(__file__).parent / "feed_process.py")
@@ -273,7 +273,7 @@ def run_processes(count, devices, tokenizer_path, assets):
         for index in range(count)
     ]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0] * count
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
@@ -310,9 +310,9 @@ def test_workers_end_when_the_process_that_started_them_is_killed(tokenizer_path
     assert all(alive(pid) for pid in workers)
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while any(alive(pid) for pid in workers):
-        assert time.monotonic() < deadline, "workers are still there half a minute after their parent was killed"
+        assert time.monotonic() < deadline, "workers are still there four minutes after their parent was killed"
         time.sleep(0.1)
 
 

@@ -51,6 +51,25 @@ def test_datasets_are_shuffled_inside_a_block():
     assert 1000 < len(changes) < 1560
 
 
+def test_blocks_datasets_and_seeds_are_each_shuffled_in_their_own_way():
+    mixture, other = (Mixture([200, 200], [1.0, 1.0], seed=seed) for seed in (1, 2))
+    dataset, _, index = mixture.locate(np.arange(4 * mixture.block))
+    blocks = dataset.reshape(4, mixture.block)
+    assert len({block.tobytes() for block in [*blocks, other.locate(np.arange(mixture.block))[0]]}) == 5
+    # The first block has the first 128 of each dataset's 200: two draws have 82 in common, give or take 4.3.
+    first, second = (set(index[: mixture.block][dataset[: mixture.block] == number].tolist()) for number in (0, 1))
+    assert len(first) == len(second) == 128
+    assert len(first & second) < 108
+
+
+def test_the_mixture_is_the_same_today_as_when_it_was_first_written():
+    # A change here means that no run can be resumed exactly across it.
+    dataset, epoch, index = Mixture([300, 110], [0.6, 0.4], seed=1).locate(np.arange(5000, 5012))
+    assert dataset.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert epoch.tolist() == [10, 9, 9, 9, 9, 10, 9, 9, 9, 9, 17, 9]
+    assert index.tolist() == [289, 282, 104, 248, 2, 116, 70, 298, 64, 235, 70, 133]
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_not_positive_is_refused(weight):
     with pytest.raises(ValueError, match="weights must be positive"):

@@ -60,6 +60,15 @@ def test_shared_stats_weigh_datasets_as_the_mixture_draws_them():
         np.testing.assert_allclose(stats[name].std ** 2, np.average((values - mean) ** 2, axis=0, weights=share))
 
 
+def test_a_runs_stats_are_those_of_its_training_episodes(open_small):
+    opened = open_small(DataConfig(datasets=(Dataset(source=FAKE, robot=ROBOT),), validation_fraction=0.3))
+    (train,), (held_out,) = opened.train.windows, opened.validation.windows
+    for name, mine, other in zip(("state", "actions"), explicit(train), explicit(held_out), strict=True):
+        stats = opened.norm_stats["FakeData"][name]
+        np.testing.assert_allclose(stats.mean, mine.astype(np.float64).mean(axis=0), rtol=1e-9, atol=1e-12)
+        assert not np.allclose(stats.mean, np.concatenate([mine, other]).mean(axis=0), rtol=1e-6)
+
+
 def test_a_sample_of_a_large_dataset_represents_it():
     window = windows(episodes=300)
     whole, _ = compute_norm_stats([window], [1.0], 10**6)
@@ -128,10 +137,13 @@ def test_cached_stats_are_reused_until_the_data_change(tmp_path, caplog):
     for name, stats in first.items():
         for key in ("mean", "std", "q01", "q99", "low", "high"):
             assert np.array_equal(getattr(again[name], key), getattr(stats, key))
-    for changed in (windows(seed=1), windows(horizon=3), windows(fraction=0.4)):
+    changes = [{"windows": [windows(**change)]} for change in ({"seed": 1}, {"horizon": 3}, {"fraction": 0.4})]
+    for change in (*changes, {"max_samples": 100}, {"windows": [windows(), windows(seed=1)], "weights": [1.0, 2.0]}):
+        same = {"windows": [windows()], "weights": [1.0], "folder": folder, "max_samples": 10**6}
+        cached_norm_stats(**same)
         caplog.clear()
-        cached_norm_stats([changed], [1.0], folder, max_samples=10**6)
-        assert "changed since" in caplog.text
+        cached_norm_stats(**same | change)
+        assert "changed since" in caplog.text, change
 
 
 def test_an_edited_file_is_kept_and_not_taken_for_a_computed_one(tmp_path, caplog):
@@ -187,7 +199,9 @@ def test_given_stats_are_used_and_guarded(tmp_path, open_small, caplog):
     given = make([1.0] * 6 + [0.0], [2.0] * 6 + [0.0], [-1] * 7, [1] * 7)
     write_norm_stats(tmp_path, {"state": given, "actions": given})
     opened = open_small(DataConfig(datasets=(Dataset(source=FAKE, robot=Bridge(), norm_stats=str(tmp_path)),)))
-    assert np.array_equal(opened.norm_stats["FakeData"]["state"].std[:6], np.ones(6))
+    stats = opened.norm_stats["FakeData"]["state"]
+    np.testing.assert_allclose(stats.std, [1.0] * 6 + [2e-3 * 2], rtol=1e-12)
+    assert (stats.q01[6], stats.q99[6]) == (-1, 1)
     assert "dims of state: gripper_fraction (q99 - q01 = 0: replaced by the full range; std = 0: raised)" in caplog.text
 
 

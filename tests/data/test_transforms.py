@@ -1,7 +1,9 @@
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from openpi_train.data.normalize import NormStats
 from openpi_train.data.resize import resize_with_pad
@@ -80,6 +82,18 @@ def test_transforms_travel_to_workers(tokenizer_path):
     ):
         for name, value in transform(row).items():
             assert np.array_equal(pickle.loads(pickle.dumps(transform))(row)[name], value)
+
+
+def test_large_images_are_scaled_to_pillows_own_pixels_and_no_copy_of_the_whole_is_made():
+    image = np.random.default_rng(0).integers(0, 256, (1200, 1500, 3), np.uint8)
+    expected = np.asarray(Image.fromarray(image).resize((100, 80), Image.Resampling.BILINEAR))
+    for given in (image, np.moveaxis(np.ascontiguousarray(np.moveaxis(image, -1, 0)), 0, -1)):
+        tracemalloc.start()
+        scaled = resize_with_pad(given, 80, 100)
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        np.testing.assert_array_equal(scaled, expected)
+        assert held < image.nbytes / 2
 
 
 @pytest.mark.parametrize("size", [(1, 5000), (5000, 1)])

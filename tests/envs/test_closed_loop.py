@@ -3,8 +3,10 @@
 import dataclasses
 
 import av
+import following
 import jax
 import numpy as np
+import pytest
 from test_rollout import Counter
 
 from openpi_train.envs import video
@@ -32,6 +34,8 @@ def test_an_episodes_key_is_of_its_task_and_attempt_whatever_else_is_run():
     more = dataclasses.replace(CONFIG, env=Counter(), episodes_per_task=50)  # the same tasks among others
     same = jax.random.key_data(episode_keys(more, np.array([20, 21, 22])))
     assert same.tolist() == keys[3:6].tolist()
+    other = jax.random.key_data(episode_keys(dataclasses.replace(CONFIG, seed=CONFIG.seed + 1), np.arange(9)))
+    assert not {tuple(key) for key in keys.tolist()} & {tuple(key) for key in other.tolist()}
 
 
 def test_batches_change_no_episode_and_a_share_of_rows_is_that_share():
@@ -42,6 +46,35 @@ def test_batches_change_no_episode_and_a_share_of_rows_is_that_share():
     # The second of two processes in batches of four: its episodes, and one along the way that does not count.
     share = evaluate(lambda: noisy, CONFIG, execute=2, batch_size=4, rows=np.array([2, 3]))
     assert share is not None and share.episodes == tuple(whole.episodes[number] for number in (2, 3, 6, 7))
+
+
+class Climbing:
+    """Says 10 n, 10 n + 1, 10 n + 2 at its n-th question: it remembers, so every batch needs one of its own."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __call__(self, observation, keys):
+        self.asked += 1
+        chunk = 10.0 * self.asked + np.arange(3.0)
+        return np.broadcast_to(chunk[:, None], (len(keys), 3, 2))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("chosen", "ends"),
+    # Carried out are 10, 11, 20, 21, 30, 31, or 10, 11, 12, 20, 21, 22: there are six control steps.
+    [({}, [1, 3, 5, None]), ({"execute": 3}, [1, 3, 6, None])],
+    ids=["execute_2", "execute_3"],
+)
+def test_a_scripted_policy_has_the_score_that_is_known(batch_size, chosen, ends):
+    env = following.Follow(goals=(9.5, 11.5, 21.5, 31.0))
+    config = ClosedLoop(env=env, episodes_per_task=2, max_steps=6, **chosen)
+    score = evaluate(Climbing, config, execute=2, batch_size=batch_size)
+    assert score is not None
+    found = [(episode.number, episode.task, episode.success, episode.steps) for episode in score.episodes]
+    known = [(task, end is not None, end or 6) for task, end in zip(env.tasks, ends, strict=True)]
+    assert found == [(number, *known[number % 4]) for number in range(8)]
 
 
 def test_a_request_to_stop_leaves_no_score():

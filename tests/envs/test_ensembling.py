@@ -1,7 +1,9 @@
 """Temporal ensembling against its definition."""
 
+import following
 import jax
 import numpy as np
+import pytest
 
 from openpi_train.envs.base import EnvObservation
 from openpi_train.envs.ensembling import Ensembled, ensemble
@@ -29,3 +31,17 @@ def test_a_policy_is_asked_at_every_turn_and_old_chunks_are_forgotten():
     seen = EnvObservation(images={}, state=np.zeros((1, 1), np.float32), task=np.zeros(1, int))
     plans = [policy(seen, jax.random.split(jax.random.key(0), 1))[0, :, 0].tolist() for _ in range(4)]
     assert plans == [[0, 0, 0, 0], [0.5, 0.5, 1, 1], [1.5, 1.5, 2, 2], [2.5, 2.5, 3, 3]]
+
+
+@pytest.mark.parametrize(("horizon", "execute"), [(4, 1), (4, 3), (5, 2), (3, 3)])
+@pytest.mark.parametrize("rate", [0.0, 0.7, -0.3])
+def test_each_action_that_is_carried_out_is_the_mean_of_all_that_was_planned_for_its_time(horizon, execute, rate):
+    steps, said = 9, np.random.default_rng(0).normal(size=(9, 2, horizon, 2))
+    plans = iter(said)
+    found = following.executed(Ensembled(lambda *_: next(plans), rate, execute), execute=execute, steps=steps)
+    for time in range(steps):
+        asked = range(0, time + 1, execute)
+        known = [said[begun // execute, :, time - begun] for begun in asked if time - begun < horizon]
+        shares = [np.exp(-rate * older) for older in range(len(known))]
+        wanted = sum(share * one for share, one in zip(shares, known, strict=True)) / sum(shares)
+        np.testing.assert_allclose(found[:, time], wanted, rtol=1e-12)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from golden_case import GOLDEN, load_case, token_cases
+from golden_case import GOLDEN, assert_same_prefix, load_case, root_mean_square, token_cases
 
 from openpi_train.data.action_prompt import TokenizeActionPrompt, vocabulary_token
 from openpi_train.data.fast import FastTokenizer
@@ -22,32 +22,16 @@ from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.next_token import NextToken
-from openpi_train.types import ActionBatch
 
 pytestmark = pytest.mark.usefixtures("golden")
 
-FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 NUM_DECODED = 12
 
 
 def loss_of(case, params):
     """The objective's loss on the recorded rows, as one batch."""
-    rows = len(case.observation.state)
-    batch = ActionBatch(
-        observation=case.observation,
-        actions=jnp.zeros((rows, case.config.action_horizon, case.config.action_dim)),
-        action_mask=jnp.ones((rows, case.config.action_horizon), bool),
-        dim_mask=jnp.ones((rows, case.config.action_dim), bool),
-        row=jnp.arange(rows),
-    )
     objective = NextToken(augment=False)
-    return objective.loss(case.model(params), batch, objective.norms(batch), None)
-
-
-def noise_of(case, name, where):
-    """Root mean square of what rounding to bfloat16 changed in openpi's own value."""
-    rounded = case.io[name][where] - load_case(case.float32_twin()).io[name][where]
-    return float(np.sqrt(np.mean(np.square(rounded, dtype=np.float64))))
+    return objective.loss(case.model(params), case.batch, objective.norms(case.batch), None)
 
 
 def decoded(case, params, prompt):
@@ -66,7 +50,7 @@ def decoded(case, params, prompt):
         return model.sample_tokens(seen)
     recorded = jnp.asarray(case.io[f"out/sample_tokens_{NUM_DECODED}_greedy"], jnp.int32)
     # The noise of a difference of two scores, and three times its root mean square: 0.36, where scores span 6.
-    tolerance = 3 * np.sqrt(2) * noise_of(case, "out/logits", case.io["in/tokenized_prompt_mask"][:, :-1])
+    tolerance = 3 * np.sqrt(2) * case.noise("out/logits", case.io["in/tokenized_prompt_mask"][:, :-1])
 
     def follow(scores, index):
         token = recorded[:, index]
@@ -110,11 +94,7 @@ def test_embedded_tokens_and_masks_equal_openpi(run):
     case, out, _, _ = run
     np.testing.assert_array_equal(out["input_mask"], case.io["out/input_mask"])
     np.testing.assert_array_equal(out["ar_mask"].astype(int), case.io["out/ar_mask"])
-    embedded, expected = out["embedded"].astype(np.float32), case.io["out/embedded"]
-    if case.bfloat16:
-        assert (embedded == expected).mean() > 0.8  # as for pi0: it is 0.32 with one cast misplaced
-    else:
-        np.testing.assert_allclose(embedded, expected, **FLOAT32)
+    assert_same_prefix(case, out["embedded"], "embedded")
 
 
 def test_logits_and_loss_equal_openpi(run):
@@ -123,7 +103,7 @@ def test_logits_and_loss_equal_openpi(run):
     ours, expected = out["logits"][counts], case.io["out/logits"][counts]
     np.testing.assert_allclose(out["loss"], case.meta["loss"], rtol=1e-2 if case.bfloat16 else 1e-5)
     if case.bfloat16:
-        assert np.sqrt(np.mean((ours - expected) ** 2)) < noise_of(case, "out/logits", counts)
+        assert root_mean_square(ours - expected) < case.noise("out/logits", counts)
         return
     # Differences of a few units of float32's rounding in sums of 64 products, of scores up to 3.4.
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
@@ -143,7 +123,7 @@ def test_gradients_equal_openpi(run):
     ours = np.sqrt(sum(norm**2 for norm in norms.values()))
     if case.bfloat16:
         # Two programs of ours differ by 1.4 % (0.05 % and 1.4 % from openpi's), openpi's from float32 by 6 %.
-        assert abs(ours - total) < abs(total - load_case(case.float32_twin()).meta["grad_global_norm_all_params"])
+        assert abs(ours - total) < abs(total - case.float32_twin().meta["grad_global_norm_all_params"])
         return
     np.testing.assert_allclose(ours, total, rtol=1e-3)
     for name, norm in norms.items():

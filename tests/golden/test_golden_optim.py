@@ -9,7 +9,10 @@ import optax
 import pytest
 
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.strategy import shard_dim
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan, shard_dim
+from openpi_train.training.state import TrainState
+from openpi_train.training.update import Update
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,14 @@ def test_adamw_steps_equal_openpi(numbers, case, optimizer):
             np.testing.assert_allclose(params[name], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_ema_equals_openpi(numbers):
-    ema = 0.99 * numbers["ema/old"] + (1 - 0.99) * numbers["ema/new"]
-    np.testing.assert_allclose(ema, numbers["ema/decay_0.99"], rtol=1e-6)
+def test_the_average_after_an_update_equals_openpi(numbers):
+    old, new = ({"w": jnp.asarray(numbers[f"ema/{name}"])} for name in ("old", "new"))
+    stay = optax.set_to_zero()  # the updated parameters are those that were recorded
+    update = Update(stay, Plan(mesh=make_mesh(1), strategy="replicated"), ema_decay=0.99)
+    state = TrainState(step=jnp.int32(0), params=new, frozen={}, ema=old, opt_state=stay.init(new))
+    found = update(state, new, jnp.bool_(True))
+    np.testing.assert_array_equal(found.params["w"], new["w"])
+    np.testing.assert_allclose(found.ema["w"], numbers["ema/decay_0.99"], rtol=1e-6)
 
 
 def test_shard_dim_equals_openpi_table(golden_file):

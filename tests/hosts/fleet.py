@@ -83,7 +83,7 @@ class Fleet:
         return path.read_text() if path.exists() else ""
 
 
-def ends(launchers: Sequence[subprocess.Popen], timeout_s: float = 240) -> list[tuple[int, str]]:
+def ends(launchers: Sequence[subprocess.Popen], timeout_s: float = 480) -> list[tuple[int, str]]:
     """Exit code and output of each; all of it is shown if one does not end."""
     deadline = time.monotonic() + timeout_s
     results = []
@@ -98,7 +98,7 @@ def ends(launchers: Sequence[subprocess.Popen], timeout_s: float = 240) -> list[
     return results
 
 
-def until(condition: Callable[[], bool], launchers: Sequence[subprocess.Popen], timeout_s: float = 180) -> None:
+def until(condition: Callable[[], bool], launchers: Sequence[subprocess.Popen], timeout_s: float = 480) -> None:
     """Return when `condition` holds; fail with the launchers' output if one ends before, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

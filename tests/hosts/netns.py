@@ -52,7 +52,7 @@ class Host:
     def run(self, *command: str | Path) -> str:
         """What `command` prints, run on the host. Raises if it fails."""
         words = [*self.enter, *map(str, command)]
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=240).stdout
 
     def pids(self) -> list[int]:
         """All processes on the host but the one that keeps it alive."""
@@ -76,7 +76,7 @@ class Host:
 
     def clear(self) -> None:
         """End every process on the host."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while (left := self.pids()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

@@ -122,13 +122,13 @@ def test_hosts_with_other_code_refuse_each_other(fleet, tmp_path):
     shutil.copytree(ROOT / "openpi_train", copy / "openpi_train", ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "openpi_train" / "keys.py").open("a") as file:
         file.write("# one comment more\n")
-    first = fleet.manual(0, *RUN, *SOON, hosts=2)
-    expect_refusal(ends([first, fleet.manual(1, *RUN, *SOON, hosts=2, folder=copy)]), "code of openpi_train is ")
+    first = fleet.manual(0, *RUN, hosts=2)
+    expect_refusal(ends([first, fleet.manual(1, *RUN, hosts=2, folder=copy)]), "code of openpi_train is ")
 
 
 def test_hosts_with_another_configuration_refuse_each_other(fleet):
-    first = fleet.manual(0, *RUN, *SOON, hosts=2)
-    expect_refusal(ends([first, fleet.manual(1, *RUN, *SOON, "--seed", "7", hosts=2)]), "seed is 42 there and 7 here")
+    first = fleet.manual(0, *RUN, hosts=2)
+    expect_refusal(ends([first, fleet.manual(1, *RUN, "--seed", "7", hosts=2)]), "seed is 42 there and 7 here")
 
 
 def expect_refusal(done: list[tuple[int, str]], reason: str) -> None:

@@ -217,3 +217,11 @@ def test_two_embeddings_are_one_only_where_they_are_equal():
             continue
         settle_heads(Place("somewhere"), found, speaks=speaks)
         assert found.keys() == {TIED_HEAD} and found[TIED_HEAD] is one
+
+
+def test_two_embeddings_that_differ_far_down_are_two():
+    values = np.ones((10_000, 2), np.float32)
+    other = values.copy()
+    other[-1, -1] = 2
+    with pytest.raises(CheckpointError, match="differ"):
+        settle_heads(Place("somewhere"), {EMBEDDING: in_memory(values), TIED_HEAD: in_memory(other)}, speaks=True)

@@ -14,6 +14,7 @@ from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
 from openpi_train.interop import openpi, ours
 from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Stored, in_memory
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -63,6 +64,13 @@ def test_a_bucket_is_read_as_a_disk_is(golden, expected, tmp_path, monkeypatch):
         assert any("bytes=" in (wanted or "") for _, wanted in requests), "whole files were fetched"
         with pytest.raises(CheckpointError, match="no checkpoint at gs://bucket/other"):
             open_checkpoint("gs://bucket/other")
+
+
+def test_norm_stats_are_found_by_asset_ids_with_a_slash(tmp_path):
+    stats = {"robot": {"norm_stats": {"state": 1}}, "lab/arm": {"norm_stats": {"state": 2}}}
+    openpi.write_norm_stats(tmp_path, stats)
+    (tmp_path / "assets" / "notes.txt").touch()
+    assert openpi.read_norm_stats(Place.of(tmp_path)) == stats
 
 
 def test_what_is_written_is_what_openpis_own_reader_reads(golden, expected, tmp_path):

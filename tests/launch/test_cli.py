@@ -1,4 +1,5 @@
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     }
     paths = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
     return subprocess.run(
-        argv, cwd=ROOT, env={**clean, **paths, **environment}, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=ROOT, env={**clean, **paths, **environment}, capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -54,6 +55,27 @@ def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys)
     again = capsys.readouterr().out.splitlines()
     assert first in again
     assert [line.split()[0] for line in again[2:]] == ["RANK=4", "RANK=5"]
+
+
+def test_the_line_for_another_host_says_all_that_this_one_was_told(capsys):
+    """What host 0 prints for host 1, read by a shell there, starts host 1's share of the same run."""
+    options = "--num-nodes 2 --master-addr node1 --master-port 1234 --processes-per-node 2 --devices-per-process 3"
+    words = ["manual", *options.split(), "--job-token", "a $w", "--dry-run"]
+    run = ["--", "debug", "--exp-name", "it's a $HOME"]
+    assert cli.main([*words, "--node-rank", "0", *run]) == 0
+    told, *own = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[-1] for line in own] == ["it's a $HOME"] * 2
+    assert all("OPENPI_TRAIN_JOB_TOKEN='a $w'" in line and "MASTER_PORT=1234" in line for line in own)
+
+    python, minus_m, program, verb, *there = shlex.split(told.removeprefix("on host 1: "))
+    assert (python, minus_m, program, verb) == ("python", "-m", "openpi_train", "launch")
+    assert cli.main([there[0], "--dry-run", *there[1:]]) == 0
+    _, *others = capsys.readouterr().out.splitlines()
+    for line, other in zip(own, others, strict=True):
+        ours, theirs = (dict(word.split("=", 1) for word in shlex.split(one) if "=" in word) for one in (line, other))
+        moved = {name: str(int(ours[name]) + step) for name, step in {"RANK": 2, "NODE_RANK": 1}.items()}
+        assert theirs == {**ours, **moved}
+        assert shlex.split(other)[-3:] == ["debug", "--exp-name", "it's a $HOME"]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +166,14 @@ def test_run_distributed_with_a_rank_is_that_one_process():
     )
 
 
+def test_run_distributed_with_a_rank_knows_its_number_on_the_host():
+    options = ["--rank", "6", "--world-size", "8", "--gpus-per-node", "4", "--node-rank", "1"]
+    result = run_distributed(*options, "--master-addr", "node1", "--dry-run", *EXPERIMENT)
+    assert result.stdout.startswith(
+        "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 NODE_RANK=1 MASTER_ADDR=node1 "
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -160,10 +190,14 @@ def test_run_distributed_refuses_what_cannot_be(options, message):
 
 def test_launch_multi_node_starts_what_launch_manual_starts(capsys):
     by_script = script(
-        "scripts/launch_multi_node.sh", "192.168.1.100", "2", "4", "--dry-run", *EXPERIMENT, NODE_RANK="1"
+        "scripts/launch_multi_node.sh",
+        *("192.168.1.100", "2", "4", "--dry-run", *EXPERIMENT),
+        NODE_RANK="1",
+        MASTER_PORT="1234",
     )
     assert by_script.returncode == 0, by_script.stderr
     options = ["--node-rank", "1", "--num-nodes", "2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
+    options += ["--master-port", "1234"]
     assert cli.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
@@ -197,3 +231,16 @@ def test_launch_multi_node_knows_the_master_and_resumes_by_default():
 def test_launch_multi_node_explains_what_is_missing(argv, message):
     result = script("scripts/launch_multi_node.sh", *argv)
     assert result.returncode == 2 and message in result.stderr
+
+
+def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
+    (tmp_path / "put-away.zarr").mkdir()
+    words = ["put_away", "demo", "50", "3", "2", "0,3", "--dry-run", "--", "--batch-size", "8"]
+    by_script = script("scripts/train_multi_gpu.sh", *words, DATA=str(tmp_path))
+    assert by_script.returncode == 0, by_script.stderr
+    run = ["robot_dp", "--exp-name", "put_away-demo-50_seed3", "--seed", "3", "--dataset", f"{tmp_path}/put-away.zarr"]
+    assert cli.main(["local", "--processes", "2", "--dry-run", "--", *run, "--resume", "--batch-size", "8"]) == 0
+    ours, theirs = (re.sub(r"MASTER_PORT=\d+", "", out) for out in (by_script.stdout, capsys.readouterr().out))
+    assert ours == theirs
+    refused = script("scripts/train_multi_gpu.sh", *words[:4], "3", "0,3")
+    assert refused.returncode == 2 and "3 GPUs, but the numbers 0,3" in refused.stderr

@@ -153,6 +153,41 @@ def test_the_service_is_headless_and_selects_the_jobs_pods_before_they_are_ready
     assert [port["port"] for port in service["ports"]] == [29500, 29501]
 
 
+def test_the_pods_of_a_jobset_have_names_before_they_are_ready():
+    """They are ready only when they have met; JobSet itself makes the service, of this name."""
+    network = manifest(with_form(PLAIN, "jobset"))[0]["spec"]["network"]
+    assert network == {"enableDNSHostnames": True, "subdomain": "run", "publishNotReadyAddresses": True}
+
+
+def test_every_option_is_in_the_manifest(capsys):
+    options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
+        --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
+        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job"""
+    assert cli.main(["kubernetes", *options.split(), "--", *RUN]) == 0
+    service, job = yaml.safe_load_all(capsys.readouterr().out)
+    assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
+    assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
+    sizes = {name: job["spec"][name] for name in ("completions", "parallelism", "backoffLimit")}
+    assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 3}
+    pod = job["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300 and pod["serviceAccountName"] == "trainer"
+    assert pod["nodeSelector"] == {"kind": "h100"}
+    (container,) = pod["containers"]
+    assert container["image"] == "img" and container["command"][-len(RUN) :] == list(RUN)
+    assert {"name": "A", "value": "b=c"} in container["env"]
+    assert container["resources"] == {
+        "requests": {"cpu": "64", "memory": "512Gi"},
+        "limits": {"memory": "512Gi", "nvidia.com/gpu": "8"},
+    }
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert {path: volumes[name] for path, name in mounts.items()} == {
+        "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
+        "/ckpt": {"persistentVolumeClaim": {"claimName": "ckpt"}},
+        "/data": {"persistentVolumeClaim": {"claimName": "data"}},
+    }
+
+
 def action(spec, code):
     """What becomes of a pod that ends with `code`, by the first rule that matches; None: it counts as a failure."""
     for rule in job_of(spec)["spec"]["podFailurePolicy"]["rules"]:
@@ -161,7 +196,7 @@ def action(spec, code):
     return None
 
 
-@pytest.mark.parametrize("code", [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS])
+@pytest.mark.parametrize("code", [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS, exits.INDIVISIBLE])
 def test_what_another_attempt_cannot_mend_fails_the_run_at_once(code):
     assert action(PLAIN, code) == "FailJob"
     assert action(with_form(PLAIN, "jobset"), code) == "FailJob"
@@ -266,7 +301,7 @@ def test_a_malformed_option_is_named(option, value, capsys):
 
 
 def test_the_codes_are_those_of_the_runtime():
-    assert kubernetes._GIVE_UP == [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS]
+    assert kubernetes._GIVE_UP == [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS, exits.INDIVISIBLE]
     assert kubernetes._GO_ON == [exits.PEER_LOST, exits.PREEMPTED]
 
 

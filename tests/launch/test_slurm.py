@@ -96,7 +96,8 @@ def test_the_tasks_of_the_file_meet_at_the_address_that_was_chosen(tmp_path):
     """From the file to the process: other launchers' variables are gone, those of --env have come through bash."""
     task = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     task |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
-    ask = "import os; from openpi_train.runtime.world import *; print(find_world(WorldFlags(), os.environ).coordinator)"
+    ask = "import os; from openpi_train.runtime.world import *; world = find_world(WorldFlags(), os.environ); "
+    ask += "print(world.source, world.process_index, world.coordinator)"
     run = LaunchSpec(arguments=(ask,), processes_per_host=1, program=(sys.executable, "-c"))
     job = SlurmJob(
         run=run, job_name="a", chdir="/", output_dir="/tmp", env=("MASTER_ADDR={host}-ib", "MASTER_PORT=4000")
@@ -107,7 +108,7 @@ def test_the_tasks_of_the_file_meet_at_the_address_that_was_chosen(tmp_path):
     done = subprocess.run(
         ["bash"], input=stand_in + script(job), env=environ, capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[0] == "gpu07-ib:4000", done.stderr
+    assert done.stdout.splitlines()[0] == "slurm 1 gpu07-ib:4000", done.stderr
 
 
 def test_a_virtual_environment_is_activated(capsys, tmp_path):
@@ -281,3 +282,54 @@ def test_job_specifications_are_checked_without_the_command_line():
         SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", venv="/v", container="image")
     with pytest.raises(LaunchError, match="is not one of"):
         SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", container="image", container_runtime="podman")
+
+
+# Slurm as far as the batch script asks it: `srun` runs one task here (its exit code is Slurm's: that of the task), and
+# what `squeue` and `scontrol` are asked is answered from variables, or written down.
+STAND_INS = """
+srun() { while [ "$1" != bash ]; do shift; done; "$@"; }
+squeue() { echo "$STATE"; }
+scontrol() { echo "scontrol $*"; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "start", "state", "requeued"),
+    [
+        ("exit 0", 0, 0, "RUNNING", False),
+        ("exit 1", 1, 0, "RUNNING", False),
+        ("exit 5", 5, 0, "RUNNING", False),
+        ("exit 49", 49, 0, "RUNNING", False),
+        ("exit 70", 70, 0, "RUNNING", True),
+        ("exit 75", 75, 1, "RUNNING", True),
+        ("exit 75", 75, 2, "RUNNING", False),  # --max-restarts 2
+        ("exit 75", 75, 0, "COMPLETING", False),  # scancel
+        ("exit 75", 75, 0, "", False),
+        ("kill -TERM $$", 143, 0, "RUNNING", True),
+        ("kill -SEGV $$", 139, 0, "RUNNING", False),
+    ],
+)
+def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(task, code, start, state, requeued):
+    run = LaunchSpec(arguments=(task,), processes_per_host=1, program=("bash", "-c"))
+    text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", max_restarts=2))
+    environ = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(start), "STATE": state}
+    done = subprocess.run(["bash"], input=STAND_INS + text, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("scontrol requeue 4711" in done.stdout) == requeued
+    assert f"job 4711, start {start + 1}: exit code {code}, " in done.stdout
+
+
+def test_of_several_tasks_the_cause_has_the_highest_code():
+    """srun ends with the highest code of its tasks. An error outranks a lost peer, which outranks a killed task."""
+    codes = {}
+    for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 75", "exit 1", "exit 5"):
+        run = LaunchSpec(arguments=(task,), processes_per_host=1, program=("bash", "-c"))
+        text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp"))
+        stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n'
+        environ = {**os.environ, "SLURM_JOB_ID": "1"}
+        done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)
+        codes[task] = int(done.stdout.partition("task ")[2].split()[0])
+    assert codes["exit 0"] == 0
+    ranked = sorted(codes, key=codes.__getitem__)
+    assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 75", "exit 1", "exit 5"]
+    assert max(codes.values()) <= 255

@@ -15,17 +15,22 @@ def test_ranks_run_host_by_host():
     assert [command.host for command in commands(spec)] == ["10.0.0.1"] * 2 + ["10.0.0.2"] * 2
 
 
+def test_processes_of_several_hosts_know_all_of_them():
+    spec = LaunchSpec(arguments=("debug",), processes_per_host=1, hosts=("10.0.0.1", "node2", "node3"))
+    assert [command.env["OPENPI_TRAIN_HOSTS"] for command in commands(spec)] == ["10.0.0.1,node2,node3"] * 3
+
+
 def test_devices_per_process_means_cpu_devices():
     (command,) = commands(LaunchSpec(arguments=("debug",), processes_per_host=1, devices_per_process=3))
     assert (command.env["JAX_PLATFORMS"], command.env["JAX_NUM_CPU_DEVICES"]) == ("cpu", "3")
 
 
 def test_a_command_line_can_be_typed_into_a_shell():
-    spec = LaunchSpec(arguments=("debug", "--exp-name", "a b"), processes_per_host=1, program=("python",), token="w")
+    spec = LaunchSpec(arguments=("debug", "--exp-name", "a b"), processes_per_host=1, program=("python",), token="$w")
     (command,) = commands(spec)
     assert command.line() == (
         "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 "
-        "OPENPI_TRAIN_JOB_TOKEN=w python debug --exp-name 'a b'"
+        "OPENPI_TRAIN_JOB_TOKEN='$w' python debug --exp-name 'a b'"
     )
 
 

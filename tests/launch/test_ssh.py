@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import cli, ssh
+from openpi_train.launch import cli, remote, ssh
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "debug", "--exp-name", "x"]
@@ -51,13 +52,13 @@ class Launcher:
             "--ssh-command",
             f"{sys.executable} {folder}/ssh.py",
         ]
-        words += ["--python", python, "--log-dir", folder / "output", "--grace-s", 3, *options, *EXPERIMENT]
+        words += ["--python", python, "--log-dir", folder / "output", "--grace-s", 60, *options, *EXPERIMENT]
         command = [sys.executable, "-m", "openpi_train", "launch", "ssh", *map(str, words)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def end(self) -> tuple[int, list[str], list[str]]:
         """Exit code, and the lines of stdout and stderr."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=240)
         return self.process.returncode, out.splitlines(), err.splitlines()
 
     def output(self, rank: int) -> str:
@@ -85,7 +86,7 @@ def start(tmp_path) -> Iterator[Callable[..., Launcher]]:
         launcher.process.communicate()
 
 
-def wait_for(condition, timeout_s: float = 30.0):
+def wait_for(condition, timeout_s: float = 240.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -137,6 +138,11 @@ def test_hosts_that_cannot_be_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_variables_go_to_the_hosts_as_given_or_as_they_are_here(monkeypatch):
+    monkeypatch.setenv("HERE", "a b=c")
+    assert ssh._variables(["GIVEN=x=y $z", "HERE", "EMPTY="]) == {"GIVEN": "x=y $z", "HERE": "a b=c", "EMPTY": ""}
+
+
 @pytest.mark.multiprocess
 def test_a_good_run_shows_each_line_with_its_host_and_keeps_everything(start, tmp_path):
     child = "print('step', rank, os.environ['COLOUR'], os.getcwd()); sys.stderr.write(f'note {rank} é\\n')"
@@ -155,7 +161,12 @@ def test_the_token_is_the_same_everywhere_and_on_no_command_line(start, tmp_path
     run = start(
         """
         token = os.environ["OPENPI_TRAIN_JOB_TOKEN"]
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists()]
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                lines.append(path.read_bytes())
+            except OSError:
+                pass  # that process has ended meanwhile
         print("token", token, sum(token.encode() in line for line in lines), len(lines) > 3)
         """,
     )
@@ -179,7 +190,7 @@ def test_the_failure_of_one_ends_all_hosts_with_its_error_last_and_its_code(star
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
         """
-    run = start(child % tmp_path)
+    run = start(child % tmp_path, "node1,ann@node2", "--grace-s", "1")
     code, _, err = run.end()
     assert code == 3
     assert err == [
@@ -214,6 +225,7 @@ def test_signals_reach_all_hosts_and_are_waited_for(start, tmp_path, signum, exp
 
 UNTIL_TOLD = """
     def save(signum, frame):
+        time.sleep(0.5)  # a save takes its time
         Path(f"%s/saved_{rank}").touch()
         os._exit(75)
     signal.signal(signal.SIGTERM, save)
@@ -278,6 +290,31 @@ def test_a_share_that_hears_nothing_more_ends_itself(tmp_path):
         news = [json.loads(line[1:]) for line in share.stdout]
     assert share.returncode == 0
     assert news[0] == ["started"] and sorted(news[1:]) == [["ended", rank, 128 + signal.SIGTERM] for rank in range(2)]
+
+
+def test_a_share_lives_as_long_as_it_hears_signs_of_life(monkeypatch, tmp_path):
+    """A clock of its own: signs of life come every 40 s of it, and after 61 s without one the share ends itself."""
+    now_s, beats = [0.0], []
+
+    class Mail:
+        def get(self, timeout):
+            if len(beats) == 5:
+                now_s[0] += 1
+                raise queue.Empty
+            now_s[0] += 40
+            beats.append(now_s[0])
+            return b"{}"
+
+    share = remote.Share(
+        {"grace_s": 1.0, "spec": {"arguments": ("x",), "processes_per_host": 1}, "node": 1, "env": {}}, tmp_path
+    )
+    assert share.children == [], "there is no second host"
+    share.alive, share.mail = {0}, Mail()
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now_s[0])
+    for name in ("_tell", "_listen", "_end"):
+        monkeypatch.setattr(share, name, lambda *_: None)
+    share.run()
+    assert beats == [40, 80, 120, 160, 200] and now_s[0] == 200 + remote.SILENCE_S + 1
 
 
 FEWER = """

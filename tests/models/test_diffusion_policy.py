@@ -147,6 +147,10 @@ def test_crops_are_anywhere_in_training_by_the_row_alone_and_in_the_centre_else(
     half = CROP.augment({"front": images["front"][:100]}, keys[100:])["front"]
     np.testing.assert_array_equal(half, found[100:])
     np.testing.assert_array_equal(CROP.fixed(images)["front"][0, 0, 0, 0], [102.0] * 3)
+    # torchvision's center_crop (0.28.0), of rows that are 0, 1, ... 8 pixels more than the crop has.
+    higher = [jnp.broadcast_to(jnp.arange(8.0 + room)[None, :, None, None], (1, 8 + room, 12, 3)) for room in range(9)]
+    centred = [int(CROP.fixed({"front": image})["front"][0, 0, 0, 0]) for image in higher]
+    assert centred == [0, 0, 1, 2, 2, 2, 3, 4, 4]
     with pytest.raises(ValueError, match="10 x 12 pixels are smaller than the crop of 11 x 8"):
         dataclasses.replace(CROP, height=11).fixed(images)
 
@@ -203,6 +207,28 @@ def test_a_policy_from_states_alone_tells_instructions_apart():
     for unknown in ({"prompt": "lit"}, {}):
         with pytest.raises(ValueError, match=r"does not know the instruction .*; it knows 'lift', 'push', 'turn': set"):
             number(unknown)
+
+
+class Told(nnx.Module):
+    """In place of a denoiser: says which diffusion step it was told, as a share of a hundred."""
+
+    def __call__(self, noisy, step, condition):
+        del condition
+        return jnp.broadcast_to(step[:, None, None] / 100, noisy.shape)
+
+
+def test_flow_time_is_the_diffusion_step_and_sampling_goes_from_one_to_zero():
+    config = dataclasses.replace(STATES, instructions=())
+    model = config.build(nnx.Rngs(0))
+    model.denoiser = Told()
+    observation = dataclasses.replace(rows().observation, images={}, state=jnp.zeros((ROWS, 2)))
+    noise, time = rows().actions, jnp.linspace(0.0, 1.0, ROWS)[:, None]
+    found = model.velocity(observation, noise[:, None], time)
+    np.testing.assert_allclose(found[:, 0], np.broadcast_to(time[..., None], noise.shape), rtol=1e-6)
+    # The Euler sum of dx/dt = t from 1 to 0, which takes each step's beginning.
+    for num_steps in (1, 4):
+        found = model.sample_actions(observation, noise, num_steps)
+        np.testing.assert_allclose(found, noise - (num_steps + 1) / (2 * num_steps), rtol=0, atol=1e-6)
 
 
 def test_the_mlp_is_what_its_parameters_say():

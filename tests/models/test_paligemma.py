@@ -14,6 +14,7 @@ from test_pi0 import LORA, SIZES, SLOTS, built, draw_shapes, draws, observation
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.keys import row_keys
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
+from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
@@ -100,6 +101,68 @@ def test_sampling_equals_euler_steps_of_the_velocity(tiny):
         actions = actions + step * velocity(params, seen, actions[:, None], jnp.full((2, 1), time))[:, 0]
         time += step
     np.testing.assert_allclose(sample(params), actions, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_head_reads_are_rotated_keys_and_values_of_normed_activations_and_state(tiny):
+    graph, params, _ = tiny
+    generator, valid = np.random.default_rng(2), np.array([[True, False, True, True], [True, True, True, False]])
+    activations, state = generator.normal(size=(2, 4, 16)), generator.normal(size=(2, TINY.action_dim))
+    (keys, values), counts = jax.jit(lambda params, *inputs: merge_module(graph, params).head.read(*inputs))(
+        params, *map(jnp.asarray, (activations.astype(np.float32), valid, state.astype(np.float32)))
+    )
+    own = {path.removeprefix(HEAD): np.asarray(leaf, np.float64) for path, leaf in params.items()}
+    # In double precision, by the definitions: root mean square norm (Zhang & Sennrich 2019), rotation (Su et al. 2021).
+    normed = activations / np.sqrt(np.mean(activations**2, axis=-1, keepdims=True) + 1e-6)
+    normed *= 1 + own["context_norm/scale"]
+    token = state @ own["state_proj/kernel"] + own["state_proj/bias"]
+    tokens = np.concatenate([normed, token[:, None]], axis=1)
+    place = np.array([[0, 0, 1, 2, 3], [0, 1, 2, 2, 3]])  # what is masked takes up none
+    weight = own["context/layers/key_value/weight"]  # layers 2 k d c
+    plain, expected_values = np.einsum("bcd,lpkdh->plbckh", tokens, weight)
+    turn = np.exp(1j * place[..., None, None] * 10_000.0 ** (-np.arange(4) / 4))
+    turned = (plain[..., :4] + 1j * plain[..., 4:]) * turn
+    expected_keys = np.concatenate([turned.real, turned.imag], axis=-1)
+    counted = np.concatenate([valid, np.ones((2, 1), bool)], axis=1)
+    np.testing.assert_array_equal(counts, counted)
+    np.testing.assert_allclose(keys[:, counted], expected_keys[:, counted], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(values, expected_values, rtol=1e-4, atol=1e-5)
+
+
+def test_the_head_is_pi05s_action_expert_on_another_context(tiny):
+    """Of the same weights, keys and values. openpi's numbers hold pi0.5 (`tests/golden`)."""
+    graph, params, _ = tiny
+    pi05 = Pi0Config(
+        pi05=True,
+        language=TINY.head,
+        action_expert=TINY.head,
+        paligemma_variant="dummy",
+        action_expert_variant="dummy",
+        **{name: getattr(TINY, name) for name in ("siglip", "image_size", "vocab_size", "max_token_len", "dtype")},
+        action_dim=TINY.action_dim,
+        action_horizon=TINY.action_horizon,
+    )
+    whole, others = built(pi05)
+    own = {path.removeprefix(HEAD): leaf for path, leaf in params.items() if path.startswith(HEAD)}
+    shared = {path: leaf for path, leaf in own.items() if path in others and others[path].shape == leaf.shape}
+    assert {path for path in own if path not in shared} == {
+        "context/layers/key_value/weight",
+        "context_norm/scale",
+        "state_proj/kernel",
+        "state_proj/bias",
+    }
+    generator, valid = np.random.default_rng(2), jnp.array([[True, False, True, True], [True, True, True, False]])
+    cache = tuple(jnp.asarray(generator.normal(size=(3, 2, 4, 1, 8)), jnp.float32) for _ in range(2))
+    noisy, time = draws(TINY, 2)
+
+    @jax.jit
+    def both(own, others):
+        head, expert = merge_module(graph, own).head, merge_module(whole, others)
+        mask, positions = (x[:, 4:] for x in expert.layout(valid, 2))
+        given = expert.velocity_given((cache, mask, positions), observation(TINY), noisy, time)
+        return head(noisy, time, cache, valid), given
+
+    found, expected = both(params, {**others, **shared})
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def abstract(config, cameras=2):

@@ -1,6 +1,7 @@
 """pi0-FAST and the insulated pi0.5 beyond the golden numbers: positions, decoding, gradients, counts, checks."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from test_pi0 import LORA, SIZES, SLOTS, TINY, built, draws, observation, product_flops
 
 from openpi_train import registry
+from openpi_train.models.decoding import choose_likeliest, decode
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
@@ -99,6 +101,25 @@ def test_decoding_says_what_the_whole_sequence_makes_likeliest(fast):
     ended = np.cumsum(said == 1, axis=1) - (said == 1) > 0  # behind the end there is padding
     assert (said[ended] == 0).all() and not ended.all()
     assert is_best[follows[:, 1:]][~ended.ravel()].all()
+
+
+def test_behind_the_end_of_a_row_there_is_padding_and_the_others_go_on(fast):
+    params, model, _ = fast
+    seen, steps = seen_by(FAST), FAST.max_decoding_steps
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def decoded(params, end):
+        policy = model(params)
+        chosen = {"max_tokens": steps, "end": end, "choose": choose_likeliest}
+        return decode(policy.transformer, policy.prompt(seen), **chosen)
+
+    free = np.asarray(decoded(params, -1))
+    ends = [int(token) for token in free[0] if token not in free[1]]  # which the other row does not say
+    found = np.asarray(decoded(params, ends[0]))
+    place = free[0].tolist().index(ends[0])
+    assert place < steps - 1
+    assert found[0].tolist() == [*free[0][: place + 1], *[0] * (steps - 1 - place)]
+    np.testing.assert_array_equal(found[1], free[1])
 
 
 def test_drawn_tokens_are_a_rows_own_and_a_low_temperature_takes_the_likeliest(fast):
@@ -195,6 +216,21 @@ def test_the_flow_loss_has_exactly_no_gradient_in_the_backbone_and_the_token_los
         of_flow, of_tokens = gradients["flow_loss"][path], gradients["token_loss"][path]
         assert bool(jnp.any(of_flow)) != (path in backbone), path
         assert bool(jnp.any(of_tokens)) == (path in backbone), path
+
+
+def test_the_insulated_language_model_says_what_pi0_fast_says_with_its_parameters(insulated):
+    """With all images there, positions are the same; and pi0-FAST is held to openpi's numbers (`tests/golden`)."""
+    params, batch, _, _ = insulated
+    seen = batch.observation
+    plain = nnx.split(nnx.eval_shape(lambda: FAST.build(nnx.Rngs(0))))[0]
+    own = {path: params[path] for path in built(FAST)[1]}
+    expected, expected_best = jax.jit(lambda own: merge_module(plain, own).token_log_probs(seen))(own)
+    graph, inputs = built(INSULATED)[0], draws(INSULATED, 1)
+    said = jax.jit(lambda params: merge_module(graph, params).velocity_and_log_probs(seen, *inputs)[1:])
+    found, best = said(params)
+    counts = np.asarray(seen.prompt_mask)[:, 1:]
+    np.testing.assert_allclose(np.asarray(found)[counts], np.asarray(expected)[counts], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(best)[counts], np.asarray(expected_best)[counts])
 
 
 @pytest.mark.slow

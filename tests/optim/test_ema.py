@@ -6,6 +6,7 @@ import diffusion_case
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from openpi_train.optim import EmaWarmup
 from openpi_train.sharding.mesh import make_mesh
@@ -22,6 +23,18 @@ def test_decays_are_those_of_diffusion_policy():
     for after, step, decay in diffusion_case.facts()["ema"]:
         own = EmaWarmup(power=0.75, update_after_step=after).decay(0.9999, np.int32(step))
         np.testing.assert_allclose(own, decay, rtol=2e-7, atol=1e-7)
+
+
+def test_the_warm_up_takes_as_many_times_longer_as_its_gamma_says():
+    warmup = EmaWarmup(power=0.5, inv_gamma=20.0)
+    # The square root of 1 + 60 / 20 is 2.
+    assert float(warmup.decay(0.9999, 61)) == pytest.approx(0.5, rel=1e-6)
+    assert float(warmup.decay(0.9999, 21)) == pytest.approx(1 - 0.5**0.5, rel=1e-6)
+
+
+def test_a_decay_lies_between_the_least_and_the_most_once_there_is_an_average():
+    found = [float(EmaWarmup(power=0.75, min_decay=0.5).decay(0.6, step)) for step in range(6)]
+    np.testing.assert_allclose(found, [0, 0, 0.5, 0.561309, 0.6, 0.6], atol=5e-7)
 
 
 def test_an_average_is_the_parameters_twice_and_goes_by_the_step_of_the_state_from_there_on():

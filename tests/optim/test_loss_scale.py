@@ -11,11 +11,11 @@ import pytest
 from openpi_train.optim import LossScaling
 
 
-def deepspeeds_scales(overflows, *, initial, window, hysteresis, minimum):
+def deepspeeds_scales(overflows, *, initial, window, hysteresis, minimum, factor=2):
     """The scale that each step uses, and whether its overflow is one that DeepSpeed raises an error for.
 
-    The scale doubles whenever the steps since the last overflow (counted from before the first step where there was
-    none) are a multiple of the window; an overflow uses up the hysteresis first, then halves.
+    The scale grows by `factor` whenever the steps since the last overflow (counted from before the first step where
+    there was none) are a multiple of the window; an overflow uses up the hysteresis first, then shrinks it by that.
     """
     scale, left, last = initial, hysteresis, -1
     used, fatal = [], []
@@ -23,19 +23,24 @@ def deepspeeds_scales(overflows, *, initial, window, hysteresis, minimum):
         used.append(scale)
         fatal.append(bool(overflow and left == 1 and scale == minimum))
         if overflow:
-            scale = max(scale / 2, minimum) if left == 1 else scale
+            scale = max(scale / factor, minimum) if left == 1 else scale
             left, last = max(left - 1, 1), step
         elif (step - last) % window == 0:
-            scale, left = scale * 2, hysteresis
+            scale, left = scale * factor, hysteresis
     return used, fatal
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize(("hysteresis", "factor"), [(1, 2), (2, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize("often", [0.05, 0.3, 0.7])
-def test_scale_moves_as_deepspeeds(hysteresis, often):
-    overflows = np.random.default_rng(int(often * 100)).random(200) < often
-    scaling = LossScaling(initial=16.0, growth_interval=4, minimum=0.5, hysteresis=hysteresis)
-    want, fatal = deepspeeds_scales(overflows, initial=16.0, window=4, hysteresis=hysteresis, minimum=0.5)
+def test_scale_moves_as_deepspeeds(hysteresis, factor, often):
+    overflows = np.random.default_rng(int(often * 100)).random(100) < often
+    scaling = LossScaling(
+        initial=16.0, growth_interval=4, growth=factor, backoff=1 / factor, minimum=0.5, hysteresis=hysteresis
+    )
+    want, fatal = deepspeeds_scales(
+        overflows, initial=16.0, window=4, hysteresis=hysteresis, minimum=0.5, factor=factor
+    )
+    assert want[-1] < np.finfo(np.float32).max
 
     def step(scale, overflow):
         return scaling.after(scale, overflow), (scale.value, overflow & ~scaling.can_yield(scale))
@@ -43,6 +48,17 @@ def test_scale_moves_as_deepspeeds(hysteresis, often):
     _, (used, given_up) = jax.jit(lambda: jax.lax.scan(step, scaling.first(), overflows))()
     np.testing.assert_array_equal(used, want)
     np.testing.assert_array_equal(given_up, fatal)
+
+
+def test_defaults_are_deepspeeds():
+    """`runtime/constants.py` of DeepSpeed: 2**16, a window of 1,000, hysteresis 2, at least 1; its factor is 2."""
+    overflows = [True] * 20 + [False] * 1001
+    want, _ = deepspeeds_scales(overflows, initial=2.0**16, window=1000, hysteresis=2, minimum=1.0)
+    scaling = LossScaling()
+    used = jax.lax.scan(lambda scale, overflow: (scaling.after(scale, overflow), scale.value), scaling.first(),
+                        jnp.asarray(overflows))[1]  # fmt: skip
+    np.testing.assert_array_equal(used, want)
+    assert want[19] == 1.0 and want[-1] == 2.0
 
 
 def test_a_fixed_scale_stays():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -67,6 +68,31 @@ def test_warm_up_is_deepspeeds(kind):
     np.testing.assert_allclose(rates(schedule, 30), want, rtol=1e-5)
 
 
+def test_a_logarithmic_warm_up_of_one_or_two_steps_is_divided_by_log_2():
+    """DeepSpeed takes at least 2 for the number of warm-up steps there."""
+    for warmup_steps, want in (
+        (1, [1e-4, PEAK, PEAK]),
+        (2, [1e-4, PEAK, PEAK]),
+        (3, [1e-4, 1e-4 + (PEAK - 1e-4) * math.log(2) / math.log(3), PEAK]),
+    ):
+        schedule = LRSchedule(
+            kind="constant", warmup_shape="log", warmup_lr=1e-4, peak_lr=PEAK, warmup_steps=warmup_steps
+        )
+        np.testing.assert_allclose(rates(schedule, 4)[:3], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "rsqrt", "wsd"])
+def test_without_a_warm_up_the_first_step_has_the_peak_and_the_end_comes_at_its_step(kind):
+    found = rates(dataclasses.replace(BASE, kind=kind, warmup_steps=0, decay_steps=20, tail="linear", tail_ratio=0.25))
+    assert found[0] == np.float32(PEAK)
+    # What stays at the peak, when the fall begins, and when it is over.
+    last_peak, end = {"constant": (129, None), "rsqrt": (0, None), "wsd": (15, 20)}.get(kind, (0, 20))
+    assert np.array_equal(np.flatnonzero(found == np.float32(PEAK)), np.arange(last_peak + 1))
+    if end:
+        np.testing.assert_allclose(found[end:], END, rtol=1e-6)
+        assert np.all(np.diff(found[last_peak : end + 1]) < 0)
+
+
 def test_ratio_and_missing_end_follow_the_length_of_the_run():
     schedule = LRSchedule(kind="linear", warmup_ratio=0.1, decay_steps=None, peak_lr=PEAK, decay_lr=0.0)
     with pytest.raises(ValueError, match="over"):
@@ -75,6 +101,7 @@ def test_ratio_and_missing_end_follow_the_length_of_the_run():
     assert (resolved.warmup_steps, resolved.decay_steps) == (20, 200)
     values = rates(resolved, 201)
     np.testing.assert_allclose([values[20], values[110], values[200]], [PEAK, PEAK / 2, 0], rtol=1e-6, atol=1e-9)
+    assert LRSchedule(warmup_ratio=0.1, decay_steps=100).over(200).warmup_steps == 20
     assert LRSchedule().over(123) == LRSchedule()
 
 
@@ -91,7 +118,5 @@ def test_ratio_and_missing_end_follow_the_length_of_the_run():
 )
 def test_what_cannot_be_is_refused_with_its_flag(changes, message):
     (problem,) = dataclasses.replace(BASE, **changes).check(TOTAL)
-    import re
-
     assert re.search(message, problem), problem
     assert not BASE.check(TOTAL)

@@ -1,5 +1,7 @@
 """What openpi's examples send for ALOHA, DROID and LIBERO is understood as it is; no model is needed for that."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -104,6 +106,42 @@ def test_a_request_can_be_built_from_the_spec_alone(robot, history):
     assert state.shape == (len(robot.state_names),)
 
 
+@pytest.mark.parametrize("value", [memoryview(bytes(7)), bytes(7), [b"a"] * 7, "1234567"])
+def test_a_state_of_bytes_or_text_is_none(value):
+    with pytest.raises(ObservationError, match=r"'state' is .*; expected are numbers"):
+        form(Bridge()).row({"observation/image_0": image(6, 8, 3), "state": value, "prompt": "go"})
+
+
+# Numpy would give every text of a list the length of the longest, and every number the width of the widest.
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["a"] * 2000 + ["x" * 20_000],
+        [["a"], *[[["a"]]] * 2000, "x" * 20_000],
+        ["a"] * 2000 + [np.array("x" * 20_000)],
+        [0] * 2000 + [np.array("x" * 20_000)],
+        [np.zeros(20_000, np.int8)] * 100 + [np.zeros(20_000)],
+        [np.zeros(20_000, np.int8)] * 100 + [0.5],
+    ],
+    ids=["texts", "nested", "an array of text", "numbers and text", "arrays of two types", "arrays and a number"],
+)
+def test_lists_of_unlike_values_are_refused_before_they_are_joined(value):
+    tracemalloc.start()
+    with pytest.raises(ObservationError, match="'state' is a list; expected are numbers"):
+        ask(form(Bridge()), state=value)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 1 << 20
+
+
+def test_lists_of_numbers_and_of_arrays_alike_are_read():
+    for state in ([0, 1.5, *[np.float32(2)] * 5], tuple(np.array(float(n)) for n in range(7))):
+        np.testing.assert_array_equal(ask(form(Bridge()), state=state)[1], np.array(state, np.float32))
+    rows = [np.full((8, 3), n, np.uint8) for n in range(6)]
+    row, _ = ask(form(Bridge()), **{"observation/image_0": rows})
+    np.testing.assert_array_equal(row["image/base_0_rgb"], np.stack(rows))
+
+
 def test_a_misspelt_key_is_guessed():
     with pytest.raises(ObservationError, match=r"lacks 'observation/image_0' \(is 'observation/image0' meant for it"):
         form(Bridge()).row({"observation/image0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go"})
@@ -128,6 +166,53 @@ def test_what_no_robot_sends_is_refused_at_once_and_in_few_words(sent, says):
     with pytest.raises(ObservationError, match=says) as refused:
         form(Bridge()).row({"observation/image_0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go", **sent})
     assert len(str(refused.value)) < 300
+
+
+def ask(form, **changes):
+    return form.row({"observation/image_0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go", **changes})
+
+
+def test_a_picture_with_an_endless_side_is_refused_before_it_is_scaled():
+    for shape in ((1, 8193, 3), (8193, 1, 3), (3, 1, 8193)):
+        with pytest.raises(ObservationError, match="no side may exceed 8192"):
+            ask(form(Bridge()), **{"observation/image_0": np.zeros(shape, np.uint8)})
+    row, _ = ask(form(Bridge()), **{"observation/image_0": np.zeros((1, 8192, 3), np.uint8)})
+    assert row["image/base_0_rgb"].shape == (1, 8192, 3)
+
+
+def test_a_prompt_that_no_model_reads_is_refused_before_it_becomes_tokens():
+    assert ask(form(Bridge()), prompt="x" * 20_000)[0]["prompt"] == "x" * 20_000
+    for prompt in ("x" * 20_001, np.array("x" * 20_001)):
+        with pytest.raises(ObservationError, match="has 20001 characters, more than 20000"):
+            ask(form(Bridge()), prompt=prompt)
+
+
+def test_fractions_become_bytes_row_by_row_as_openpi_rounds_them():
+    fractions = RANDOM.random((2, 512, 512, 3), np.float32)
+    seen = form(Bridge(), window=WindowShape(horizon=4, history=2))
+    sent = {"observation/image_0": fractions, "state": np.zeros((2, 7))}
+    tracemalloc.start()
+    row, _ = ask(seen, **sent)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(row["image/base_0_rgb"], np.floor(fractions * np.float32(255)))
+    assert held < fractions.nbytes / 2, "a whole image of products would be as large as what was sent"
+
+
+def test_parts_of_a_state_that_are_too_large_are_not_joined():
+    sent = droid() | {"observation/joint_position": np.zeros(1 << 20, np.float32)}
+    tracemalloc.start()
+    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[1048576\].*expected is \[8\]"):
+        form(Droid()).row(sent)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 1 << 20
+
+
+def test_a_key_that_is_no_text_is_told_in_few_words():
+    with pytest.raises(ObservationError, match="is a bytes; keys are strings") as refused:
+        ask(form(Bridge()), more={bytes(250): 1})
+    assert len(str(refused.value)) < 100
 
 
 def test_history_is_stacked_as_training_pads_it():

@@ -75,8 +75,8 @@ BAD = {
     ),
     "missing prompt": ({"prompt": None}, "lacks 'prompt'"),
     "narrow state": ({"state": np.zeros(6)}, r"shape of 'state' \[6\]; expected is \[7\]: x_m"),
-    "state of text": ({"state": "zeros"}, "'state' is <U5 .str.; expected are numbers"),
-    "state of objects": ({"state": [None, {}]}, "'state' is object"),
+    "state of text": ({"state": "zeros"}, "'state' is a str; expected are numbers"),
+    "state of objects": ({"state": [None, {}]}, "'state' is a list; expected are numbers"),
     "state of NaN": ({"state": np.full(7, np.nan)}, "NaN or infinity"),
     "state without a number": ({"state": np.full(7, 3e38, np.float32)}, "so far from all.* that it has no number"),
     "grey image": (

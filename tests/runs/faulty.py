@@ -32,6 +32,7 @@ class Faulty(FakeData):
         if os.environ["RANK"] != self.process:
             return source
         if self.fault == "slow to open":
+            print("the dataset is being opened", flush=True)
             time.sleep(600)
         if self.fault == "save fails":
             def fail(*arguments, **named):

@@ -14,7 +14,7 @@ from bad_files import SOURCE, shard_of, small_disk, write_all
 from command import ROOT, check, environment, openpi_train, places
 
 from openpi_train import cli
-from openpi_train.runtime.exits import CHECKPOINT, DATA, USAGE
+from openpi_train.runtime.exits import CHECKPOINT, DATA, INDIVISIBLE, USAGE
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ CASES = [
     case(
         "batch",
         "debug --batch-size 12 --devices-per-process 8",
-        USAGE,
+        INDIVISIBLE,
         "--batch-size 12 is not a multiple of the 8 devices; try 8 or 16",
     ),
     case(
@@ -282,7 +282,7 @@ def test_too_little_shared_memory_is_told_before_the_workers_start(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        ("debug --batch-size 3", USAGE, "--batch-size 3 is not a multiple of the 2 devices; try 2 or 4"),
+        ("debug --batch-size 3", INDIVISIBLE, "--batch-size 3 is not a multiple of the 2 devices; try 2 or 4"),
         # Only process 0 reads at first, while the other waits for it.
         (f"{ARM} {SOURCE}.path HERE/absent", DATA, "Give <data_dir>/<name>/<version>"),
     ],
@@ -290,7 +290,7 @@ def test_too_little_shared_memory_is_told_before_the_workers_start(tmp_path):
 )
 def test_what_several_processes_are_refused_stands_last_on_the_screen(here, tmp_path, flags, code, says):
     launch = ("launch", "local", "--processes", "2", "--log-dir", tmp_path / "output", "--")
-    done = openpi_train(*launch, *flags.replace("HERE", str(here)).split(), *places(tmp_path), timeout_s=60)
+    done = openpi_train(*launch, *flags.replace("HERE", str(here)).split(), *places(tmp_path))
     check(done, code)
     message, where = done.stderr.strip().splitlines()[-2:]
     assert says in message

@@ -143,7 +143,7 @@ def _in_browser(page, folder):
     flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --enable-logging=stderr"
     place = (f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'probed.html'}")
     command = [browser, *flags.split(), "--window-size=1280,900", "--virtual-time-budget=10000", "--dump-dom", *place]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout)
     assert match, done.stderr
     return json.loads(match[1]), done.stderr

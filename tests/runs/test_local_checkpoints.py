@@ -51,7 +51,7 @@ def killed(tmp_path_factory):
                 assert launcher.poll() is None and time.monotonic() < deadline
                 time.sleep(0.005)
             os.kill(process(launcher.pid, 1), signal.SIGKILL)
-            output = launcher.communicate(timeout=180)[0]
+            output = launcher.communicate(timeout=480)[0]
         finally:
             launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL, output[-4000:]
@@ -124,7 +124,7 @@ def test_hosts_that_see_one_local_directory_are_refused(tmp_path):
         )
         for index, prefix in enumerate(((), on_another_host))
     ]
-    said = [process.communicate(timeout=180)[0] for process in started]
+    said = [process.communicate(timeout=480)[0] for process in started]
     assert [process.returncode for process in started] == [USAGE] * 2, said
     assert re.search(
         r"--local-checkpoints.dir \S+/disk is one directory for \S+ and \S+; it must lie on a disk", said[0]

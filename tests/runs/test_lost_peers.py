@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 HOST = re.escape(socket.gethostname())
 # Each process's words go through the watchdog's beats, which are shorter where the limits are.
 LIMITS = ("--timeouts.lost-s", "12", "--timeouts.stuck-s", "12")
-# The machine of the tests may be busy with something else; the default of the promise itself is 60 s.
-BOUND_S = 60.0
+# The machine of the tests may be busy with something else: who ended whom, and why, is in the words.
+BOUND_S = 240.0
 
 
 @pytest.mark.parametrize("victim", [1, 0], ids=["another process", "process 0"])
@@ -55,9 +55,9 @@ def test_a_short_silence_passes_and_sigusr1_saves_as_sigterm_does(tmp_path):
         time.sleep(5.0)
         before = len(losses(tmp_path))
         run.send(1, signal.SIGCONT)
-        run.wait(lambda: len(losses(tmp_path)) >= before + 5, 120)
+        run.wait(lambda: len(losses(tmp_path)) >= before + 5, 240)
         run.send(1, signal.SIGUSR1)
-        assert run.codes(120) == [PREEMPTED] * 2, run.said()
+        assert run.codes(240) == [PREEMPTED] * 2, run.said()
         assert (tmp_path / "runs" / "debug" / "x" / str(max(losses(tmp_path))) / "manifest.json").exists()
         for index in (0, 1):
             assert "was lost" not in run.log(index)
@@ -85,8 +85,7 @@ def test_a_step_that_hangs_on_one_process_ends_all_and_names_it(tmp_path):
 def test_a_stop_while_process_0_opens_the_data_ends_all_for_a_requeue(tmp_path, signum, process):
     fault = ("--data.datasets.0.source.fault", "slow to open", "--data.datasets.0.source.process", "0")
     with Processes(tmp_path, 2, *fault, experiment=write_experiment(tmp_path)) as run:
-        run.wait(lambda: "jax started" in run.outputs[0].read_text(), 120)
-        time.sleep(1.0)
+        run.wait(lambda: "the dataset is being opened" in run.outputs[0].read_text(), 240)
         run.send(process, signum)
         assert run.codes(BOUND_S) == [PREEMPTED] * 2, run.said()
         assert "asked to stop (opening the data): there is nothing to save yet" in run.outputs[0].read_text()

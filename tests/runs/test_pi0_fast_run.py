@@ -33,9 +33,9 @@ def test_two_processes_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer,
     train(tmp_path / "one", *flags)
     resumed, expected = losses(tmp_path / "two", experiment), losses(tmp_path / "one", experiment)
     assert set(resumed) == set(expected) == set(range(1, 51))
-    # Sums in another order: float32's rounding at first, then what Adam's division by small moments makes of it.
-    np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-5)
-    np.testing.assert_allclose([*resumed.values()], [*expected.values()], rtol=1e-2)
+    # Sums in another order: float32's rounding, 1e-6 at most in all 50 steps of both (2026-11-22). Losses of
+    # neighbouring steps lie 1e-2 apart.
+    np.testing.assert_allclose([*resumed.values()], [*expected.values()], rtol=1e-5)
     assert expected[50] < 0.9 * expected[1]
     lines = (tmp_path / "two" / "runs" / experiment / "x" / "metrics.jsonl").read_text().splitlines()
     last = [line for line in map(json.loads, lines) if line.get("step") == 50]

@@ -62,7 +62,7 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
     while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
-    output = process.communicate(timeout=120)[0].decode()
+    output = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 75, output[-3000:]
     took = r"(\S+) s after the request \((\S+) s to the end of the step, \S+ s to save\)"
     shown = re.search(rf"stopped after step \d+ of 100000 with a good checkpoint, {took}; continue", output)
@@ -102,7 +102,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
     while len(evaluations(tmp_path)) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(240) == 75
+    assert process.wait(480) == 75
     last = max(losses(tmp_path))
     assert evaluations(tmp_path)[-1] in (last - 1, last)
     train(tmp_path, *many[:-1], str(last + 1), "--resume")

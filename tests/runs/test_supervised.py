@@ -33,7 +33,7 @@ def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_
             for step, victim in ((10, 1), (20, 0)):
                 await_checkpoint(killed, step, launcher)
                 os.kill(process(launcher.pid, victim), signal.SIGKILL)
-            output = launcher.communicate(timeout=300)[0]
+            output = launcher.communicate(timeout=480)[0]
         finally:
             launcher.kill()
     assert launcher.returncode == 0, output[-5000:]
@@ -45,7 +45,7 @@ def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_
 def await_checkpoint(base: Path, step: int, launcher: subprocess.Popen) -> None:
     """Return when the checkpoint of this step is whole."""
     manifest = base / "runs" / "debug" / "x" / str(step) / "manifest.json"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while not manifest.exists():
         assert launcher.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

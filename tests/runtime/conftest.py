@@ -21,7 +21,7 @@ def free_port() -> int:
 def run_processes(free_port) -> Callable[..., list[subprocess.CompletedProcess]]:
     """Run a piece of Python in several processes of one run; it finds `world` started, and is stopped afterwards."""
 
-    def run(code: str, process_count: int, devices: int = 1, timeout_s: float = 90.0, **environment: str):
+    def run(code: str, process_count: int, devices: int = 1, timeout_s: float = 240.0, **environment: str):
         program = textwrap.dedent(
             """
             import os, sys, time, json

@@ -30,7 +30,7 @@ def world_of(port, index, count, *, token="", host="127.0.0.1"):
     )
 
 
-def meet_all(*worlds, facts=None, timeout_s=20.0):
+def meet_all(*worlds, facts=None, timeout_s=240.0):
     """What `meet` raised for each world, None where it returned; all at once, in threads."""
     results: list[RunError | None] = [None] * len(worlds)
 
@@ -50,7 +50,7 @@ def meet_all(*worlds, facts=None, timeout_s=20.0):
 
 def say(port, data: bytes, leave: bool = True) -> bytes:
     """What the door answers to whoever says `data` and then leaves, or waits."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     while True:
         try:
             connection = socket.create_connection(("127.0.0.1", port + 1))
@@ -70,7 +70,7 @@ def test_four_processes_that_agree_meet(free_port):
 
 
 def test_a_missing_process_is_named_and_so_are_those_present(free_port):
-    errors = meet_all(world_of(free_port, 0, 4), world_of(free_port, 2, 4), timeout_s=1.0)
+    errors = meet_all(world_of(free_port, 0, 4), world_of(free_port, 2, 4), timeout_s=3.0)
     assert all(isinstance(error, PeerLostError) for error in errors)
     host = socket.gethostname()
     assert (
@@ -78,7 +78,7 @@ def test_a_missing_process_is_named_and_so_are_those_present(free_port):
         == str(errors[1])
         == (
             f"waiting for 2 of 4 processes (here: process 0 on {host}, process 2 on {host}): "
-            "processes 1, 3, which never came within 1 s"
+            "processes 1, 3, which never came within 3 s"
         )
     )
 
@@ -194,7 +194,7 @@ def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog
     zero.start()
     line = json.dumps(dataclasses.asdict(dataclasses.replace(hello, process_count=3))).encode() + b"\n"
     assert say(free_port, line) == b""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not any("left before all had come" in record.message for record in caplog.records):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -204,9 +204,9 @@ def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog
 
 
 def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
-    monkeypatch.setattr(waiting, "REPORT_EVERY_S", 0.3)
+    monkeypatch.setattr(waiting, "REPORT_EVERY_S", 0.1)
     caplog.set_level(logging.INFO)
-    meet_all(world_of(free_port, 0, 3), world_of(free_port, 1, 3), timeout_s=2.0)
+    meet_all(world_of(free_port, 0, 3), world_of(free_port, 1, 3), timeout_s=3.0)
     messages = [record.message for record in caplog.records]
     assert any("waiting for 1 of 3 processes" in text and "process 2 missing since" in text for text in messages)
     assert any("is connected and waits until all 3 processes are here" in text for text in messages)

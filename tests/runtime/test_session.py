@@ -78,7 +78,7 @@ def test_different_configurations_stop_all_processes_with_the_same_message(free_
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
-    all_errors = [process.communicate(timeout=60)[1] for process in processes]
+    all_errors = [process.communicate(timeout=240)[1] for process in processes]
     for process, errors in zip(processes, all_errors, strict=True):
         assert process.returncode == 2
         assert "do not run the same: experiment.optimizer.lr is 0 there and 1 here." in errors
@@ -90,7 +90,7 @@ def test_different_configurations_stop_all_processes_with_the_same_message(free_
 def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_count):
     results = run_processes(
         """
-        for step in range(400):
+        for step in range(4000):
             if step == 3 and world.process_index == world.process_count - 1:
                 os.kill(os.getpid(), 15)
             if preempt.stop_requested():
@@ -106,7 +106,7 @@ def test_sigterm_stops_all_processes_at_the_same_step(run_processes, process_cou
     assert [result.returncode for result in results] == [75] * process_count, results
     all_times = [json.loads(result.stdout.splitlines()[-1]) for result in results]
     steps = {step for step, _, _ in all_times}
-    assert len(steps) == 1 and 3 <= steps.pop() < 399
+    assert len(steps) == 1 and 3 <= steps.pop() < 3999
     # All clocks are one here; 0.1 s is room for a step of the clock.
     assert all(0 <= stopped_s <= saved_s - 0.4 < 60 for _, stopped_s, saved_s in all_times)
 
@@ -117,7 +117,7 @@ def test_a_killed_peer_ends_the_others_with_code_70(run_processes):
         """
         import numpy as np
         from jax.experimental import multihost_utils
-        for step in range(200):
+        for step in range(20000):
             if step == 3 and world.process_index == 1:
                 os.kill(os.getpid(), 9)
             multihost_utils.process_allgather(np.ones(3))
@@ -147,7 +147,7 @@ def test_a_handshake_that_takes_too_long_ends_all_with_the_flag_to_raise(free_po
     command = [sys.executable, "-c", code]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     processes = [subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    all_errors = [process.communicate(timeout=60)[1] for process in processes]
+    all_errors = [process.communicate(timeout=240)[1] for process in processes]
     for process, errors in zip(processes, all_errors, strict=True):
         assert process.returncode == 70, errors
         assert "jax did not start on all processes within 3 s (--timeouts.handshake-s), although all have met" in errors
@@ -188,7 +188,9 @@ def test_a_process_that_fails_alone_keeps_its_code_and_the_others_say_why(run_pr
 
 @pytest.mark.multiprocess
 def test_processes_that_fail_of_the_same_cause_keep_their_code(run_processes):
-    fault = "pass\n    time.sleep(0.5 * world.process_index); raise exits.NumbersError('loss nan at step 7')"
+    # The second fails a little later by itself, for which the first one's last words leave it the time.
+    fault = "pass\n    from openpi_train.runtime import watchdog; watchdog._SETTLE_S = 120.0\n"
+    fault += "    time.sleep(0.5 * world.process_index); raise exits.NumbersError('loss nan at step 7')"
     results = run_processes(WAIT_FOR_ALL.format(victim=0, fault=fault), 2)
     assert [result.returncode for result in results] == [5, 5], results
     assert all("was lost" not in result.stderr and "ended with code" not in result.stderr for result in results)
@@ -214,14 +216,14 @@ def test_a_signal_before_all_have_met_ends_the_process_for_a_requeue(free_port):
         "exits.run_guarded(lambda: session.start(find_world(flags, os.environ)))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", free_port + 1)) == 0:
                 break
         time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=240)[1]
     assert process.returncode == 75, errors
     assert "asked to stop before the run began" in errors
 

@@ -45,6 +45,7 @@ def serving(policy, *, tls=None, **options):
 
     async def main():
         found["server"], found["loop"] = PolicyServer(policy, limits=limits, **options), asyncio.get_running_loop()
+        policy.loop = found["loop"]
         started.set()
         await found["server"].run(listener, tls)
 

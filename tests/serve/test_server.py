@@ -57,7 +57,7 @@ def test_a_conversation_as_openpis_client_has_it():
     [
         ({"prompt": "go"}, "lacks 'state'"),
         (b"\xc1", "no msgpack"),
-        ("text", "this one is text"),
+        ("text", "bytes follow its end (is it text?)"),
         (wire.encode([1, 2]), "a request is a map"),
         (wire.encode({"state": np.zeros(2)})[:-1], "no msgpack"),
     ],
@@ -84,10 +84,13 @@ def recorder(tmp_path, monkeypatch):
         yield recorder
 
 
-def test_what_has_no_form_in_the_record_is_left_out_of_it_and_answered(recorder, tmp_path):
+def test_what_has_no_form_in_the_record_is_left_out_of_it_and_answered(recorder, tmp_path, monkeypatch):
+    def write(observations, answers, write=recorder.write):
+        write([{**one, "more": object()} if "more" in one else one for one in observations], answers)
+
+    monkeypatch.setattr(recorder, "write", write)
     with serving(StubPolicy(), recorder=recorder) as (port, _), client(port) as connection:
-        whole = wire.encode({"state": np.ones(2, np.float32), "extra": []})
-        answer = ask(connection, whole[:-1] + b"\x91" * 1022 + b"\x01")
+        answer = ask(connection, request(1, more=1))
         assert not isinstance(answer, str), answer
         assert ask(connection, request(1))["draw"] == 1
     assert [batch["draws"] for batch in read_record(tmp_path / "answers.rec")[1]] == [[1]]

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from openpi_train.launch.processes import free_port
+
 PACKAGES = ("slurm-wlm", "munge")
 NODES = ("node1", "node2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
@@ -112,7 +114,7 @@ def _start(daemons: ExitStack, folder: Path, name: str, command: list[str], vari
     def end() -> None:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -123,12 +125,12 @@ def _start(daemons: ExitStack, folder: Path, name: str, command: list[str], vari
 def _cancel_all(variables: dict[str, str]) -> None:
     """End all jobs, and wait until none of their processes is left."""
     _ask(variables, "scancel", "--user=root")
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 240
     while _ask(variables, "squeue", "--noheader") and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
-def _await(condition, folder: Path, limit_s: float = 60) -> None:
+def _await(condition, folder: Path, limit_s: float = 240) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -147,11 +149,10 @@ def _host() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return sorted(found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from trainers import make_trainer
 
 from openpi_train import registry
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.optim import AdamW, LossScaling, LRSchedule
+from openpi_train.optim import SGD, AdamW, LossScaling, LRSchedule
 from openpi_train.runtime.exits import CheckpointError, NumbersError
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -25,6 +25,9 @@ from openpi_train.training.step import num_updates
 
 SCHEDULE = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
 SCALING = LossScaling(initial=2.0**12, growth_interval=3, hysteresis=1)
+CLIPPED = AdamW(clip_gradient_norm=0.5)
+# The most by which float16, of 11 significant bits, rounds a number, as a share of it.
+HALF = 2.0**-11
 
 
 class HalfPolicy(toy.LinearPolicy):
@@ -49,11 +52,10 @@ class HalfConfig(toy.LinearConfig):
         return HalfPolicy(self, rngs)
 
 
-def run_steps(batches, *, scaling=SCALING, config=None, accum=1, devices=1, start=None):
+def run_steps(batches, *, scaling=SCALING, config=None, accum=1, devices=1, start=None, optimizer=CLIPPED):
     """Metrics by step, and the states from the first on."""
     config = config or HalfConfig()
     plan = Plan(mesh=make_mesh(devices, jax.devices()[:devices]), strategy="zero3", min_shard_mib=0)
-    optimizer = AdamW(clip_gradient_norm=0.5)
     trainer, layout = make_trainer(config, plan, optimizer, SCHEDULE, accum=accum, scaling=scaling)
     with jax.set_mesh(plan.real_mesh):
         state = start or create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
@@ -85,18 +87,23 @@ GOOD = [toy.batch(8, seed=seed) for seed in range(4)]
     ids=str,
 )
 def test_updates_are_those_of_float32_to_rounding_whatever_the_scale(layout):
-    exact, exact_states = run_steps(GOOD[:2], config=toy.LinearConfig(), scaling=None)
+    # By plain descent an update is the gradient, clipped: Adam's, of whatever size, would be the same at first.
+    plain = SGD(momentum=0.0, clip_gradient_norm=0.5)
+    exact, exact_states = run_steps(GOOD[:2], config=toy.LinearConfig(), scaling=None, optimizer=plain)
+    assert exact[0]["grad_norm"] > 1
     for scaling in (SCALING, dataclasses.replace(SCALING, initial=2.0)):
-        history, states = run_steps(GOOD[:2], scaling=scaling, **layout)
+        history, states = run_steps(GOOD[:2], scaling=scaling, optimizer=plain, **layout)
         for ours, want in zip(history, exact, strict=True):
-            # float16 has 11 bits; the gradient is clipped after it is unscaled, so its norm is the true one.
-            np.testing.assert_allclose(ours["loss"], want["loss"], rtol=5e-3)
-            np.testing.assert_allclose(ours["grad_norm"], want["grad_norm"], rtol=5e-3)
+            # The velocity's rounding, averaged over 96 squares.
+            np.testing.assert_allclose(ours["loss"], want["loss"], rtol=HALF)
+            # Clipped after it is unscaled: the norm is the true one.
+            np.testing.assert_allclose(ours["grad_norm"], want["grad_norm"], rtol=4 * HALF)
             assert ours["loss_scale"] == scaling.initial
             assert ours["overflow"] == ours["skipped"] == 0
         for path in ("kernel", "bias"):
             moved = np.abs(exact_states[-1].params[path] - exact_states[0].params[path]).max()
-            np.testing.assert_allclose(states[-1].params[path], exact_states[-1].params[path], atol=0.05 * moved)
+            # An error, what it is multiplied with, the product and their sum are each rounded: 1.3e-3 was measured.
+            np.testing.assert_allclose(states[-1].params[path], exact_states[-1].params[path], atol=4 * HALF * moved)
     assert "loss_scale" not in exact[0]
     assert exact_states[0].scale is None
 

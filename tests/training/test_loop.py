@@ -73,6 +73,15 @@ def test_everything_happens_at_its_interval_and_at_the_end():
     ]
 
 
+def test_a_resumed_run_takes_the_steps_that_are_left():
+    run = NotingRun(first=4)
+    assert train(run).step == 6
+    assert run.events == [
+        *[("catch up", 4), "check", ("save_locally", 5)],
+        *[("log", 6), ("evaluate", 6), "check", ("save", 6), "finish"],
+    ]
+
+
 def test_a_stop_saves_without_evaluating_and_says_how_to_go_on():
     run = NotingRun(stop_at=3)
     with pytest.raises(Preempted, match="stopped after step 3 of 6 with a good checkpoint; continue with --resume"):

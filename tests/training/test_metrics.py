@@ -70,6 +70,13 @@ def test_resume_cuts_later_steps_into_a_file_that_is_kept(tmp_path):
     assert [line["step"] for line in lines(tmp_path, "metrics.superseded.jsonl")] == [30, 40, 50]
 
 
+def test_the_line_after_the_step_that_is_resumed_from_is_cut(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    write(tmp_path, [3, 4], resume_step=2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path, "metrics.superseded.jsonl")] == [3]
+
+
 def test_resume_after_a_kill_removes_the_torn_last_line(tmp_path):
     write(tmp_path, [10])
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -185,7 +185,7 @@ def two_processes(base, **flags):
         return value
 
     def run(index):
-        broadcast = broadcast_0 if index == 0 else lambda *_: network.get(timeout=10)
+        broadcast = broadcast_0 if index == 0 else lambda *_: network.get(timeout=240)
         try:
             return open_run(request(base, **flags), process_index=index, broadcast=broadcast)
         except UsageError as error:

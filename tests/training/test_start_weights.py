@@ -1,6 +1,7 @@
 """A state from start weights: what they hold is read, only what they lack is drawn."""
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import strategies
@@ -32,6 +33,23 @@ def test_a_state_from_weights_draws_only_what_they_lack():
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="start weights: other has shape"):
         create({"other": in_memory(np.zeros(3))})
+
+
+def test_weights_of_another_type_are_cast_to_the_states():
+    """Trained parameters are float32, frozen ones bfloat16 (as openpi keeps them), whatever the checkpoint has."""
+    config = toy.LinearConfig(low_rank=True)
+    trainer, layout = strategies.prepare(config, "replicated", 1, 1, jax.devices()[:1])
+    shapes = {**layout.shapes.params, **layout.shapes.frozen}
+    weights = {
+        "adapter_lora": in_memory(np.full(shapes["adapter_lora"].shape, 1.5, ml_dtypes.bfloat16)),
+        "kernel": in_memory(np.full(shapes["kernel"].shape, 1 / 3, np.float32)),
+    }
+    with jax.set_mesh(trainer.plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7, weights)
+    assert {path: leaf.dtype for path, leaf in state.params.items()} == {"adapter_lora": np.float32}
+    assert {leaf.dtype for leaf in state.frozen.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    np.testing.assert_array_equal(state.params["adapter_lora"], 1.5)
+    np.testing.assert_array_equal(state.frozen["kernel"].astype(np.float32), 171 / 512)  # 1/3 with bfloat16's 8 bits
 
 
 def test_nothing_is_drawn_where_all_is_read(monkeypatch):

@@ -76,14 +76,15 @@ def test_zero3_cuts_parameters_moments_and_average():
         assert leaf.addressable_shards[0].data.size * 4 == leaf.size
 
 
-def test_loss_equals_the_closed_form(reference):
-    """numpy, from the objective's own draws, for the first step."""
+@pytest.mark.parametrize("index", [0, 2])
+def test_loss_equals_the_closed_form(reference, index):
+    """numpy, from the objective's own draws for this step."""
     objective = FlowMatching(augment=False, num_flow_draws=2)
-    rows = toy.batch(8, seed=0)
+    rows = toy.batch(8, seed=index)
     from openpi_train.keys import row_keys
 
-    noise, time = map(np.asarray, objective.draw(rows, row_keys(7, 0, rows.row)))
-    _, state = run_steps(steps=0)
+    noise, time = map(np.asarray, objective.draw(rows, row_keys(7, index, rows.row)))
+    _, state = run_steps(steps=index)
     kernel, state_kernel, lora, bias = (
         np.asarray(state.params[name], np.float64) for name in ("kernel", "state_kernel", "adapter_lora", "bias")
     )
@@ -94,7 +95,7 @@ def test_loss_equals_the_closed_form(reference):
     mask = np.asarray(rows.action_mask)[:, None, :, None]
     error = (velocity - (noise - actions)) ** 2 * mask
     expected = error.sum() / (mask.sum() * 2 * actions.shape[-1])
-    np.testing.assert_allclose(reference[0][0]["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(reference[0][index]["loss"], expected, rtol=1e-6)
 
 
 def test_draws_depend_on_seed_step_and_row_only():
@@ -108,8 +109,11 @@ def test_draws_depend_on_seed_step_and_row_only():
     again, time_again = objective.draw(shuffled, row_keys(1, 2, shuffled.row))
     np.testing.assert_array_equal(noise[order], again)
     np.testing.assert_array_equal(time[order], time_again)
-    other, _ = objective.draw(rows, row_keys(1, 3, rows.row))
-    assert not np.any(np.asarray(other) == np.asarray(noise))
+    for seed, step in ((1, 3), (2, 2)):
+        other, _ = objective.draw(rows, row_keys(seed, step, rows.row))
+        assert not np.any(np.asarray(other) == np.asarray(noise))
+    for draws in (np.asarray(noise), np.asarray(time)):
+        assert len({row.tobytes() for row in draws}) == 6  # no two rows draw alike
 
 
 def test_times_follow_openpis_distribution():

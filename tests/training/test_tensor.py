@@ -186,8 +186,12 @@ def test_of_full_pi0_heads_and_wide_layers_are_cut_along_a_dim_that_fsdp_leaves_
     config, cut = Pi0Config(), 0
     for path, shape in parameter_shapes(config).items():
         spec = plan.spec("state", jax.ShapeDtypeStruct(shape, np.float32), path)
-        cut += math.prod(shape) if TENSOR in spec else 0
         assert FSDP in spec or len(shape) < 3, path
+        if TENSOR in spec:
+            cut += math.prod(shape)
+            part = config.siglip if path.startswith("image_encoder/") else config.experts[path.split("/")[3]]
+            # What one product puts out the next takes in: both are cut along it.
+            assert shape[spec.index(TENSOR)] == (part.mlp_dim if "/mlp/" in path else part.num_heads), path
     expected = 0
     for expert in config.experts.values():
         heads = 2 * expert.num_heads * expert.head_dim

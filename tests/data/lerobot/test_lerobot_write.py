@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from openpi_train.data.formats import source_at
-from openpi_train.data.lerobot import LeRobot, LeRobotWriter
+from openpi_train.data.lerobot import LeRobot, LeRobotWriter, assemble
 from openpi_train.data.lerobot.features import NUMBERING
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -181,6 +181,31 @@ def test_our_reader_reads_back_what_was_written(written, original, tmp_path, nam
         assert error[genuine["steps"]].mean() < 1.2 * theirs.mean() + 0.1
     if name == "v30_image":
         assert source.fingerprint == original.fingerprint
+
+
+def test_episodes_in_files_of_their_own_read_as_those_that_share_one(written, original, tmp_path, monkeypatch):
+    monkeypatch.setattr(assemble, "_VIDEO_MB", 0)
+    monkeypatch.setattr(assemble, "_DATA_MB", 0)
+    writer = writer_like("v30_h264", tmp_path / "apart")
+    for number in range(3):
+        columns, frames, tasks = episode(original, number)
+        writer.add_episode(columns, frames, task=tasks)
+    writer.finish()
+    apart, joined = (
+        LeRobot(path=str(path), cache_dir=str(tmp_path)).open() for path in (writer.path, written / "v30_h264")
+    )
+    for folder, number in ((writer.path, 3), (written / "v30_h264", 1)):
+        assert len(list((folder / "data").rglob("*.parquet"))) == number
+        assert len(list(folder.glob(f"videos/{CAMERAS[0]}/**/*.mp4"))) == number
+    assert apart.episode_ends.tolist() == joined.episode_ends.tolist()
+    for column, values in joined.columns.items():
+        np.testing.assert_array_equal(apart.columns[column], values, strict=True)
+    # x264 does not make the same bytes of the same pictures each time: a frame is that of its step where of all the
+    # original pictures this step's is the nearest.
+    for camera in apart.cameras:
+        frames, pictures = (source.frames(np.arange(60), camera).astype(int) for source in (apart, original))
+        errors = [[np.abs(frame - picture).mean() for picture in pictures] for frame in frames]
+        assert np.argmin(errors, axis=1).tolist() == list(range(60))
 
 
 TOY = {

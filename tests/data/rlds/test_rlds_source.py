@@ -159,6 +159,34 @@ def test_fingerprint_and_ids_depend_on_content_and_not_on_place_or_shards(toy, t
     assert other.episode_ids[11] != source.episode_ids[11]
 
 
+def test_an_episode_is_what_was_seen_and_done_and_not_how_it_was_labelled(tmp_path):
+    def ids(name, change=lambda steps: None):
+        episodes = [toy_episode(seed, 4) for seed in range(2)]
+        episodes[1]["steps"]["observation"]["wrist"][:] = 7  # pictures of one colour: as many bytes for any
+        change(episodes[1]["steps"])
+        features = toy_features()
+        folder = write_rlds(tmp_path / name, name="toy", version="1.0.0", features=features, splits={"train": episodes})
+        source = toy_source(folder, tmp_path / "cache").open()
+        assert len(source.encoded(7, "observation/wrist")) == len(source.encoded(6, "observation/wrist"))
+        return list(source.episode_ids)
+
+    def other(name, value):
+        return lambda steps: steps.__setitem__(name, value)
+
+    plain = ids("plain")
+    assert ids("rewarded", other("reward", np.arange(4, dtype=np.float32))) == plain
+    assert ids("told", other("language_instruction", ["pull"] * 4)) == plain
+    for number, change in enumerate(
+        (
+            other("action", np.zeros((4, 2), np.float32)),
+            other("counter", np.arange(4)),
+            lambda steps: steps["observation"]["wrist"].__setitem__(3, 8),
+        )
+    ):
+        changed = ids(str(number), change)
+        assert changed[0] == plain[0] and changed[1] != plain[1]
+
+
 def test_wide_column_is_kept_when_named_and_leaves_the_ids_alone(toy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         plain = toy_source(toy, tmp_path).open()

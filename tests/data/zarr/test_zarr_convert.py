@@ -69,6 +69,13 @@ def test_rows_are_states_pictures_and_the_next_joints_without_the_last_step(reco
     assert read_layout(Store(out)).tasks == (("stack_bowls", "stack bowls"),)
 
 
+def test_episodes_lie_in_the_order_of_their_numbers(tmp_path):
+    joints = [record(tmp_path / "recorded", number, 2)[0] for number in (1, 2, 10)]
+    convert(tmp_path / "recorded", tmp_path / "a.zarr", cameras=("head_camera",), task="t", prompt="p")
+    found = zarr.open_group(str(tmp_path / "a.zarr"), mode="r")["data/state"][:]
+    np.testing.assert_array_equal(found, np.stack([rows[0] for rows in joints]).astype(np.float32))
+
+
 def test_recordings_that_cannot_be_one_store_are_refused_by_name(recordings, tmp_path):
     folder, _ = recordings
 

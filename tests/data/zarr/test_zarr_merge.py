@@ -154,6 +154,22 @@ def test_merged_stores_can_be_merged_again_and_keep_their_tasks(six, tmp_path):
     np.testing.assert_array_equal(ids, np.repeat([0, 1, 2, 0], counts))
 
 
+def test_tasks_of_one_prompt_share_it(six, tmp_path):
+    out = tmp_path / "three.zarr"
+    merge(parts(six[:3]), out, prompts={TASKS[0]: "sort", TASKS[1]: "by size", TASKS[2]: "sort"})
+    source = Zarr(path=str(out), cache_dir=str(tmp_path / "cache")).open()
+    assert list(source.prompts) == ["sort", "by size"]
+    np.testing.assert_array_equal(source.prompt_index, np.repeat([0, 1, 0], [sum(lengths(seed)) for seed in range(3)]))
+
+
+def test_a_task_that_changes_within_an_episode_is_refused(six, tmp_path):
+    pair = tmp_path / "pair.zarr"
+    merge(parts(six[:2]), pair, prompts={})
+    zarr.open_group(str(pair))["data/task_id"][1] = 1
+    with pytest.raises(ValueError, match=r"pair\.zarr: data/task_id changes within an episode"):
+        merge(parts([pair, six[2]]), tmp_path / "out.zarr", prompts={})
+
+
 def test_stores_that_cannot_be_one_are_refused_with_every_difference(six, tmp_path):
     wide = write(tmp_path / "wide.zarr", arms(dims=16))
     double = write(
@@ -213,7 +229,7 @@ def test_a_process_that_is_killed_while_merging_loses_a_block_and_no_more(six, t
     out = tmp_path / "six.zarr"
     process = subprocess.Popen([sys.executable, "-c", KILLED, out, *six], cwd=ROOT)
     journal = tmp_path / "six.zarr.unfinished" / "journal.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not journal.is_file() or len(journal.read_text().split()) < 40:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)

@@ -164,6 +164,35 @@ def test_a_fresh_index_is_used_again_and_a_changed_store_is_read_again(tmp_path,
     assert caplog.text.count("index done") == 2
 
 
+@pytest.mark.parametrize("name", ["a.zarr", "a.zarr.zip"])
+def test_a_store_that_keeps_its_size_is_read_again_when_it_changed(tmp_path, name):
+    def state():
+        return sorted((path.name, path.stat().st_size) for path in (path, *path.rglob("*")) if path.is_file())
+
+    path = write(tmp_path / name, arms())
+    config, before = Zarr(path=str(path), cache_dir=str(tmp_path / "cache")), state()
+    first, other = config.open(), arms()
+    other["head_camera"][3, 0, 0, 0] ^= 1  # pictures of noise, which are not compressed
+    write(path, other)
+    assert state() == before and not config.is_ready()
+    assert config.open().fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("decoded_copy", [True, False])
+def test_steps_behind_an_episode_that_was_left_out_have_their_own_rows(tmp_path, decoded_copy):
+    path = write(tmp_path / "a.zarr", arms(), chunk_rows=1)
+    (path / "data/state/10.0").unlink()  # episode 1: rows 9..13
+    source = Zarr(
+        path=str(path), cache_dir=str(tmp_path / "cache"), on_bad_record="skip", decoded_copy=decoded_copy
+    ).open()
+    kept = np.r_[:9, 14:ROWS]
+    assert source.episode_ends.tolist() == [9, 22]
+    pictures = arms()["head_camera"].transpose(0, 2, 3, 1)[kept]
+    np.testing.assert_array_equal(source.frames(np.arange(22), "head_camera"), pictures)
+    np.testing.assert_array_equal(source.columns["action"], arms()["action"][kept])
+    assert source.describe(9).endswith("row 14, episode 1, step 0 of 13")
+
+
 def test_missing_and_torn_chunks_cost_the_episodes_that_lie_in_them(tmp_path):
     path = write(tmp_path / "a.zarr", arms())
     whole = Zarr(path=str(path), cache_dir=str(tmp_path / "cache")).open()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ import pytest
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 
 from openpi_train.interop.formats import open_checkpoint
+from openpi_train.launch.processes import free_port
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, PeerLostError
-from openpi_train.training.checkpoints import store
+from openpi_train.training.checkpoints import step_dirs, store
 from openpi_train.training.checkpoints.step_dirs import Best
 from openpi_train.training.checkpoints.store import Checkpoints
 
@@ -64,8 +66,9 @@ def run(two_saved, tmp_path) -> pathlib.Path:
 @pytest.mark.parametrize("ema", [True, False])
 def test_restore_gives_the_saved_bits_structure_and_meta(tmp_path, ema):
     state = make_state(5, ema=ema)
+    stats = {"robot": {"norm_stats": {"state": {"mean": [0.5], "std": [2.0]}}}}
     with Checkpoints(tmp_path, public_name=publish) as checkpoints:
-        stall_s = checkpoints.save(state, **SAVED_WITH, extra={"wandb_id": "abc"})
+        stall_s = checkpoints.save(state, **{**SAVED_WITH, "norm_stats": stats}, extra={"wandb_id": "abc"})
     assert stall_s > 0
     restored, meta = Checkpoints(tmp_path, public_name=publish).restore(abstract(state))
     assert same_bits(restored, state)
@@ -74,7 +77,7 @@ def test_restore_gives_the_saved_bits_structure_and_meta(tmp_path, ema):
     assert meta["experiment"] == {"seed": 1}
     assert meta["wandb_id"] == "abc"
     assert meta["versions"]["jax"] == jax.__version__
-    assert json.loads((tmp_path / "5/assets/robot/norm_stats.json").read_text()) == {"norm_stats": {}}
+    assert json.loads((tmp_path / "5/assets/robot/norm_stats.json").read_text()) == stats["robot"]
 
 
 def test_state_may_be_donated_while_it_is_saved(tmp_path):
@@ -159,6 +162,19 @@ def test_params_item_holds_ema_and_frozen_leaves_in_the_form_that_openpi_reads(t
     flat = open_checkpoint(tmp_path / "5").params
     assert set(flat) == {"PaliGemma/llm/layers/w", "PaliGemma/head/bias", "PaliGemma/img/w"}
     np.testing.assert_array_equal(flat["PaliGemma/head/bias"].whole(), np.asarray(state.ema["head/bias"]))
+
+
+def test_the_manifest_is_written_last_and_names_every_file(tmp_path):
+    stats = {"robot": {"norm_stats": {"state": 1}}, "lab/arm": {"norm_stats": {"state": 2}}}
+    with Checkpoints(tmp_path) as checkpoints:
+        beside = {**SAVED_WITH, "norm_stats": stats, "files": {"tokenizer/words.model": b"words"}}
+        checkpoints.save(make_state(5), **beside)
+    step = tmp_path / "5"
+    contents = {path.relative_to(step).as_posix(): path.read_bytes() for path in step.rglob("*") if path.is_file()}
+    listed = json.loads(contents.pop("manifest.json"))["files"]
+    assert listed == {name: [len(content), zlib.crc32(content)] for name, content in contents.items()}
+    assert {"meta.json", "tokenizer/words.model", "assets/robot/norm_stats.json"} < listed.keys()
+    assert {asset: json.loads(contents[f"assets/{asset}/norm_stats.json"]) for asset in stats} == stats
 
 
 def test_parameters_of_a_damaged_checkpoint_are_not_loaded(run):
@@ -281,6 +297,13 @@ def test_ema_switched_on_is_named_as_such(tmp_path):
         Checkpoints(tmp_path).restore(abstract(make_state(0, ema=True)))
 
 
+def test_leaves_that_only_the_checkpoint_has_are_named(run):
+    """A run that keeps no average any more would else drop what it was trained to."""
+    title = r"2 leaves the checkpoint has, this run does not:\n    train_state/params/head/bias"
+    with pytest.raises(CheckpointError, match=title):
+        Checkpoints(run).restore(abstract(make_state(0, ema=False)))
+
+
 def test_full_disk_is_an_error_before_the_save_and_training_may_go_on(tmp_path, monkeypatch):
     checkpoints = save_steps(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
@@ -311,7 +334,7 @@ def test_save_is_refused_on_a_disk_that_is_too_small(small_disk):
 @pytest.mark.multiprocess
 def test_disk_that_fills_up_during_a_save_is_reported_and_the_older_checkpoint_stays(small_disk):
     process = python("fill", small_disk)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "saving checkpoint 2 failed" in output
     assert same_bits(
@@ -413,11 +436,29 @@ def test_metric_of_a_step_without_checkpoint_does_not_compete(tmp_path):
 def test_left_overs_of_killed_saves_are_removed_and_logged(tmp_path, caplog):
     (tmp_path / "7.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     (tmp_path / "5.deleting").mkdir()
-    (tmp_path / "logs").mkdir()
+    for kept in ("3", "4.damaged-20260101T000000", "logs"):
+        (tmp_path / kept).mkdir()
     with caplog.at_level(logging.WARNING):
         Checkpoints(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4.damaged-20260101T000000", "logs"]
     assert "7.orbax-checkpoint-tmp, left behind" in caplog.text
+
+
+def test_a_clean_up_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+
+    def delete_a_little(directory):
+        (directory / "meta.json").unlink(missing_ok=True)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(step_dirs.shutil, "rmtree", delete_a_little)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert not (tmp_path / "1").exists(), "what is half deleted must not look like a checkpoint"
+    assert Checkpoints(tmp_path).restore(abstract(make_state(0)))[1]["step"] == 2
+    assert not list(tmp_path.glob("*.damaged-*"))
 
 
 def test_two_parameters_under_one_public_name_are_refused(tmp_path):
@@ -440,7 +481,7 @@ def python(*arguments: object) -> subprocess.Popen:
 @pytest.mark.parametrize(("moment", "newest"), [("arrays", 1), ("manifest", 1), ("clean-up", 2)])
 def test_sigkill_during_a_save_leaves_a_usable_checkpoint(tmp_path, moment, newest):
     process = python("die", tmp_path, moment)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == -9, output
     checkpoints = Checkpoints(tmp_path)
     restored, meta = checkpoints.restore(abstract(make_state(0)))
@@ -453,13 +494,13 @@ def test_sigkill_during_a_save_leaves_a_usable_checkpoint(tmp_path, moment, newe
 
 def together(action: str, directory: pathlib.Path, processes: int, port: int) -> str:
     started = [python(action, directory, index, processes, port) for index in range(processes)]
-    outputs = [process.communicate(timeout=180)[0] for process in started]
+    outputs = [process.communicate(timeout=480)[0] for process in started]
     assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
     return "\n".join(outputs)
 
 
 @pytest.mark.multiprocess
-def test_saved_by_two_processes_restored_by_one_and_the_reverse(tmp_path, free_port):
+def test_saved_by_two_processes_restored_by_one_and_the_reverse(tmp_path):
     together("save", tmp_path / "two", 2, free_port())
     together("restore", tmp_path / "two", 1, free_port())
     together("save", tmp_path / "one", 1, free_port())
@@ -467,7 +508,7 @@ def test_saved_by_two_processes_restored_by_one_and_the_reverse(tmp_path, free_p
 
 
 @pytest.mark.multiprocess
-def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path, free_port):
+def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path):
     save_steps(tmp_path, 3, 4, keep_last=2).close()
     flip(data_file(tmp_path / "4"))
     output = together("restore-older", tmp_path, 2, free_port())
@@ -476,23 +517,11 @@ def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path, f
 
 
 @pytest.mark.multiprocess
-def test_full_disk_is_an_error_on_every_process(tmp_path, free_port):
+def test_full_disk_is_an_error_on_every_process(tmp_path):
     output = together("full", tmp_path, 2, free_port())
     assert output.count("not enough disk space for checkpoint 3") == 2
 
 
 @pytest.mark.multiprocess
-def test_two_processes_save_beside_steps_and_meet_without_the_devices(tmp_path, free_port):
+def test_two_processes_save_beside_steps_and_meet_without_the_devices(tmp_path):
     together("beside", tmp_path, 2, free_port())
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find

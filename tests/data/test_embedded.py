@@ -2,6 +2,10 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,9 @@ import pytest
 import tensorflow_datasets as tfds
 from tensorflow_datasets.proto import tf_example_pb2
 
+from openpi_train.data import embedded as tool
 from openpi_train.data import image
+from openpi_train.data.embedded import prepare
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.tokenizer import load_tokenizer
@@ -18,9 +24,8 @@ from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop import Tabletop
 from openpi_train.robots.tabletop import Tabletop as TabletopRobot
 from openpi_train.runtime.exits import UsageError
-from openpi_train.tools import prepare as tool
-from openpi_train.tools.prepare import prepare
 
+ROOT = Path(__file__).resolve().parents[2]
 ENV = Tabletop(image_size=32)
 ARGUMENTS = {"episodes_per_task": 2, "val_episodes_per_task": 1, "image_size": 32}
 
@@ -208,3 +213,38 @@ def test_without_a_directory_it_goes_where_the_experiments_look(tmp_path, cheap,
     monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
     assert prepare().dataset == tmp_path / "datasets" / "tabletop" / "1.0.0"
     assert (tmp_path / "datasets" / "tabletop" / tool.MANIFEST).is_file()
+
+
+def test_the_first_runs_to_miss_an_embedded_dataset_write_it_once(tmp_path, monkeypatch):
+    """Three processes at once: one writes, the others wait, and a later one leaves what is there as it is."""
+    program = (
+        "import logging\n"
+        "from openpi_train.data import embedded, opened\n"
+        "from openpi_train.registry import load\n"
+        "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "embedded.RECIPES['tabletop'] = embedded.Recipe(tasks=('reach_red',), episodes_per_task=1, "
+        "val_episodes_per_task=1, image_size=16)\n"
+        "opened.write_missing(load('pi0_bridge_traj_tiny').data)\n"
+    )
+    environment = os.environ | {"OPENPI_TRAIN_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert sum(" written: " in text for text in said) == 1, said
+    dataset = tmp_path / "datasets" / "tabletop"
+    assert Rlds(path=str(dataset), cache_dir=str(tmp_path / "index")).open().num_episodes == 1
+    assert [path.name for path in dataset.parent.iterdir()] == ["tabletop"]
+
+    (dataset / "prepared.json").write_text("changed by hand")
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
+    tool.write_missing(dataset)
+    assert (dataset / "prepared.json").read_text() == "changed by hand"
+
+
+def test_other_folders_of_datasets_are_nobodys_to_write(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
+    tool.write_missing(tmp_path / "datasets" / "my_robot")
+    assert not (tmp_path / "datasets").exists()

@@ -1,6 +1,7 @@
-"""The `data prepare` verb: writes the embedded dataset, tabletop episodes by the scripted expert, with its tokenizer.
+"""The embedded datasets: tabletop episodes by the scripted expert, with a tokenizer, written at first use.
 
-Read next: `envs/tabletop_expert.py` (who acts), `data/rlds/write.py` (how it is stored).
+`data prepare` writes them, too, and others of other tasks. Read next: `envs/tabletop_expert.py` (who acts),
+`rlds/write.py` (how it is stored).
 
 What is written lies in one folder that appears as a whole: the RLDS dataset, `tokenizer.model`, and `prepared.json`
 with the arguments and the checksum of every file.
@@ -49,6 +50,32 @@ RENDER_PIXELS = 2**20
 VOCAB_SIZE = 512
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is recorded.
+
+    Attributes:
+        tasks: Names of tasks, such as `reach_red`; None for all of the environment's own.
+        episodes_per_task: Successful episodes of each task in `train`; `val_episodes_per_task` in `val`, from other
+            seeds.
+        image_size: Height and width of both cameras' pictures.
+    """
+
+    tasks: Sequence[str] | None = None
+    episodes_per_task: int = 24
+    val_episodes_per_task: int = 4
+    image_size: int = 64
+    seed: int = 0
+
+
+# The datasets that experiments in configs/ train on, by name. A run that misses one writes it.
+RECIPES = {
+    NAME: Recipe(),
+    "tabletop_reach": Recipe(tasks=("reach_red", "reach_blue"), episodes_per_task=1_000),
+    "tabletop_reach_red": Recipe(tasks=("reach_red",), episodes_per_task=1_000),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """Where a prepared dataset lies, and how large it is: `num_episodes` and `num_steps` by split."""
@@ -59,45 +86,46 @@ class Prepared:
     num_steps: dict[str, int]
 
 
-def prepare(
-    directory: str | Path | None = None,
-    *,
-    name: str = NAME,
-    tasks: Sequence[str] | None = None,
-    episodes_per_task: int = 24,
-    val_episodes_per_task: int = 4,
-    image_size: int = 64,
-    seed: int = 0,
-) -> Prepared:
+def write_missing(path: str | Path) -> None:
+    """Write the embedded dataset that a path belongs to, if it is one and not there."""
+    if name := missing(path):
+        logger.info("%s is not there yet: writing this embedded dataset", places.datasets() / name)
+        prepare(name=name)
+
+
+def missing(path: str | Path) -> str | None:
+    """The name of the embedded dataset that a path belongs to and that is not there; None for all other paths."""
+    name = places.dataset_name(path)
+    return name if name in RECIPES and not (places.datasets() / name).exists() else None
+
+
+def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> Prepared:
     """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them where complete.
 
-    The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted. One process of
-    a run must call it, before the others read.
+    The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted.
 
     Args:
         directory: The datasets' folder, `places.datasets()` if None.
-        tasks: Names of the tasks to record, such as `reach_red`; all of the environment's own if None.
-        episodes_per_task: Successful episodes of each task in `train`; `val_episodes_per_task` in `val`, from other
-            seeds.
-        image_size: Height and width of both cameras' pictures.
+        changes: Fields of the name's `Recipe` that are to be others.
 
     Raises:
         UsageError: A number is out of range, or the environment has no such task.
         RuntimeError: The expert keeps failing a task, which means that the environment is broken.
     """
-    if min(episodes_per_task, val_episodes_per_task) < 1:
+    recipe = dataclasses.replace(RECIPES.get(name, Recipe()), **changes)
+    counts = {"train": recipe.episodes_per_task, "val": recipe.val_episodes_per_task}
+    if min(counts.values()) < 1:
         raise UsageError(
-            f"episodes_per_task {episodes_per_task} and val_episodes_per_task {val_episodes_per_task} must be positive"
+            f"episodes_per_task {counts['train']} and val_episodes_per_task {counts['val']} must be positive"
         )
     root = (places.datasets() if directory is None else Path(directory).expanduser()) / name
-    counts = {"train": episodes_per_task, "val": val_episodes_per_task}
-    env = tabletop.Tabletop(image_size=image_size, task_list=named_tasks(tasks))
+    env = tabletop.Tabletop(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
     instructions = [env.instruction(task) for task in range(len(env.tasks))]
     arguments = {
         "revision": REVISION,
         "episodes": counts,
-        "image_size": image_size,
-        "seed": seed,
+        "image_size": recipe.image_size,
+        "seed": recipe.seed,
         "tasks": instructions,
     }
     manifest = _complete(root, arguments)
@@ -105,24 +133,28 @@ def prepare(
         logger.info("%s is complete already: reused", root)
         return _prepared(root, manifest)
     workspace = root.with_name(f".{root.name}.incomplete")
-    draft = workspace / "draft"
-    started = time.monotonic()
     with tables.locked(workspace, f"data prepare of {root}"):
         try:
             manifest = _complete(root, arguments)  # another process may have finished meanwhile
             if manifest is None:
-                shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
-                manifest = _write(draft, env, counts, seed, arguments)
-                _move_aside(root)
-                os.replace(draft, root)
+                manifest = _write_at(root, workspace / "draft", env, arguments)
         finally:
             shutil.rmtree(workspace, ignore_errors=True)
-    prepared = _prepared(root, manifest)
+    return _prepared(root, manifest)
+
+
+def _write_at(root: Path, draft: Path, env: tabletop.Tabletop, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Write the dataset in `draft` and put it at `root` as a whole; returns its manifest."""
+    started = time.monotonic()
+    shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+    manifest = _write(draft, env, arguments["episodes"], arguments["seed"], arguments)
+    _move_aside(root)
+    os.replace(draft, root)
     logger.info(
         "%s written: %s episodes, %s steps, in %.0f s",
-        root, prepared.num_episodes, prepared.num_steps, time.monotonic() - started,
+        root, manifest["num_episodes"], manifest["num_steps"], time.monotonic() - started,
     )  # fmt: skip
-    return prepared
+    return manifest
 
 
 def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:

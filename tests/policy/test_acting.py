@@ -1,0 +1,220 @@
+"""A loaded policy that acts, with chunks that are scripted: every action that is carried out is known in advance.
+
+At its n-th question, counted from 0, the policy says 100 n + k for the k-th control step from the present one on, and
+1000 more for every row; the second dim is the first one's negative.
+"""
+
+import dataclasses
+import zlib
+from typing import ClassVar
+
+import following
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import nnx
+
+from openpi_train.data.windows import WindowShape
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.objectives.insulated_flow import InsulatedFlow
+from openpi_train.objectives.real_time_chunking import prefix_weights
+from openpi_train.policy.acting import Acting, ActingInRealTime
+from openpi_train.policy.observation import ObservationForm
+from openpi_train.policy.policy import Policy
+from openpi_train.policy.sampler import Sampler
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+
+AHEAD, STEPS, ROWS = 5, 17, 2
+# With fewer of them the guidance is never so strong that it is clipped.
+STEPS_OF_FLOW = 10
+
+
+def said(question, row, step):
+    """What the policy says, in the robot's units."""
+    first = 1000 * row + 100 * question + step
+    return np.array([first, -first], float)
+
+
+def scripted(first_action):
+    """The policy, and what it was asked, question by question: states, target, weights."""
+    policy, asked, _ = scripted_with_draws(first_action)
+    return policy, asked
+
+
+def scripted_with_draws(first_action):
+    """The policy, what it was asked, and the draws of its questions."""
+    window, asked, drawn = WindowShape(horizon=AHEAD - first_action, first_action=first_action), [], []
+
+    class Scripted(Sampler):
+        @property
+        def chunk(self):
+            return window.horizon, following.MODEL_DIMS
+
+        def sample(self, rows, draws, towards=None):
+            drawn.append(draws)
+            states = np.stack([row["state"][:2] for row in rows])
+            chunks = np.full((len(rows), *self.chunk), np.nan, np.float32)
+            for row, state in enumerate(states):
+                told = np.stack([said(len(asked), row, step) for step in range(AHEAD)])
+                chunks[row, -AHEAD:, :2] = following.in_the_models_units(told, state)
+            asked.append((states, *(towards or ())))
+            return np.nan_to_num(chunks, nan=-1e6)  # of the past and of dims that are none: nobody may use it
+
+    translation = following.translation(window)
+    form = ObservationForm(robot=translation.robot, window=window, image_size=(0, 0), reads_prompt=False)
+    sampler = object.__new__(Scripted)
+    return Policy(sampler=sampler, form=form, translation=translation, experiment="", checkpoint=""), asked, drawn
+
+
+def numbers(actions):
+    """The first dim [b, t]; the second is its negative."""
+    # float32 normalised and back, with numbers of up to 2000.
+    np.testing.assert_allclose(actions[..., 0], -actions[..., 1], atol=2e-2)
+    found = np.round(actions[..., 0])
+    np.testing.assert_allclose(actions[..., 0], found, atol=2e-2)
+    return found
+
+
+@pytest.mark.parametrize("first_action", [0, -2])
+def test_without_delay_the_first_actions_of_each_chunk_are_carried_out(first_action):
+    policy, _ = scripted(first_action)
+    found = numbers(following.executed(Acting(policy, following.Follow()), execute=3, steps=8))
+    assert found.tolist() == [[0, 1, 2, 100, 101, 102, 200, 201], [1000, 1001, 1002, 1100, 1101, 1102, 1200, 1201]]
+
+
+def test_in_real_time_a_chunk_begins_to_be_carried_out_after_its_delay():
+    policy, _ = scripted(0)
+    acting = ActingInRealTime(policy, following.Follow(), delay=2, execute=2)
+    found = numbers(following.executed(acting, execute=2, steps=10, rows=1))
+    assert found.tolist() == [[0, 1, 2, 3, 102, 103, 202, 203, 302, 303]]
+
+
+@pytest.mark.parametrize("make", [Acting, lambda policy, env: ActingInRealTime(policy, env, delay=1, execute=2)])
+def test_an_episodes_noise_is_its_own_at_every_question_and_in_every_batch(make):
+    policy, _, drawn = scripted_with_draws(0)
+    acting, world = make(policy, following.Follow()), following.Follow()
+    observation = world.observe(world.reset(jax.random.split(jax.random.key(0), 3), np.zeros(3, int)))
+    first, second = jax.random.split(jax.random.key(1), 3), jax.random.split(jax.random.key(2), 3)
+    for keys in (first, second, first[::-1], first):
+        acting(observation, keys)
+    assert len({*drawn[0], *drawn[1]}) == 6
+    assert drawn[2] == drawn[0][::-1] and drawn[3] == drawn[0]
+
+
+DELAYS = [(delay, execute) for delay in range(AHEAD) for execute in range(1, AHEAD - delay + 1)]
+
+
+def planned(question, time, delay, execute):
+    """The newest of the questions up to this one that was answered for `time`, and its step; None beyond all plans."""
+    for asked in range(question, -1, -1):
+        step = time - asked * execute
+        if step < AHEAD and (step >= delay or asked == 0):
+            return asked, step
+    return None
+
+
+@pytest.mark.parametrize(("delay", "execute"), DELAYS)
+@pytest.mark.parametrize("first_action", [0, -2])
+def test_every_delay_carries_out_what_was_planned_and_guides_towards_the_rest_of_it(delay, execute, first_action):
+    policy, asked = scripted(first_action)
+    acting = ActingInRealTime(policy, following.Follow(), delay=delay, execute=execute)
+    found = numbers(following.executed(acting, execute=execute, steps=STEPS, rows=ROWS))
+    for time in range(STEPS):
+        question, step = planned(time // execute, time, delay, execute)
+        assert found[:, time].tolist() == [said(question, row, step)[0] for row in range(ROWS)]
+    assert len(asked) == -(-STEPS // execute) and len(asked[0]) == 1  # the first chunk is free
+    for question, (states, target, weights) in enumerate(asked[1:], start=1):
+        present = question * execute
+        np.testing.assert_allclose(states[:, 0], found[:, present - 1], atol=2e-2)
+        for row in range(ROWS):
+            wanted, share = np.zeros(target.shape[1:]), np.zeros(target.shape[1:])
+            for step in range(AHEAD - execute):
+                asked_at, place = planned(question - 1, present + step, delay, execute)
+                known = said(asked_at, row, place)
+                wanted[step - first_action, :2] = following.in_the_models_units(known[None], states[row])[0]
+                c = (AHEAD - execute - step) / (AHEAD - execute - delay + 1)
+                share[step - first_action] = 1 if step < delay else c * np.expm1(c) / np.expm1(1)
+            np.testing.assert_allclose(target[row], wanted, atol=2e-2)
+            np.testing.assert_allclose(weights[row], share, rtol=1e-6)
+
+
+class Gaussian(nnx.Module):
+    """The exact flow of actions that are independent and normal, with the state as their mean and one spread."""
+
+    def __init__(self, config, rngs):
+        self.spread = nnx.Param(jnp.full(1, 0.5))
+
+    def velocity(self, observation, noisy, time):
+        t, mean = time[:, :, None, None], observation.state[:, None, None]
+        slope = (1 - t) * self.spread[...] ** 2 / ((1 - t) ** 2 * self.spread[...] ** 2 + t**2)
+        return (noisy - mean - slope * (noisy - (1 - t) * mean)) / t
+
+    def sample_actions(self, observation, noise, num_steps):
+        for number in range(num_steps):
+            time = jnp.full((len(noise), 1), 1 - number / num_steps)
+            noise = noise - self.velocity(observation, noise[:, None], time)[:, 0] / num_steps
+        return noise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaussianConfig(toy.LinearConfig):
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+
+    def build(self, rngs):
+        return Gaussian(self, rngs)
+
+
+def noise_of(seed, draw, shape):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), draw)
+    return np.asarray(jax.random.normal(jax.random.fold_in(key, zlib.crc32(b"validation/sample")), shape), np.float64)
+
+
+def guided(noise, mean, target, weights, num_steps):
+    """Real-time chunking's equations 2 to 5 for this flow, whose destination is linear in the noisy actions."""
+    x = noise
+    for number in range(num_steps):
+        t = 1 - number / num_steps
+        slope = (1 - t) * 0.25 / ((1 - t) ** 2 * 0.25 + t**2)
+        destination = mean + slope * (x - (1 - t) * mean)
+        strength = 5.0 if t == 1 else min(5.0, (t**2 + (1 - t) ** 2) / (t * (1 - t)))
+        x = x - ((x - destination) / t - strength * slope * weights * (target - destination)) / num_steps
+    return x
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [FlowMatching(augment=False), InsulatedFlow(flow=FlowMatching(augment=False))],
+    ids=["flow", "insulated"],
+)
+def test_each_rows_chunk_is_guided_by_its_own_target_whatever_the_batch(objective):
+    sampler = Sampler(
+        model=GaussianConfig(),
+        objective=objective,
+        params={"spread": jnp.full(1, 0.5)},
+        plan=Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated"),
+        cameras=(),
+        seed=3,
+        num_steps=STEPS_OF_FLOW,
+        batch_sizes=(2,),
+        text_lengths=None,
+    )
+    random, draws = np.random.default_rng(0), (5, 2**31 - 1, 0)
+    shape = (len(draws), *sampler.chunk)
+    means, targets = random.normal(size=(len(draws), 4)), random.normal(size=shape)
+    weights = np.stack([prefix_weights(shape[1], delay=1, execute=1)] * 3)[..., None] * np.ones(shape)
+    weights[1] = 0  # the second row is free
+    blank = {name: np.ones(one, dtype) for name, (one, dtype) in sampler.row_spec().items()}
+    rows = [blank | {"state": mean.astype(np.float32)} for mean in means]
+    found = sampler.sample(rows, draws, (targets.astype(np.float32), weights.astype(np.float32)))
+    free = sampler.sample(rows, draws)
+    for row, draw in enumerate(draws):
+        noise, mean = noise_of(3, draw, shape[1:]), means[row][None]
+        # A few float32 operations with numbers around 1 in each of the steps.
+        np.testing.assert_allclose(
+            found[row], guided(noise, mean, targets[row], weights[row], STEPS_OF_FLOW), atol=1e-5
+        )
+        np.testing.assert_allclose(free[row], guided(noise, mean, 0, 0, STEPS_OF_FLOW), atol=1e-5)
+    assert np.abs(found[0] - free[0]).max() > 0.1

@@ -1,0 +1,165 @@
+"""What `serve` understands of its command line: defaults, limits to the last number, and which verb it becomes."""
+
+import argparse
+
+import pytest
+
+from openpi_train import cli
+from openpi_train.serve import main
+
+# What docs/serving.md and `serve --help` promise where a flag is not given.
+DEFAULTS = {
+    "experiment": None,
+    "dataset": None,
+    "prompt": None,
+    "num_sample_steps": None,
+    "dtype": None,
+    "no_average": False,
+    "no_merge_lora": False,
+    "seed": None,
+    "tokenizer": None,
+    "cut_prompts": False,
+    "reset_pose": None,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "api_key_file": None,
+    "tls_cert": None,
+    "tls_key": None,
+    "max_batch": 16,
+    "batch_wait_ms": 5.0,
+    "max_queue": 64,
+    "max_clients": 64,
+    "max_message_mib": 32,
+    "idle_s": 3600.0,
+    "drain_s": 30.0,
+    "record": None,
+    "replay": None,
+}
+GIVEN = {
+    "experiment": ("runs.py:mine", "runs.py:mine"),
+    "dataset": ("1", "1"),
+    "prompt": ("close the drawer", "close the drawer"),
+    "num_sample_steps": ("3", 3),
+    "dtype": ("bfloat16", "bfloat16"),
+    "no_average": (None, True),
+    "no_merge_lora": (None, True),
+    "seed": ("7", 7),
+    "tokenizer": ("/a.model", "/a.model"),
+    "cut_prompts": (None, True),
+    "reset_pose": ("0,-1.5,2e-1", [0.0, -1.5, 0.2]),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("8001", 8001),
+    "api_key_file": ("key", "key"),
+    "max_batch": ("5", 5),
+    "batch_wait_ms": ("2.5", 2.5),
+    "max_queue": ("6", 6),
+    "max_clients": ("7", 7),
+    "max_message_mib": ("8", 8),
+    "idle_s": ("9.5", 9.5),
+    "drain_s": ("0.25", 0.25),
+    "record": ("file", "file"),
+    "replay": ("file", "file"),
+}
+AT_LEAST_ONE = ("max_batch", "max_queue", "max_clients", "max_message_mib")
+TIMES = ("batch_wait_ms", "idle_s", "drain_s")
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """A function from a command line to the verb it becomes and the flags that this one is given."""
+    found = []
+    for verb in ("run", "replay"):
+        monkeypatch.setattr(main, verb, lambda flags, verb=verb: found.append((verb, flags)) or 0)
+
+    def parse(*words) -> tuple[str, argparse.Namespace]:
+        assert cli.run(["serve", "checkpoint", *map(str, words)]) == 0
+        return found.pop()
+
+    return parse
+
+
+@pytest.fixture
+def refusal(parsed, capsys):
+    """A function from a command line that is refused to what is said of it."""
+
+    def refuse(*words) -> str:
+        with pytest.raises(SystemExit) as ending:
+            parsed(*words)
+        assert ending.value.code == 2
+        return capsys.readouterr().err
+
+    return refuse
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_flag_that_is_not_given_has_the_promised_value(parsed, name):
+    verb, flags = parsed()
+    assert (verb, getattr(flags, name)) == ("run", DEFAULTS[name])
+
+
+def test_every_flag_has_a_promised_value(parsed):
+    assert vars(parsed()[1]) == {"checkpoint": "checkpoint", **DEFAULTS}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_flag_that_is_given_changes_its_own_value_alone(parsed, name):
+    word, value = GIVEN[name]
+    verb, flags = parsed(option(name), *([] if word is None else [word]))
+    assert vars(flags) == {"checkpoint": "checkpoint", **DEFAULTS, name: value}
+    assert verb == ("replay" if name == "replay" else "run")
+
+
+@pytest.mark.parametrize("name", AT_LEAST_ONE)
+def test_counts_begin_at_one(parsed, refusal, name):
+    assert getattr(parsed(f"{option(name)}=1")[1], name) == 1
+    for number in (0, -1):
+        assert f"{option(name)} {number} must be at least 1" in refusal(f"{option(name)}={number}")
+    assert "invalid int value" in refusal(option(name), "1.5")
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_times_are_finite_and_may_be_zero(parsed, refusal, name):
+    assert getattr(parsed(f"{option(name)}=0")[1], name) == 0
+    assert getattr(parsed(f"{option(name)}=1e9")[1], name) == 1e9
+    for number in ("-0.001", "inf", "-inf", "nan"):
+        assert f"{option(name)} {float(number)} is no time" in refusal(f"{option(name)}={number}")
+
+
+def test_ports_are_0_to_65535(parsed, refusal):
+    assert [parsed("--port", port)[1].port for port in (0, 65535)] == [0, 65535]
+    for port in (-1, 65536):
+        assert f"--port {port} is none: ports are 0" in refusal(f"--port={port}")
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key"])
+def test_a_certificate_and_its_key_go_together(refusal, name):
+    assert "--tls-cert and --tls-key go together" in refusal(option(name), "file.pem")
+
+
+def test_each_of_certificate_and_key_is_its_own(parsed):
+    flags = parsed("--tls-cert", "cert.pem", "--tls-key", "key.pem")[1]
+    assert (flags.tls_cert, flags.tls_key) == ("cert.pem", "key.pem")
+
+
+def test_what_is_recorded_is_not_replayed_at_the_same_time(refusal):
+    assert "--record and --replay exclude each other" in refusal("--record", "a", "--replay", "b")
+
+
+def test_parameters_are_held_in_two_types(parsed, refusal):
+    assert [parsed("--dtype", name)[1].dtype for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]
+    assert "invalid choice: 'float16'" in refusal("--dtype", "float16")
+
+
+def test_a_pose_is_numbers_with_commas(parsed, refusal):
+    assert parsed("--reset-pose=-1")[1].reset_pose == [-1.0]
+    for text in ("1,,2", "1 2", "1,x", ""):
+        assert f"{text!r} is not numbers with commas between them" in refusal("--reset-pose", text)
+
+
+def test_a_flag_is_written_in_full_and_others_are_unknown(refusal):
+    assert "unrecognized arguments: --api-key=secret" in refusal("--api-key=secret")
+    assert "unrecognized arguments: --max-b=2" in refusal("--max-b=2")

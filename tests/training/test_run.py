@@ -1,0 +1,47 @@
+"""What a run tells the launcher that watches over it."""
+
+import dataclasses
+import inspect
+import types
+
+import pytest
+from openpi_train_configs.debug import debug
+
+from openpi_train.launch import status
+from openpi_train.launch.status import Status
+from openpi_train.runtime.exits import UsageError
+from openpi_train.training.run import Run
+
+# Without the run-time type check: they are given no real run.
+save, save_locally = map(inspect.unwrap, (Run.save, Run.save_locally))
+
+
+def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monkeypatch):
+    file = tmp_path / "status.json"
+    monkeypatch.setenv(status.VARIABLE, str(file))
+    saving = types.SimpleNamespace(save=lambda state, **_: 0.5, save_locally=lambda state, **_: 0.5)
+    local = types.SimpleNamespace(local_checkpoints=types.SimpleNamespace(dir="/local"))
+    run = types.SimpleNamespace(
+        checkpoints=saving, norm_stats={}, token_files={}, _saved_with=dict, directory="/runs/x", experiment=local
+    )
+    run.metrics = types.SimpleNamespace(log=lambda step, values: None)
+    save(run, 30, None)
+    assert status.read(file) == Status(saved_step=30)
+    save_locally(run, 33, None)
+    assert status.read(file) == Status(saved_step=33)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"batch_size": 12}, 6),
+        ({"batch_size": 16, "micro_batch_size": 8}, 6),
+        ({"batch_size": 12, "log_interval": 0}, 2),
+        ({"batch_size": 12, "resume": True, "overwrite": True}, 2),
+    ],
+)
+def test_a_batch_that_does_not_divide_over_the_devices_has_an_exit_code_of_its_own(changes, code):
+    """Only where nothing else is wrong: then fewer devices may do."""
+    with pytest.raises(UsageError) as refused:
+        dataclasses.replace(debug, exp_name="x", **changes).check(8)
+    assert refused.value.exit_code == code
