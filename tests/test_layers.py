@@ -10,11 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openpi_train"
 # Low to high: a module imports only from strictly lower rows or from its own folder.
 ROWS = (
+    {"fields"},
     {"types", "keys", "runtime", "sharding", "launch"},
     {"nn", "optim", "robots", "envs"},
     {"data"},
     {"models"},
     {"objectives", "interop"},
+    {"evaluation"},
     {"experiment"},
     {"choice"},
     {"registry", "planning", "elastic"},

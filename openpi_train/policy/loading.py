@@ -16,12 +16,13 @@ from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
 from openpi_train.data.tokenizer import FILE
+from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
-from openpi_train.interop.tokens import check_tokenizer, on_disk, open_tokenizer, tokens_fingerprint, with_files
+from openpi_train.interop.tokens import check_tokenizer, on_disk, with_files
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes

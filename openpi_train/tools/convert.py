@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.interop import formats, hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora

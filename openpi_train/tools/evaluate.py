@@ -24,17 +24,17 @@ from openpi_train.envs.ensembling import Ensembled
 from openpi_train.envs.named import environment
 from openpi_train.envs.rollout import Policy as EnvPolicy
 from openpi_train.envs.video import Recorder
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.evaluation.closed_loop import write_score
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy, open_run
 from openpi_train.policy.policy import Policy
-from openpi_train.runtime import logs, session
+from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import figures, open_loop
-from openpi_train.training.agreement import gather
-from openpi_train.training.closed_loop import write_score
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, numb
         if predicted.episode in plotted:
             picture = figures.chunks(predicted, names, policy.form.robot.control_hz)
             write_text(folder / f"open_loop_{predicted.episode}.svg", picture)
-    parts = gather("open-loop errors", [error.as_list() for error, _ in found])
+    parts = agree.gather("open-loop errors", [error.as_list() for error, _ in found])
     errors = [open_loop.EpisodeError.from_list(values) for part in parts for values in part]
     if jax.process_index() == 0:
         result = open_loop.summary(names, errors)
@@ -183,7 +183,7 @@ def _in_closed_loop(
         history=policy.form.window.history,
         batch_size=size * count,
         rows=size * index + np.arange(size),
-        gather=gather,
+        gather=agree.gather,
         recorder=recorder,
     )
     assert score is not None, "nothing asked it to stop"

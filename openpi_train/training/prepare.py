@@ -22,11 +22,11 @@ from openpi_train.planning.flops import product_flops
 from openpi_train.planning.forecast import Forecast, Machine, Policy, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
-from openpi_train.training.agreement import gather
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.rundir import RunRequest, devices_at_first
 from openpi_train.training.step import Trainer
@@ -78,7 +78,7 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
             *(sharding.tensor_devices, jax.local_device_count()),
         )
     device, processes = jax.local_devices()[0], world.local_count or 1
-    sizes = gather("memory of a device", [measure(device, processes) for measure in (memory_bytes, total_bytes)])
+    sizes = agree.gather("memory of a device", [measure(device, processes) for measure in (memory_bytes, total_bytes)])
     available, total = map(min, zip(*sizes, strict=True))
     layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
@@ -196,7 +196,7 @@ def policy_costs(experiment: Experiment, state: StateLayout, *, counted: bool) -
             whole = planned(one, "replicated", 1, sharding.tensor_devices)
             layout = whole_layout(one, whole)
             step = make_trainer(one, layout, whole).step
-            flops = product_flops(jax.make_jaxpr(step)(layout.abstract(), model.batch_spec(1, cameras)).jaxpr)
+            flops = product_flops(jax.make_jaxpr(step)(layout.abstract(), experiment.data.batch_spec(model, 1)).jaxpr)
         policy = Policy(
             remat=name,
             flops_per_row=flops,
@@ -233,7 +233,7 @@ def check_host_memory(offload: str) -> None:
 
 def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> None:
     """Say what lies in host memory. Raises DoesNotFit where a host has too little. All processes call it."""
-    require_host(memory, min(gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
+    require_host(memory, min(agree.gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
     logger.info(
         "offload %s: %.1f GiB of each device's state lie in host memory; to read and write them takes about %.2g s of "
         "a step at %d GB/s each way (PCIe 4.0 x16)",

@@ -13,7 +13,6 @@ import toy
 from flax import nnx
 from trainers import make_trainer
 
-from openpi_train.data.feed import Feed
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
