@@ -100,9 +100,9 @@ def test_a_cancelled_job_is_not_brought_back(slurm, play):
 
 
 def test_the_tasks_are_told_ahead_of_the_time_limit(slurm, play):
-    # Slurm takes the command line's word over the file's. Who is not told ahead is killed at the limit, and the job's state
-    # is TIMEOUT. Slurm tells once, up to 30 s before it is due: here 20 to 50 s after the start. Were it due at the start,
-    # Slurm would sometimes tell before any task runs, and none would hear it.
+    # Slurm takes the command line's word over the file's. Who is not told ahead is killed at the limit, and the job's
+    # state is TIMEOUT. Slurm tells once, up to 30 s before it is due: here 20 to 50 s after the start. Were it due at
+    # the start, Slurm would sometimes tell before any task runs, and none would hear it.
     job = play(*WAITING, sbatch=("--time=2", "--signal=TERM@70"))
     slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
     ended = slurm.await_end(job)
