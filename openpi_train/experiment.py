@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from openpi_train.data.base import Data, OpenedData, OpeningRequest
+from openpi_train.data.config import DataConfig
 from openpi_train.evaluation.base import Evaluations
 from openpi_train.evaluation.robot import EvalConfig
 from openpi_train.fields import at_least, too_small
@@ -149,6 +150,22 @@ class Experiment:
         )
         with reported_as(DataError):
             return self.data.open(request)
+
+    @property
+    def demonstrations(self) -> DataConfig:
+        """`data`, for what is done with robots' demonstrations alone. Raises UsageError where it is of another kind."""
+        if not isinstance(self.data, DataConfig):
+            raise UsageError(
+                f"{self.name}: this is for robots' demonstrations; its data are {type(self.data).__name__}"
+            )
+        return self.data
+
+    @property
+    def robot_eval(self) -> EvalConfig:
+        """`eval`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        if not isinstance(self.eval, EvalConfig):
+            raise UsageError(f"{self.name}: this is for robot policies; its evaluation is {type(self.eval).__name__}")
+        return self.eval
 
     def is_frozen(self, path: str) -> bool:
         """Whether training leaves the parameter alone."""

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
 
@@ -26,6 +26,7 @@ class StoppedError(Exception):
     """All processes were asked to stop in the middle of an evaluation. A resumed run makes up for it."""
 
 
+@runtime_checkable
 class TrainerView(Protocol):
     """What measures use of a `training.step.Trainer`; `devices` is a `training.devices.Devices`."""
 

@@ -86,7 +86,7 @@ def load_policy(
         raise UsageError(f"{num_sample_steps} denoising steps are none; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
-    config, model = run.data, run.model
+    config, model = run.demonstrations, run.model
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)
         model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
@@ -105,7 +105,7 @@ def load_policy(
         plan=plan,
         cameras=config.cameras,
         seed=run.seed if seed is None else seed,
-        num_steps=num_sample_steps or run.eval.num_sample_steps,
+        num_steps=num_sample_steps or run.robot_eval.num_sample_steps,
         batch_sizes=tuple(batch_sizes),
         text_lengths=lengths,
     )
@@ -144,7 +144,7 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
 
 def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
-    datasets = run.data.datasets
+    datasets = run.demonstrations.datasets
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
     if isinstance(wanted, str):
         found = [one for one in datasets if one.asset == wanted]

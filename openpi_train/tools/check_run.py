@@ -84,6 +84,9 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
 def data(experiment: Experiment) -> Iterator[Finding]:
     """Whether the experiment's datasets are there and indexed, and its norm stats there and sound."""
     config, ready = experiment.data, True
+    if not isinstance(config, DataConfig):
+        yield warn("dataset", f"{type(config).__name__}: not looked at", "the first start says what is wrong with it")
+        return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
         if not isinstance(source, Rlds | LeRobot | Zarr):

@@ -130,7 +130,7 @@ def closed_loop_of(request: Request, experiment: Experiment, dataset: int) -> Cl
         "episodes_per_device": request.batch_size,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(experiment.eval.closed_loop, **asked)
+    return dataclasses.replace(experiment.robot_eval.closed_loop, **asked)
 
 
 def _env(name: str | None) -> Env | None:
@@ -141,14 +141,14 @@ def _env(name: str | None) -> Env | None:
 def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
     """Which dataset's robot acts: a number or an asset id; by default that of the run's own closed loop."""
     if wanted is None:
-        return experiment.eval.closed_loop.dataset
+        return experiment.robot_eval.closed_loop.dataset
     chosen = choose_dataset(experiment, int(wanted) if wanted.isdecimal() else wanted)
-    return experiment.data.datasets.index(chosen)
+    return experiment.demonstrations.datasets.index(chosen)
 
 
 def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
-        windows = open_windows(experiment.data, experiment.model.window)[number].in_split("validation")
+        windows = open_windows(experiment.demonstrations, experiment.model.window)[number].in_split("validation")
         if not len(windows):
             raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
         episodes = open_loop.held_out_episodes(windows, request.held_out)

@@ -132,7 +132,7 @@ def norm_stats(run: RunFiles, like: Experiment | None) -> str:
 def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], Sequence[str]]:
     """The robots' names of dims, where the experiment can be read back here."""
     try:
-        datasets = experiment_from_json(run.experiment, like).data.datasets
+        datasets = experiment_from_json(run.experiment, like).demonstrations.datasets
     except RunError:
         return {}
     kinds: dict[str, Callable[[Any], Sequence[str]]] = {

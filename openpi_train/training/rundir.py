@@ -98,7 +98,7 @@ def open_run(
     request: RunRequest,
     *,
     process_index: int | None = None,
-    broadcast: Callable[[str, Any], Any] = from_process_0,
+    broadcast: Callable[[str, Any], Any] = agree.broadcast,
 ) -> RunDir:
     """Make or find the run's directory. Every process must call it; process 0 acts.
 
