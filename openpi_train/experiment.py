@@ -19,7 +19,7 @@ from openpi_train.evaluation.base import Evaluations
 from openpi_train.evaluation.robot import EvalConfig
 from openpi_train.fields import at_least, too_small
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.base import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
@@ -159,6 +159,11 @@ class Experiment:
                 f"{self.name}: this is for robots' demonstrations; its data are {type(self.data).__name__}"
             )
         return self.data
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """`model`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        return as_policy(self.model)
 
     @property
     def robot_eval(self) -> EvalConfig:

@@ -25,6 +25,7 @@ from openpi_train.envs.score import Score
 from openpi_train.envs.video import Recorder
 from openpi_train.evaluation.base import Evaluated, Measure, Running, StoppedError, TrainerView
 from openpi_train.fields import as_json
+from openpi_train.models.base import as_policy
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.sampling import sample_chunks
 from openpi_train.runtime import agree
@@ -81,7 +82,7 @@ class MeshPolicy:
 
     def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
         trainer = self._trainer
-        chunk = trainer.model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
+        chunk = as_policy(trainer.model).batch_spec(1, tuple(observation.images)).actions.shape[1:]
 
         def share(params, batch, rest):
             model: Any = merge_module(trainer.graphdef, params)
@@ -110,7 +111,7 @@ class ClosedLoopSuccess(Measure):
 
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:
         """The successes, also written with the videos to `eval/<step>` in the run directory."""
-        policy, window = self._policy, self._running.trainer.model.window
+        policy, window = self._policy, as_policy(self._running.trainer.model).window
         policy.params = {**evaluated.frozen, **evaluated.averaged}
         folder = self._running.directory / "eval" / str(evaluated.step)
         recorder = Recorder(self._config.env, self._config.num_videos, folder / "videos")

@@ -11,7 +11,7 @@ from openpi_train.data import files, places
 from openpi_train.data.tokenizer import FILE
 from openpi_train.data.tokens import FAST, FOLDER
 from openpi_train.interop.place import Place
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError
 
 _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")
@@ -50,7 +50,7 @@ def on_disk(folder: Place) -> Path:
     return copy
 
 
-def with_files(model: ModelConfig, folder: Path) -> ModelConfig:
+def with_files(model: PolicyConfig, folder: Path) -> PolicyConfig:
     """The model's config with the FAST processor in `folder`, where it has one."""
     if not (folder / FAST).is_dir() or not hasattr(model, "fast_tokenizer"):
         return model

@@ -23,7 +23,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
 from openpi_train.interop.tokens import check_tokenizer, on_disk, with_files
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -86,7 +86,7 @@ def load_policy(
         raise UsageError(f"{num_sample_steps} denoising steps are none; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
-    config, model = run.demonstrations, run.model
+    config, model = run.demonstrations, run.policy
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)
         model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
@@ -172,14 +172,14 @@ def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
 
 
 def _restored(
-    model: ModelConfig,
+    model: PolicyConfig,
     stored: Stored,
     directory: str,
     average: bool,
     dtype: str | None,
     merge_lora: bool,
     devices: Sequence[Any] | None,
-) -> tuple[ModelConfig, Params, Plan]:
+) -> tuple[PolicyConfig, Params, Plan]:
     """The model that is to run, its parameters on the devices, and how they lie there."""
     leaves = dict(formats.model_params(stored, model))
     if not average:
@@ -203,7 +203,7 @@ def _restored(
     return (model.without_lora(), _merged(model, params, plan, dtype), plan) if merges else (model, params, plan)
 
 
-def _not_averaged(stored: Stored, model: ModelConfig, leaves: Leaves) -> dict[str, Any]:
+def _not_averaged(stored: Stored, model: PolicyConfig, leaves: Leaves) -> dict[str, Any]:
     """The trained parameters themselves, where `params` holds their average."""
     if stored.train_state is None:
         raise UsageError(f"{stored.where} has no training state: its parameters are there as they are published only")
@@ -212,7 +212,7 @@ def _not_averaged(stored: Stored, model: ModelConfig, leaves: Leaves) -> dict[st
     return {path: leaf for path, leaf in found.items() if leaf is not None}
 
 
-def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
+def _merged(model: PolicyConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
     """The parameters with low-rank factors folded in: weights that have some in float32, or all in `dtype`."""
     adapted = {f"{path.removesuffix('/lora_a')}/weight" for path in params if path.endswith("/lora_a")}
 

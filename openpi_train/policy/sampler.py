@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.data.opened import row_spec
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
 from openpi_train.objectives.sampling import sample_chunks, sample_keys
@@ -37,7 +37,7 @@ class Sampler:
     None for a model that reads none. Rows come with the longest.
     """
 
-    model: ModelConfig
+    model: PolicyConfig
     objective: Objective
     params: Params
     plan: Plan

@@ -53,7 +53,7 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a new directory with --out")
-    model, config = experiment.model, experiment.demonstrations
+    model, config = experiment.policy, experiment.demonstrations
     data = open_data(
         config,
         shape=model.window,
