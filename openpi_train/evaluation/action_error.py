@@ -5,7 +5,7 @@ predicts, for every dim, the mean of the evaluated actions themselves: the best 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,6 +45,15 @@ class ActionError(Measure):
                     error, count = self._sum("action error", params, evaluated.frozen, batches=batches)
                     values[f"{split}/action_mse{suffix}"] = float(error / count)
         return {**values, "val/action_mse_mean_baseline": self._baseline()}
+
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        name = "val/action_mse_ema" if "val/action_mse_ema" in last else "val/action_mse"
+        if not (name in first and name in last):
+            return None
+        return (
+            f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after; "
+            f"mean-action baseline {last['val/action_mse_mean_baseline']:.4f}"
+        )
 
     def _baseline(self) -> float:
         count, total, squares = self._sum("moments", batches=self._batches["val"])

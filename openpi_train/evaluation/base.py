@@ -93,6 +93,11 @@ class Measure(abc.ABC):
         """These values, for the log."""
         return ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items())
 
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        """What became of it from a run's first evaluation to its last, for the end of the log. Default: nothing."""
+        del first, last
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluations:

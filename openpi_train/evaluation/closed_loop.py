@@ -137,6 +137,12 @@ class ClosedLoopSuccess(Measure):
         del values
         return f"\n{self._table}"
 
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        before, after = first.get("success/all"), last.get("success/all")
+        if before is None or after is None:
+            return None
+        return f"success in the environment: {100 * before:.1f} % before, {100 * after:.1f} % after"
+
 
 def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mapping[str, Any]) -> None:
     """Write `closed_loop.json`, with the `settings` it was made under, and the videos. Every process must call it."""

@@ -5,6 +5,7 @@ that batch size and device count cannot change a value (but for rounding).
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,13 @@ class HeldOutLoss(Measure):
             f"val/loss{suffix}": float(self._sum("loss", params, evaluated.frozen, norms, batches=self._batches))
             for suffix, params in evaluated.weights.items()
         }
+
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
+        name = f"val/loss{suffix}"
+        if not (name in first and name in last):
+            return None
+        return f"held-out loss{weights}: {first[name]:.4f} before, {last[name]:.4f} after"
 
 
 def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batch: Any, index: Any):

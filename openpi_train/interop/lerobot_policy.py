@@ -77,9 +77,8 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     dims = {name: len(stats[f"{feature}.mean"]) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
     policy = lerobot_config.policy_of(as_policy(model))
-    config = lerobot_config.policy_config(
-        policy, as_policy(model), dims, dtypes.pop() if len(dtypes) == 1 else "float32"
-    )
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    config = lerobot_config.policy_config(policy, as_policy(model), dims, dtype)
     directory.mkdir(parents=True)
     write_params(directory, stored.params, PREFIX)
     for name, pipeline in lerobot_config.processors(policy, config).items():

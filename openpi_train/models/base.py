@@ -50,16 +50,22 @@ class ModelConfig(abc.ABC):
         del trained
         return self
 
-    @abc.abstractmethod
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix."""
+    def flops_per_row(self, cameras: int, draws: int = 1) -> float | None:
+        """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix.
 
-    @abc.abstractmethod
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        None (default): they are counted in the traced step.
+        """
+        del cameras, draws
+        return None
+
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float | None:
         """Bytes that a training step keeps for one row between forward and backward, an estimate from shapes.
 
-        On one device; each of `tensor_devices` has its share of the heads and of the wide layers.
+        On one device; each of `tensor_devices` has its share of the heads and of the wide layers. None (default): what
+        jax's derivative of the loss keeps (`planning/residuals.py`).
         """
+        del cameras, draws, tensor_devices
+        return None
 
     def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
         """Bytes of the activations that a training step sums over a tensor group for one row."""

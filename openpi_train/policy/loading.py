@@ -23,7 +23,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
 from openpi_train.interop.tokens import check_tokenizer, on_disk, with_files
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.base import PolicyConfig, as_policy
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -113,7 +113,7 @@ def load_policy(
         sampler=sampler,
         form=ObservationForm(
             robot=chosen.robot,
-            window=run.model.window,
+            window=run.policy.window,
             image_size=sampler.image_size,
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,
@@ -123,7 +123,7 @@ def load_policy(
             normalize=Normalize(stats, form),
             transforms=longest.transforms(pieces if cut_prompts else pieces.without_cuts()),
             spec=sampler.row_spec(),
-            window=run.model.window,
+            window=run.policy.window,
         ),
         experiment=run.name,
         # Which step `best` was.
@@ -200,7 +200,11 @@ def _restored(
         where,
         ", cut" if count > 1 and plan.cuts("copy") else "",
     )
-    return (model.without_lora(), _merged(model, params, plan, dtype), plan) if merges else (model, params, plan)
+    return (
+        (as_policy(model.without_lora()), _merged(model, params, plan, dtype), plan)
+        if merges
+        else (model, params, plan)
+    )
 
 
 def _not_averaged(stored: Stored, model: PolicyConfig, leaves: Leaves) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -42,6 +43,10 @@ class Evaluator:
             logger.info("%s, step %d (%.1f s): %s", measure.name, evaluated.step, took, measure.line(found))
             values |= found
         return values
+
+    def changes(self, first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
+        """What became of it all between these evaluations, for the log."""
+        return [line for measure in self._measures if (line := measure.change(first, last)) is not None]
 
     def _weights(self, state: TrainState) -> Evaluated:
         average = {} if state.ema is None else {"_ema": self._on_devices(state.ema)}

@@ -21,7 +21,6 @@ from openpi_train.runtime import agree, phases, preempt
 from openpi_train.runtime.phases import phase
 from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
-from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
@@ -85,7 +84,7 @@ class Run:
     @contextlib.contextmanager
     def taking(self, step: int) -> Iterator[None]:
         """Around all that the loop does for one step but evaluating and saving."""
-        with self.profiler.step(step), no_implicit_transfers():
+        with self.profiler.step(step):
             yield
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -245,23 +245,6 @@ def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_
 def report(run: Run) -> None:
     """Say where the run lies and what became of it."""
     logger.info("the run lies in %s", run.directory)
-    if len(run.history) < 2:
-        return
-    first, last = run.history[0], run.history[-1]
-    if "success/all" in first and "success/all" in last:
-        logger.info(
-            "success in the environment: %.1f %% before, %.1f %% after",
-            *(100 * one["success/all"] for one in (first, last)),
-        )
-    if not ("val/loss" in first and "val/loss" in last):
-        return
-    suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
-    before, after = first[f"val/loss{suffix}"], last[f"val/loss{suffix}"]
-    logger.info("held-out loss%s: %.4f before, %.4f after", weights, before, after)
-    if f"val/action_mse{suffix}" in last:
-        logger.info(
-            "open-loop action error (mean squared, normalised): %.4f before, %.4f after; mean-action baseline %.4f",
-            first[f"val/action_mse{suffix}"],
-            last[f"val/action_mse{suffix}"],
-            last["val/action_mse_mean_baseline"],
-        )
+    if len(run.history) > 1:
+        for line in run.evaluator.changes(run.history[0], run.history[-1]):
+            logger.info("%s", line)

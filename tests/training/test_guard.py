@@ -40,6 +40,8 @@ class EndlessFeed:
         self.start = self.tune = self.close = self.position = nothing
         self.bad_records, self.wait_s = 0, 0.0
 
+    can_be_saved = True
+
     def next(self, state):
         return self._batch
 
