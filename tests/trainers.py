@@ -36,8 +36,6 @@ def make_trainer(config, plan, optimizer, schedule, *, objective=None, seed=7, a
 class NoData(OpenedData):
     """Data of which nothing is asked."""
 
-    num_samples = 0
-
     def feed(self, **_):
         raise AssertionError("there is no feed")
 
@@ -57,7 +55,7 @@ def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
     """What runs with these held-out batches and a model with a sampler measure."""
     running = Running(
         trainer=trainer,
-        data=NoData(model=trainer.model),
+        data=NoData(model=trainer.model, num_samples=0),
         held_out=list(held_out),
         batch_size=4,
         num_train_steps=1,

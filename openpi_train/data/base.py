@@ -141,15 +141,12 @@ class OpenedData(abc.ABC):
 
     # The model's config as these data ask for it (its prompts no longer than theirs, for one). It computes the same.
     model: Any
+    # Distinct training samples: those of an epoch.
+    num_samples: int
     # `tokens_fingerprint` of the run's tokenizer; None where there is none.
     tokenizer: str | None = None
     # Its files, by path in a checkpoint's directory.
     token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-
-    @property
-    @abc.abstractmethod
-    def num_samples(self) -> int:
-        """Distinct training samples: those of an epoch."""
 
     @abc.abstractmethod
     def feed(

@@ -47,10 +47,6 @@ class OpenedDatasets(OpenedData):
         return self.train.fingerprint
 
     @property
-    def num_samples(self) -> int:
-        return self.train.num_samples
-
-    @property
     def row_shapes(self) -> dict[str, list[int]]:
         return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
@@ -171,7 +167,12 @@ def open_data(
         raise ValueError(f"no training samples in {', '.join(empty)}: check its split and --data.validation-fraction")
     validation = rows([window.in_split("validation") for window in train], _VALIDATION_SEED)
     opened = OpenedDatasets(
-        train=training, validation=validation, norm_stats=stats, normalization=form, cameras=config.cameras
+        num_samples=training.num_samples,
+        train=training,
+        validation=validation,
+        norm_stats=stats,
+        normalization=form,
+        cameras=config.cameras,
     )
     _report(opened)
     return opened

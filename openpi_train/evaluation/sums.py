@@ -1,4 +1,7 @@
-"""Sums over held-out batches, by programs that are compiled once. Read next: `held_out_loss.py`, `action_error.py`."""
+"""Sums over held-out batches, by programs that are compiled once; and what is a sum divided by another.
+
+Read next: `held_out_loss.py`, `action_error.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.evaluation.base import Running, StoppedError, TrainerView
+from openpi_train.evaluation.base import Evaluated, Measure, Running, StoppedError, TrainerView
 from openpi_train.keys import for_purpose, row_keys
+from openpi_train.nn.params import merge_module
 from openpi_train.runtime import agree
 
 
@@ -46,3 +50,32 @@ class Sums:
 def numbered_keys(trainer: TrainerView, batch: Any, start: Any, purpose: str) -> Key[Array, " b"]:
     """A key per row by its number among all held-out rows, whatever the batch size; `start` is that of row 0."""
     return for_purpose(row_keys(trainer.seed, 0, start + batch.row), purpose)
+
+
+class Ratio(Measure):
+    """A sum over held-out rows by another, `val/<name>`; of the average, `val/<name>_ema`. Never due without rows.
+
+    `share(module, batch, first)` gives what some rows add to either; `first` is the number of the batch's row 0 among
+    all held-out rows.
+    """
+
+    def __init__(self, running: Running, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):
+        self.name, self._trainer, self._share = name, running.trainer, share
+        self._batches, self._sum = running.held_out, Sums({name: self._sums}, running)
+
+    def is_due(self, step: int) -> bool:
+        del step
+        return bool(self._batches)
+
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        values = {}
+        for suffix, params in evaluated.weights.items():
+            above, below = self._sum(self.name, {**evaluated.frozen, **params}, batches=self._batches)
+            values[f"val/{self.name}{suffix}"] = float(above / below)
+        return values
+
+    def _sums(self, params: Any, batch: Any, index: Any) -> Any:
+        def share(params, batch, first):
+            return self._share(merge_module(self._trainer.graphdef, params), batch, first)
+
+        return self._trainer.devices.sum(share, params, batch, index * len(batch.row))

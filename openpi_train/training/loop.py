@@ -33,7 +33,7 @@ def train(run: Run) -> TrainState:
         elif evaluate:
             complete = False
         save_is_due |= stop or run.save_is_due(step)
-        can_be_saved = complete or run.feed.can_be_saved
+        can_be_saved = step == total or run.feed.can_be_saved
         if save_is_due and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):
