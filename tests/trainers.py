@@ -48,12 +48,14 @@ class Errors(Evaluations):
     train_batches: Any = ()
 
     def measures(self, running):
+        if "sample" not in running.trainer.model.provides:
+            return []
         return [ActionError(running, self.num_sample_steps, self.train_batches)]
 
 
-def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
-    """What runs with these held-out batches and a model with a sampler measure."""
-    running = Running(
+def running_of(trainer, held_out):
+    """A run of which no more is known than its trainer and its held-out batches."""
+    return Running(
         trainer=trainer,
         data=NoData(model=trainer.model, num_samples=0),
         held_out=list(held_out),
@@ -61,4 +63,9 @@ def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
         num_train_steps=1,
         directory=Path("nowhere"),
     )
-    return Evaluator(running, Errors(num_sample_steps=num_sample_steps, train_batches=train_batches))
+
+
+def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
+    """What runs with these held-out batches measure."""
+    errors = Errors(num_sample_steps=num_sample_steps, train_batches=train_batches)
+    return Evaluator(running_of(trainer, held_out), errors)

@@ -167,13 +167,13 @@ def test_one_batch_is_put_on_the_devices_ahead_and_no_more(rows, feed_of):
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_reading_goes_on_across_epochs_without_a_new_start(rows, feed_of, monkeypatch, num_workers):
-    starts, start_reading = [], Feed._start_reading
+    starts, start_reading = [], RowFeed._start_reading
 
     def counted(feed, start):
         starts.append(start)
         return start_reading(feed, start)
 
-    monkeypatch.setattr(Feed, "_start_reading", counted)
+    monkeypatch.setattr(RowFeed, "_start_reading", counted)
     feed = feed_of(rows, num_workers=num_workers)
     num_batches = 3 * rows.num_samples // BATCH + 2
     for _ in range(num_batches):

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
-from trainers import make_evaluator, make_trainer
+from trainers import make_evaluator, make_trainer, running_of
 
+from openpi_train.data.feed import RowFeed
+from openpi_train.evaluation.base import Evaluated
+from openpi_train.evaluation.sums import Ratio
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -244,6 +247,25 @@ def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, ex
         state = create_state(layout, config, trainer.optimizer, config.frozen, False, 3)
         values = make_evaluator(trainer, cut(rows, 2, 6, plan), 1)(state)
     assert values["val/action_mse"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_experiments_own_measure_is_of_the_weights_and_of_their_average():
+    config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:2]), strategy="replicated")
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED)
+    rows = rows_of(2 * NUM_ROWS)
+
+    def share(model, batch, first):
+        real = batch.action_mask.any(1)
+        return (real * model.kernel[0, 0] * (first + batch.row)).sum(), real.sum()
+
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 3)
+        evaluated = Evaluated(
+            step=0, weights={"": state.params, "_ema": jax.tree.map(lambda leaf: 2 * leaf, state.params)}, frozen={}
+        )
+        found = Ratio(running_of(trainer, cut(rows, 4, NUM_ROWS, plan)), "weighted", share)(evaluated)
+    expected = float(state.params["kernel"][0, 0]) * (NUM_ROWS - 1) / 2
+    assert found == pytest.approx({"val/weighted": expected, "val/weighted_ema": 2 * expected}, rel=1e-5)
 
 
 def test_held_out_batches_are_the_first_rows_and_mask_those_that_fill_the_last_one():
