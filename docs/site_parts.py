@@ -37,17 +37,19 @@ def first_sentence(docstring: str) -> str:
 
 
 class FieldComments(griffe.Extension):
-    """griffe's extension: a class gets a table of its fields, each with the comment above it, which is its flag's help."""
+    """griffe's extension: a class gets a table of its fields, each with the comment above it (its flag's help)."""
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         """Write the tables into the docstrings of the package's classes, inherited fields included."""
         for one in filter(lambda found: found.docstring, classes(pkg)):
-            is_dataclass = "dataclass" in one.labels
-            own, inherited = one.attributes.values(), [base.attributes.values() for base in reversed(one.mro())]
-            constants = [field for field in own if not is_dataclass or "ClassVar" in str(field.annotation)]
-            fields = [field for found in [*inherited, own] for field in found if "ClassVar" not in str(field.annotation)]
-            describe(one, "Parameters", fields if is_dataclass else [])
-            describe(one, "Attributes", constants)
+            own = list(one.attributes.values())
+            if "dataclass" not in one.labels:
+                describe(one, "Attributes", own)
+                continue
+            inherited = [field for base in reversed(one.mro()) for field in base.attributes.values()]
+            # griffe takes a field of the instance for an argument of `__init__`, and a ClassVar for none.
+            describe(one, "Parameters", [field for field in [*inherited, *own] if "instance-attribute" in field.labels])
+            describe(one, "Attributes", [field for field in own if "instance-attribute" not in field.labels])
 
 
 def describe(one: griffe.Class, title: str, fields: list[griffe.Attribute]) -> None:
