@@ -11,6 +11,7 @@ from pathlib import Path
 import griffe
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("openpi_train", "configs", "benchmarks")
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -19,9 +20,9 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def files() -> str:
-    """Every file of the package with the first sentence of its docstring, a table per folder."""
+    """Every file with the first sentence of its docstring, a table per folder."""
     tables: dict[Path, list[str]] = {}
-    for file in sorted((ROOT / "openpi_train").rglob("*.py")):
+    for file in [one for name in FOLDERS for one in sorted((ROOT / name).rglob("*.py"))]:
         docstring = ast.get_docstring(ast.parse(file.read_text()))
         if docstring:
             line = f"| `{file.name}` | {first_sentence(docstring)} |"
