@@ -144,8 +144,9 @@ class PolicyConfig(ModelConfig):
     # Whether a row's text reaches the model; one that reads none needs no tokenizer.
     reads_text: ClassVar[bool] = True
 
-    # Control steps of an action chunk, and tokens that the model knows.
+    # Control steps of an action chunk.
     action_horizon: int
+    # Tokens that the model knows.
     vocab_size: int
 
     @property
