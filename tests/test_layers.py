@@ -27,7 +27,7 @@ ROWS = (
     {"__main__"},
 )
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
-MAX_FILE_LINES, MAX_LOOP_LINES = 350, 60
+MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
 
 
 def part(file: Path) -> str:
