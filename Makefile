@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 NEWEST ?= python3.13
 
-.PHONY: train demo test test-release quick mutants newest lint bench clean
+.PHONY: train demo test test-release quick mutants newest lint docs bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -56,8 +56,12 @@ test-release:
 mutants: $(VENV)/.installed
 	$(BIN)/python -m tests.mutants
 
+# The documentation as a site in site/; ends with an error at every warning, such as a broken link.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf build site *.egg-info .pytest_cache .ruff_cache .jax_cache

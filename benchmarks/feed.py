@@ -20,14 +20,13 @@ from benchmarks.report import ROOT, Cell, Spread, Table
 from openpi_train import registry
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.embedded import prepare
-from openpi_train.data.feed import Feed
-from openpi_train.data.opened import OpenedData
+from openpi_train.data.feed import RowFeed
+from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rows import Rows
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.sharding.mesh import batch_sharding, make_mesh
-from openpi_train.training.start import open_run_data
 
 EXPERIMENT = "pi0_bridge_traj"
 NUM_ROUNDS = 5
@@ -114,7 +113,7 @@ def _note() -> str:
     )
 
 
-def _open(flags: argparse.Namespace, scratch: Path) -> OpenedData:
+def _open(flags: argparse.Namespace, scratch: Path) -> OpenedDatasets:
     """The rows, opened as a run of pi0 opens them, with index and norm stats below `scratch`."""
     experiment = registry.load(EXPERIMENT)
     if flags.data is None:
@@ -127,9 +126,7 @@ def _open(flags: argparse.Namespace, scratch: Path) -> OpenedData:
     source = Rlds(path=str(path), cache_dir=str(scratch / "index"))
     data = DataConfig(datasets=(Dataset(source=source, robot=robot, asset_id="benchmark"),), tokenizer="bytes")
     model = dataclasses.replace(experiment.model, image_size=flags.image_size)
-    return open_run_data(
-        dataclasses.replace(experiment, data=data, model=model, assets_base_dir=str(scratch / "assets"))
-    )
+    return dataclasses.replace(experiment, data=data, model=model, assets_base_dir=str(scratch / "assets")).open_data()
 
 
 def num_warm(flags: argparse.Namespace, workers: int) -> int:
@@ -144,7 +141,7 @@ def num_batches(flags: argparse.Namespace) -> int:
 
 def measure(rows: Rows, flags: argparse.Namespace, workers: int) -> Sample:
     """One feed from its start: the first batch, then a full pipeline's worth to warm up, then the measured ones."""
-    feed = Feed(rows, batch_size=flags.batch_size, sharding=batch_sharding(make_mesh(1)), num_workers=workers)
+    feed = RowFeed(rows, batch_size=flags.batch_size, sharding=batch_sharding(make_mesh(1)), num_workers=workers)
     try:
         started = time.perf_counter()
         jax.block_until_ready(feed.next())

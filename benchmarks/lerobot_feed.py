@@ -27,7 +27,6 @@ from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.rows import Rows
 from openpi_train.data.transforms import ResizeImages
 from openpi_train.robots.bridge import Bridge
-from openpi_train.training.start import open_run_data
 
 EXPERIMENT = "pi0_bridge_traj"
 _SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -118,9 +117,11 @@ def _rows(flags: argparse.Namespace, scratch: Path, root: Path, height: int, wid
     dataset = Dataset(source=source, robot=Bridge(cameras=cameras), asset_id="benchmark")
     data = DataConfig(datasets=(dataset,), tokenizer="bytes", validation_fraction=0.0)
     model = dataclasses.replace(experiment.model, image_size=flags.image_size)
-    scaled = open_run_data(
+    scaled = (
         dataclasses.replace(experiment, data=data, model=model, assets_base_dir=str(scratch / "assets"))
-    ).train
+        .open_data()
+        .train
+    )
     spec = {
         name: ((height, width, 3), dtype) if name.startswith("image/") else (shape, dtype)
         for name, (shape, dtype) in scaled.spec.items()

@@ -10,14 +10,14 @@ from pathlib import Path
 import jax
 
 from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedData
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.data.opened import OpenedDatasets
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
 from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.init import create_state
-from openpi_train.training.start import open_run_data
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -28,7 +28,7 @@ class Untrained:
 
     directory: Path
     experiment: Experiment
-    data: OpenedData
+    data: OpenedDatasets
     trainer: Trainer
     state: TrainState
 
@@ -37,7 +37,7 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
     """Make the run below `base`; the average of its parameters lies `moved` away from them."""
     experiment = dataclasses.replace(experiment, exp_name="x", assets_base_dir=str(base / "assets"))
     directory = base / experiment.name / experiment.exp_name
-    data = open_run_data(experiment)
+    data = experiment.open_data()
     experiment = dataclasses.replace(experiment, model=data.model)
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     layout = prepare.whole_layout(experiment, plan)

@@ -56,7 +56,7 @@ pi0_bridge_traj_tiny = Experiment(
 
 Command: python -m openpi_train pi0_bridge_traj_tiny --exp-name x
 Hardware: 2 CPU cores. Time: 4 min 38 s on a fresh clone, the environment and the dataset included. Result: held-out
-loss 0.445, open-loop action error 0.708, where the mean action has 0.875 (`make train`, 2026-11-23, commit 52726c1).
+loss 0.445, open-loop action error 0.708, where the mean action has 0.875 (`make train`, 2026-11-23, commit 6f304d1).
 """
 
 # The wrist's camera alone: what it sees is where to go from here. Where the block lies on the table, as the base camera

@@ -28,7 +28,7 @@ class ByActionDim:
 
         Raises DataError where the dataset cannot be opened, has no such column, or dims that no experiment is for.
         """
-        source = next(iter(self.experiments.values())).data.datasets[0].source
+        source = next(iter(self.experiments.values())).demonstrations.datasets[0].source
         source = source if on is None else on(source)
         with reported_as(DataError):
             shapes = source.column_shapes()
@@ -61,5 +61,5 @@ def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:
 
 def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     """The experiment on this dataset alone, with its first dataset's robot and norm stats of its own."""
-    first = dataclasses.replace(experiment.data.datasets[0], source=source, asset_id=None, norm_stats=None)
-    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, datasets=(first,)))
+    first = dataclasses.replace(experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None)
+    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))

@@ -181,7 +181,7 @@ def stats(argv: Sequence[str]) -> int:
     from openpi_train.tools.stats import stats_table
 
     with reported_as(DataError):
-        print(stats_table(experiment.data, shape=experiment.model.window, assets_dir=experiment.assets_dir))
+        print(stats_table(experiment.demonstrations, shape=experiment.policy.window, assets_dir=experiment.assets_dir))
     return 0
 
 

@@ -6,59 +6,26 @@ Read next: `registry.py` (where experiments come from), `training/run.py` (what 
 
 import dataclasses
 import math
-import operator
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
+from openpi_train.data.base import Data, OpenedData, OpeningRequest
 from openpi_train.data.config import DataConfig
-from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.evaluation.base import Evaluations
+from openpi_train.evaluation.robot import EvalConfig
+from openpi_train.fields import at_least, too_small
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.base import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
-from openpi_train.runtime.exits import IndivisibleError, UsageError
+from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.mesh import does_not_divide
 from openpi_train.sharding.strategy import ShardingConfig
-
-# The least value of each field that has one. Those of the model and the objective are checked where they are defined.
-_AT_LEAST_1 = (
-    "batch_size",
-    "grad_accum",
-    "num_train_steps",
-    "fsdp_devices",
-    "log_interval",
-    "save_interval",
-    "keep_last",
-)
-_AT_LEAST_1 += ("keep_period", "num_epochs", "eval.num_rows", "eval.num_sample_steps", "data.max_norm_stats_samples")
-_AT_LEAST_1 += ("data.text_lengths", "eval.closed_loop.episodes_per_task", "eval.closed_loop.episodes_per_device")
-_AT_LEAST_1 += ("eval.closed_loop.execute", "eval.closed_loop.max_steps")
-_AT_LEAST_1 += ("local_checkpoints.interval",)
-_AT_LEAST_1 += ("reference_batch_size", "micro_batch_size", "sharding.tensor_devices")
-_AT_LEAST_1 += tuple(f"timeouts.{field.name}" for field in dataclasses.fields(Timeouts))
-_LEAST = {**dict.fromkeys(_AT_LEAST_1, 1), "num_workers": 0, "eval.interval": 0, "eval.num_train_rows": 0, "profile": 0}
-_LEAST |= {"sharding.min_shard_mib": 0, "eval.closed_loop.interval": 0, "eval.closed_loop.num_videos": 0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation during training. Rows, noise and times are the same at every evaluation."""
-
-    # Optimizer steps between evaluations; 0 evaluates only before the first and after the last step.
-    interval: int = 1_000
-    # Held-out rows per evaluation (rounded up to whole batches; fewer where there are fewer).
-    num_rows: int = 256
-    # Training rows, always the same, of which the open-loop action error is measured, too.
-    num_train_rows: int = 0
-    # Denoising steps of the sampler that evaluation uses.
-    num_sample_steps: int = 10
-    # The policy acts in an environment, too.
-    closed_loop: ClosedLoop = dataclasses.field(default_factory=ClosedLoop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +35,7 @@ class LocalCheckpoints:
     # A directory on a disk of each host's own, the same path on all; None saves in the run directory alone.
     dir: str | None = None
     # Steps between them.
-    interval: int = 100
+    interval: int = at_least(1, 100)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +52,7 @@ class Experiment:
     # What is minimised.
     objective: Objective
     # What it is trained on.
-    data: DataConfig
+    data: Data
     # Where the first parameters come from.
     weight_loader: WeightLoader = dataclasses.field(default_factory=CheckpointWeightLoader)
     # The learning rate, by optimizer step.
@@ -105,11 +72,11 @@ class Experiment:
     # Of initial parameters, row order, noise, times and augmentation.
     seed: int = 42
     # Rows per optimizer step, over all devices.
-    batch_size: int = 32
+    batch_size: int = at_least(1, 32)
     # Micro-batches per optimizer step: less memory, same result.
-    grad_accum: int = 1
+    grad_accum: int = at_least(1, 1)
     # Rows on one device at a time: a grad_accum of 1 then follows from it, another must agree. None: as it comes.
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = at_least(1, None)
     # If not, batch_size is meant for each device, so that the effective one grows with their number.
     keep_effective_batch_size: bool = True
     # Where a run continues on other devices, fit grad_accum and fsdp_devices to them: same rows, same memory on each.
@@ -117,33 +84,33 @@ class Experiment:
     # How the learning rate goes with the effective batch size, against reference_batch_size.
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     # The batch that lr_schedule was made for.
-    reference_batch_size: int | None = None
+    reference_batch_size: int | None = at_least(1, None)
     # Optimizer steps of the whole run.
-    num_train_steps: int = 30_000
+    num_train_steps: int = at_least(1, 30_000)
     # Passes over the training samples in place of num_train_steps, which follows from it; None: as many as those make.
-    num_epochs: int | None = None
+    num_epochs: int | None = at_least(1, None)
     # Data worker processes per training process; 0 reads in threads, auto begins there and adds what is waited for.
-    num_workers: int | Literal["auto"] = "auto"
+    num_workers: int | Literal["auto"] = at_least(0, "auto")
 
     # Devices that share one copy of the state, the rest are replicas; None: as many as the strategy asks for.
-    fsdp_devices: int | None = None
+    fsdp_devices: int | None = at_least(1, None)
     # What is cut over the devices that share one copy.
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
 
     # Steps between lines of metrics.jsonl.
-    log_interval: int = 100
+    log_interval: int = at_least(1, 100)
     # Steps to write a profiler trace of, shortly after the start, into the run directory; 0 writes none.
-    profile: int = 0
+    profile: int = at_least(0, 0)
     # Steps between checkpoints.
-    save_interval: int = 1_000
+    save_interval: int = at_least(1, 1_000)
     # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
-    keep_period: int | None = 5_000
+    keep_period: int | None = at_least(1, 5_000)
     # How many of the newest checkpoints are kept.
-    keep_last: int = 2
+    keep_last: int = at_least(1, 2)
     # Checkpoints on a disk in each host, too.
     local_checkpoints: LocalCheckpoints = dataclasses.field(default_factory=LocalCheckpoints)
     # Held-out evaluation during training.
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    eval: Evaluations = dataclasses.field(default_factory=EvalConfig)
     # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
     on_nan: Literal["stop", "skip"] = "stop"
 
@@ -171,6 +138,40 @@ class Experiment:
         """Where the norm stats of this experiment's datasets lie."""
         return Path(self.assets_base_dir) / self.name
 
+    def open_data(self) -> OpenedData:
+        """The run's data, open. Raises DataError with what to do."""
+        request = OpeningRequest(
+            model=self.model,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            draws_per_row=self.objective.draws_per_row,
+            assets_dir=self.assets_dir,
+            prompts=self.eval.prompts(),
+        )
+        with reported_as(DataError):
+            return self.data.open(request)
+
+    @property
+    def demonstrations(self) -> DataConfig:
+        """`data`, for what is done with robots' demonstrations alone. Raises UsageError where it is of another kind."""
+        if not isinstance(self.data, DataConfig):
+            raise UsageError(
+                f"{self.name}: this is for robots' demonstrations; its data are {type(self.data).__name__}"
+            )
+        return self.data
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """`model`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        return as_policy(self.model)
+
+    @property
+    def robot_eval(self) -> EvalConfig:
+        """`eval`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        if not isinstance(self.eval, EvalConfig):
+            raise UsageError(f"{self.name}: this is for robot policies; its evaluation is {type(self.eval).__name__}")
+        return self.eval
+
     def is_frozen(self, path: str) -> bool:
         """Whether training leaves the parameter alone."""
         return self.model.frozen(path) or self.freezes(path)
@@ -185,11 +186,11 @@ class Experiment:
     def check(self, num_devices: int) -> None:
         """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
         # Where a number is out of range, the others cannot be divided by it.
-        wrong_numbers = self._check_numbers()
+        wrong_numbers = too_small(self)
         indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
         problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
-        problems += self._check_flags()
+        problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
@@ -198,20 +199,7 @@ class Experiment:
     @property
     def numbers_are_in_range(self) -> bool:
         """Whether every number is one that its field can have."""
-        return not self._check_numbers()
-
-    def _check_numbers(self) -> list[str]:
-        problems = []
-        for name, least in _LEAST.items():
-            value = operator.attrgetter(name)(self)
-            if not isinstance(value, str | None) and value < least:
-                problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
-        for number, dataset in enumerate(self.data.datasets):
-            if not 0 < dataset.weight < math.inf:
-                problems.append(
-                    f"--data.datasets.{number}.weight {dataset.weight} must be above 0; leave the dataset out instead"
-                )
-        return problems
+        return not too_small(self)
 
     def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
@@ -276,16 +264,6 @@ class Experiment:
             problems.append(
                 "--sharding.offload optimizer+ema with --ema-decay None: there is no average; use optimizer"
             )
-        if not 0 <= self.data.validation_fraction < 1:
-            problems.append(
-                f"--data.validation-fraction {self.data.validation_fraction} must lie in [0, 1); 0 holds nothing out"
-            )
-        every, of = self.eval.closed_loop.interval, self.eval.interval
-        if every and (not of or every % of):
-            problems.append(
-                f"--eval.closed-loop.interval {every} is not a multiple of --eval.interval {of}: a closed loop is part "
-                "of an evaluation"
-            )
         if self.freeze is not None:
             try:
                 re.compile(self.freeze)
@@ -304,15 +282,3 @@ def of_one_length(experiment: Experiment, argv: Sequence[str]) -> Experiment:
 
 def _are_nested(one: Path, other: Path) -> bool:
     return one.is_relative_to(other) or other.is_relative_to(one)
-
-
-def as_json(value: Any) -> Any:
-    """A config as plain JSON values, every dataclass with its class name, for `experiment.json`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"__class__": type(value).__name__, **fields}
-    if isinstance(value, dict):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    return value

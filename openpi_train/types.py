@@ -92,6 +92,11 @@ class ActionBatch:
     row: Int[Array, " b"]
 
 
+def mask_rows(batch: ActionBatch, real: Bool[Array, " b"]) -> ActionBatch:
+    """The batch with rows that count only where `real` says so: of the others no step lies inside the episode."""
+    return dataclasses.replace(batch, action_mask=batch.action_mask & real[:, None])
+
+
 def flatten_rows(batch: Any) -> dict[str, Any]:
     """Name every leaf of a batch by its path, as data workers do: `image/<slot>`, `image_mask/<slot>`, `state`, ..."""
     observation = batch.observation

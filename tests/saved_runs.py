@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from benchmarks.untrained import Untrained, save_untrained
+from openpi_train.evaluation.action_error import action_error
 from openpi_train.experiment import Experiment
-from openpi_train.training import evaluate
 from openpi_train.types import action_batch
 
 
@@ -35,7 +35,7 @@ class SavedRun(Untrained):
     def action_error(self, count: int, average: bool = True) -> tuple[float, float]:
         """Sum and count of the squared errors of `val/action_mse` over so many held-out rows, by training's code."""
         batch = action_batch({**self.held_out(count), "row": np.arange(count, dtype=np.int32)})
-        program = functools.partial(evaluate._action_error, self.trainer, self.experiment.eval.num_sample_steps)
+        program = functools.partial(action_error, self.trainer, self.experiment.robot_eval.num_sample_steps)
         params = self.state.ema if average else self.state.params
         error, elements = jax.jit(program)(params, self.state.frozen, batch, np.int32(0))
         return float(error), float(elements)

@@ -1,6 +1,7 @@
 """Every command line, path and Python block of README.md and docs/ is real: parsed, dry-run, looked up or executed."""
 
 import collections
+import fnmatch
 import os
 import re
 import shlex
@@ -209,16 +210,42 @@ def test_every_path_exists(file):
     assert not missing
 
 
-def test_readme_has_a_line_for_every_file_and_no_other():
+def test_readme_has_a_line_for_every_folder_and_no_other():
     block = (ROOT / "README.md").read_text().split("## The tree", 1)[1]
-    told, folders = set(), []
-    for indent, name in re.findall(r"^    ((?:  )*)([\w./]+)(?=  +\S|$)", block, re.MULTILINE):
-        folders = [*folders[: len(indent) // 2], name]
-        if not name.endswith("/"):
-            told.add("".join(folders))
-    roots = [ROOT / name for name in ("openpi_train", "configs", "scripts", "benchmarks")]
-    files = [file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".sh")]
-    assert told == {str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"}
+    told, package = [], ""
+    for indent, name in re.findall(r"^    ((?:  )*)([\w.]+)/  +\S", block, re.MULTILINE):
+        package = package if indent else f"{name}/"
+        told.append(package + name if indent else name)
+    assert told == sorted(set(told), key=told.index), "a folder is listed twice"
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    # Folders of ours hold text; what a run or a command left here holds data.
+    ours = [path for path in ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
+    folders = {path.name for path in ours if any(file.suffix in (".py", ".sh", ".md") for file in path.iterdir())}
+    top = {name for name in folders if name[0] != "." and not any(fnmatch.fnmatch(name, one) for one in ignored)}
+    parts = {f"openpi_train/{file.parent.name}" for file in (ROOT / "openpi_train").glob("*/__init__.py")}
+    assert set(told) == top | parts
+
+
+def test_readme_is_short_and_lists_no_file_of_the_tree():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    assert not re.findall(r"^ +[\w/]+\.(?:py|sh) ", text.split("## The tree", 1)[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_every_link_leads_to_a_file(file):
+    links = re.findall(r"\]\(([\w./-]+)[)#]", file.read_text())
+    assert not [link for link in links if not (file.parent / link).is_file()]
+    if file.name == "README.md":
+        assert {link for link in links if link.startswith("docs/")}
+
+
+def test_every_verb_and_every_experiment_has_a_line_in_its_page():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(cli.VERBS)
+    rows = re.findall(r"^\| (`.*)", (ROOT / "docs" / "experiments.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert not set(registry.entries()) - named
 
 
 def test_documented_robot_and_source_give_rows(my_runs, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import toy
 
 from openpi_train import registry
-from openpi_train.experiment import Experiment, LocalCheckpoints, as_json
+from openpi_train.experiment import Experiment, LocalCheckpoints
+from openpi_train.fields import as_json
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.strategy import ShardingConfig

@@ -38,7 +38,7 @@ SPEED = re.compile(
     rf"|\bsuccee\w+ in {NUMBER} (%|of)|\bloss (fell|falls|was) (to )?{NUMBER}"
 )
 RESULT = re.compile(r"\bResult: (?!none)")
-ELSEWHERE = re.compile(r"docs/benchmarks\.md|data\ssheet|not\smeasured")
+ELSEWHERE = re.compile(r"\bbenchmarks\.md|data\ssheet|not\smeasured")
 
 
 def passages(text: str) -> list[str]:

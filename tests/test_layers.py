@@ -10,11 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openpi_train"
 # Low to high: a module imports only from strictly lower rows or from its own folder.
 ROWS = (
+    {"fields"},
     {"types", "keys", "runtime", "sharding", "launch"},
     {"nn", "optim", "robots", "envs"},
     {"data"},
     {"models"},
     {"objectives", "interop"},
+    {"evaluation"},
     {"experiment"},
     {"choice"},
     {"registry", "planning", "elastic"},
@@ -25,7 +27,7 @@ ROWS = (
     {"__main__"},
 )
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
-MAX_FILE_LINES, MAX_LOOP_LINES = 350, 60
+MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
 
 
 def part(file: Path) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
 from openpi_train.nn.shard import take_rows
 from openpi_train.types import ActionBatch, Observation
@@ -39,7 +39,7 @@ class LinearPolicy(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearConfig(ModelConfig):
+class LinearConfig(PolicyConfig):
     """Builds `LinearPolicy`."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})

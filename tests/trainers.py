@@ -1,6 +1,14 @@
-"""The trainer and state layout of a test's model."""
+"""The trainer and state layout of a test's model, and what is measured of it."""
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.base import OpenedData
+from openpi_train.evaluation.action_error import ActionError
+from openpi_train.evaluation.base import Evaluations, Running
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import lay_out
 from openpi_train.training.step import Trainer
 
@@ -23,3 +31,41 @@ def make_trainer(config, plan, optimizer, schedule, *, objective=None, seed=7, a
         loss_scaling=scaling,
     )
     return trainer, layout
+
+
+class NoData(OpenedData):
+    """Data of which nothing is asked."""
+
+    def feed(self, **_):
+        raise AssertionError("there is no feed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Errors(Evaluations):
+    """Action errors of the held-out rows, and of these training rows."""
+
+    num_sample_steps: int
+    train_batches: Any = ()
+
+    def measures(self, running):
+        if "sample" not in running.trainer.model.provides:
+            return []
+        return [ActionError(running, self.num_sample_steps, self.train_batches)]
+
+
+def running_of(trainer, held_out):
+    """A run of which no more is known than its trainer and its held-out batches."""
+    return Running(
+        trainer=trainer,
+        data=NoData(model=trainer.model, num_samples=0),
+        held_out=list(held_out),
+        batch_size=4,
+        num_train_steps=1,
+        directory=Path("nowhere"),
+    )
+
+
+def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
+    """What runs with these held-out batches measure."""
+    errors = Errors(num_sample_steps=num_sample_steps, train_batches=train_batches)
+    return Evaluator(running_of(trainer, held_out), errors)

@@ -4,12 +4,15 @@ Read next: `opened.py`, which turns a `DataConfig` into rows.
 """
 
 import dataclasses
+import math
 import re
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
+from openpi_train.data.base import Data, OpenedData, OpeningRequest
 from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
+from openpi_train.fields import at_least
 from openpi_train.robots.base import Robot
 
 
@@ -41,8 +44,8 @@ class Dataset:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The datasets of a run and what is done with their rows."""
+class DataConfig(Data):
+    """Robots' demonstrations: the datasets of a run and what is done with their rows."""
 
     datasets: tuple[Dataset, ...]
     # Share of the distinct episodes that is held out, chosen by the episodes' content.
@@ -54,13 +57,38 @@ class DataConfig:
     # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`.
     tokenizer: str = "google/paligemma-3b-pt-224"
     # The most lengths that batches' text may have, chosen by the instructions; each is a compiled program more. 1: one.
-    text_lengths: int = 3
+    text_lengths: int = at_least(1, 3)
     # Never ask the hub (HF_HUB_OFFLINE=1 does the same).
     offline: bool = False
     # Norm stats of larger datasets are computed from this many samples, spread evenly.
-    max_norm_stats_samples: int = 1_000_000
+    max_norm_stats_samples: int = at_least(1, 1_000_000)
 
     @property
     def cameras(self) -> tuple[str, ...]:
         """The camera slots that at least one robot fills, sorted."""
         return tuple(sorted({slot for dataset in self.datasets for slot in dataset.robot.cameras}))
+
+    def check(self) -> list[str]:
+        problems = [
+            f"--data.datasets.{number}.weight {dataset.weight} must be above 0; leave the dataset out instead"
+            for number, dataset in enumerate(self.datasets)
+            if not 0 < dataset.weight < math.inf
+        ]
+        if not 0 <= self.validation_fraction < 1:
+            problems.append(
+                f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"
+            )
+        return problems
+
+    def batch_spec(self, model: Any, batch_size: int) -> Any:
+        return model.batch_spec(batch_size, self.cameras)
+
+    def num_samples(self, model: Any) -> int:
+        from openpi_train.data.opened import open_windows  # which imports this module
+
+        return sum(map(len, open_windows(self, model.window)))
+
+    def open(self, request: OpeningRequest) -> OpenedData:
+        from openpi_train.data.opened import open_run_data  # which imports this module
+
+        return open_run_data(self, request)

@@ -19,8 +19,8 @@ import grain
 import jax
 import numpy as np
 
+from openpi_train.data.base import Feed, RowSource
 from openpi_train.data.placement import local_rows, on_devices
-from openpi_train.data.rows import Rows
 from openpi_train.data.source import BadRecord
 from openpi_train.data.tuning import WorkerTuner, usable_cores
 from openpi_train.data.workers import LocalBatches, block_stop_signals, start_worker
@@ -36,21 +36,20 @@ _MEASURED_ROWS = 32
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class Feed:
+class RowFeed(Feed):
     """Global batches of `batch_size` rows, cut over the devices by `sharding` (of the batch axis).
 
     Each process reads only the rows that its devices hold. `num_workers` 0 reads in threads, N in N processes (started
     by spawning, so the main module must be importable), "auto" in as many as it takes (see `tune`), one core of `cores`
     (None: all that may be used) left for the loop. `assemble` makes the batch of the named global arrays.
 
-    Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
     Raises ValueError where the batch does not divide, DataError where /dev/shm is too small for the workers. Call from
     one thread; `close` when done.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowSource,
         *,
         batch_size: int,
         sharding: jax.sharding.Sharding,
@@ -67,8 +66,6 @@ class Feed:
         self._iterator: Any = None
         self._ahead: concurrent.futures.Future | None = None
         self._transfer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
-        self.wait_s = 0.0
-        self.bad_records = 0
         if num_workers == "auto":
             cores = usable_cores() if cores is None else cores
             self._tuner = WorkerTuner(max(0, min(cores - 1, self._workers_with_room())))
@@ -116,6 +113,21 @@ class Feed:
             raise DataError(str(error)) from error
         self._count(element["skipped"])
         return self._on_devices(element["columns"])
+
+    def first(self, num_rows: int, mask: Callable[[Any, Any], Any]) -> list[Any]:
+        """The first `num_rows` rows (fewer where there are fewer) as batches, always the same; the position stays.
+
+        `mask(batch, real)`, compiled, gives the batch in which rows count only where `real` [b] says so: the last batch
+        is filled up.
+        """
+        num_rows = min(num_rows, self._rows.num_samples)
+
+        @jax.jit
+        def mask_filler(batch, start):
+            return mask(batch, batch.row + start < num_rows)
+
+        starts = range(0, num_rows, self._batch_size)
+        return [mask_filler(self.batch(index), start) for index, start in enumerate(starts)]
 
     def position(self) -> dict[str, Any]:
         """Where the feed stands, as JSON: the next step, and what the rows depend on."""

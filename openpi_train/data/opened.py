@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import places
+from openpi_train.data.base import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.norm_stats import cached_norm_stats, report_notes
 from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
-from openpi_train.data.rows import Rows, RowSpec, RowTransform
+from openpi_train.data.rows import Rows, RowTransform
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
+from openpi_train.data.tokens import open_tokenizer, token_files, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.windows import Windows, WindowShape
 
@@ -28,20 +30,16 @@ _VALIDATION_SEED = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenedData:
-    """A run's data. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
+class OpenedDatasets(OpenedData):
+    """Robots' demonstrations. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
 
+    # None where no run asked for it.
+    model: Any = None
     train: Rows
     validation: Rows | None
     norm_stats: Mapping[str, Mapping[str, NormStats]]
     normalization: Form
     cameras: tuple[str, ...]
-    # The model's config, its prompts no longer than those of these data; None where no run asked for it.
-    model: Any = None
-    # `tokens_fingerprint` of the run's; None where no run asked for it.
-    tokenizer: str | None = None
-    # `token_files` of the run's.
-    token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -50,7 +48,6 @@ class OpenedData:
 
     @property
     def row_shapes(self) -> dict[str, list[int]]:
-        """The shape of every entry of a row, as JSON."""
         return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
     @property
@@ -58,6 +55,69 @@ class OpenedData:
         """The mixture's normalised weights by dataset."""
         weights = self.train.mixture.weights.tolist()
         return {f"{number}_{name}": weights[number] for number, name in enumerate(self.train.names)}
+
+    def feed(self, *, batch_size: int, sharding: Any, num_workers: Any, cores: int | None) -> Feed:
+        from openpi_train.data.feed import RowFeed  # jax: only the main process comes here
+
+        return RowFeed(self.train, batch_size=batch_size, sharding=sharding, num_workers=num_workers, cores=cores)
+
+    def batch_specs(self, batch_size: int) -> list[Any] | None:
+        """One for each length of text that batches have (`text_lengths.py`)."""
+        lengths = self.train.text.lengths if self.train.text else ()
+        models = [self.model.with_text_length(length) for length in lengths] or [self.model]
+        return [model.batch_spec(batch_size, self.cameras) for model in models]
+
+    def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+        if self.validation is None:
+            logger.warning("no episode is held out: there will be no held-out loss (--data.validation-fraction)")
+            return []
+        return _first_batches(self.validation, num_rows, batch_size, sharding)
+
+    def training_rows(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+        """As `held_out`, of the training split."""
+        return _first_batches(self.train, num_rows, batch_size, sharding)
+
+    def norm_stats_json(self) -> dict[str, Any]:
+        return {asset: norm_stats_json(stats) for asset, stats in self.norm_stats.items()}
+
+
+def _first_batches(rows: Rows, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+    from openpi_train.data.feed import RowFeed  # jax: only the main process comes here
+    from openpi_train.types import mask_rows
+
+    feed = RowFeed(rows, batch_size=batch_size, sharding=sharding)
+    batches = feed.first(num_rows, mask_rows)
+    feed.close()
+    return batches
+
+
+def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets:
+    """A run's rows, norm stats and tokenizer. Raises as `open_data`."""
+    write_missing(config)  # a tokenizer may lie beside the data
+    tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
+    windows = open_windows(config, request.model.window)
+    model = request.model.fit_prompts(tokenizer, [*prompts(windows), *request.prompts])
+    data = open_data(
+        config,
+        shape=model.window,
+        seed=request.seed,
+        transforms=model.transforms(tokenizer),
+        batch_spec=model.batch_spec,
+        normalization=model.normalization,
+        assets_dir=request.assets_dir,
+        windows=windows,
+    )
+    data = in_text_lengths(
+        data,
+        model,
+        tokenizer,
+        batch_size=request.batch_size,
+        most=config.text_lengths,
+        draws=request.draws_per_row,
+        assets_dir=request.assets_dir,
+    )
+    told = {"tokenizer": tokens_fingerprint(model, tokenizer), "token_files": token_files(model, tokenizer)}
+    return dataclasses.replace(data, model=model, **told)
 
 
 def open_data(
@@ -70,7 +130,7 @@ def open_data(
     normalization: Form,
     assets_dir: str | Path,
     windows: Sequence[Windows] | None = None,
-) -> OpenedData:
+) -> OpenedDatasets:
     """Open every dataset of a run, computing norm stats under `assets_dir` where they are not there yet.
 
     Args: `transforms` and `batch_spec` are the model config's; `shape` what it sees and predicts; `normalization` the
@@ -106,15 +166,20 @@ def open_data(
         empty = [d.asset for w, d in zip(train, config.datasets, strict=True) if not len(w)]
         raise ValueError(f"no training samples in {', '.join(empty)}: check its split and --data.validation-fraction")
     validation = rows([window.in_split("validation") for window in train], _VALIDATION_SEED)
-    opened = OpenedData(
-        train=training, validation=validation, norm_stats=stats, normalization=form, cameras=config.cameras
+    opened = OpenedDatasets(
+        num_samples=training.num_samples,
+        train=training,
+        validation=validation,
+        norm_stats=stats,
+        normalization=form,
+        cameras=config.cameras,
     )
     _report(opened)
     return opened
 
 
 def in_text_lengths(
-    data: OpenedData,
+    data: OpenedDatasets,
     model: Any,
     tokenizer: Any,
     *,
@@ -122,7 +187,7 @@ def in_text_lengths(
     most: int,
     draws: int = 1,
     assets_dir: str | Path = ".",
-) -> OpenedData:
+) -> OpenedDatasets:
     """The same data, training batches cut to one of at most `most` lengths of text where `model` can tell them.
 
     Args: `draws` is the objective's `draws_per_row`, for what a token costs; below `assets_dir` it is kept how many
@@ -276,7 +341,7 @@ def _digest(stats: Mapping[str, NormStats]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
-def _report(opened: OpenedData) -> None:
+def _report(opened: OpenedDatasets) -> None:
     message = "data: %s, %d %s samples, %.1f %% of rows"
     for split, rows in (("training", opened.train), ("held-out", opened.validation)):
         if rows is None:

@@ -5,14 +5,13 @@ Read next: `opened.py` (who makes `Rows`), `feed.py` (who asks for them).
 """
 
 import copy
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from openpi_train.data import order
+from openpi_train.data.base import RowSource, RowSpec
 from openpi_train.data.mixture import Mixture
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text_lengths import TextLengths
@@ -20,14 +19,12 @@ from openpi_train.data.windows import Windows
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
-# Shape and dtype of every entry of a row, as the model wants it.
-RowSpec = Mapping[str, tuple[tuple[int, ...], str]]
 
 _MAX_RETRIES = 100
 _RETRY_STREAM = 1 << 32
 
 
-class Rows:
+class Rows(RowSource):
     """The rows of one split of a mixture, at every position of an endless, reshuffled pass.
 
     Args: one of `windows`, `names`, `weights` and `transforms` (row to row, in order) for each dataset; `spec` is what
@@ -50,6 +47,7 @@ class Rows:
         self.mixture = Mixture([len(window) for window in windows], weights, seed)
         self.spec, self.on_bad_record = dict(spec), on_bad_record
         self.identity = {"seed": seed, **(identity or {})}
+        self.num_samples = sum(self.mixture.sizes)
         self.text: TextLengths | None = None
         self.shorter: Mapping[int, RowSpec] = {}
 
@@ -58,16 +56,6 @@ class Rows:
         rows = copy.copy(self)
         rows.text, rows.shorter = text, shorter
         return rows
-
-    @property
-    def num_samples(self) -> int:
-        """Distinct samples over all datasets."""
-        return sum(self.mixture.sizes)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of `identity`: equal rows at equal positions have equal fingerprints."""
-        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
     def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
         """The stacked rows at `positions` [n], and a message for every bad record that had its row replaced.

@@ -63,8 +63,9 @@ class Source(abc.ABC):
     episode_ids: Sequence[str]
     # Low-dimensional columns by name (`observation/state`, `action`, ...), each [num_steps, ...], memory-mapped.
     columns: Mapping[str, np.ndarray]
-    # The language instructions: distinct texts, and for every step which one (int32 [num_steps]).
+    # The language instructions, distinct texts.
     prompts: Sequence[str]
+    # For every step, which of the instructions (int32 [num_steps]).
     prompt_index: np.ndarray
     # Names of the image features, e.g. ("observation/image_0",).
     cameras: tuple[str, ...]

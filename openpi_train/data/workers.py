@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from openpi_train.data.rows import Rows
+from openpi_train.data.base import RowSource
 
 # grain reads absl flags in its workers and in whoever starts them, and absl wants them parsed first; no main of ours
 # does. (UnparsedFlagAccessError; seen with grain 0.2.18.)
@@ -31,7 +31,7 @@ class LocalBatches:
     `row_numbers` are the rows of the global batch that this process's devices hold.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, row_numbers: np.ndarray, start: int = 0):
+    def __init__(self, rows: RowSource, batch_size: int, row_numbers: np.ndarray, start: int = 0):
         self.rows, self.batch_size, self.row_numbers, self.start = rows, batch_size, row_numbers, start
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 An episode is a function of (seed, task, attempt) and the policy alone. Episodes are numbered attempt by attempt, all
 tasks of one before the next, and run in batches, of which every process acts in its own rows.
-Read next: `rollout.py`, `score.py`, `training/closed_loop.py` for the policy that is being trained.
+Read next: `rollout.py`, `score.py`, `evaluation/closed_loop.py` for the policy that is being trained.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from openpi_train.envs.base import Env, NoEnv
 from openpi_train.envs.rollout import Policy, rollout
 from openpi_train.envs.score import Episode, Score
 from openpi_train.envs.video import Recorder
+from openpi_train.fields import at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,17 @@ class ClosedLoop:
     # The world to act in; without one there is no closed loop.
     env: Env = dataclasses.field(default_factory=NoEnv)
     # Optimizer steps between closed loops, a multiple of --eval.interval; 0: before the first and after the last step.
-    interval: int = 0
+    interval: int = at_least(0, 0)
     # Initial states per task, the same at every evaluation.
-    episodes_per_task: int = 10
+    episodes_per_task: int = at_least(1, 10)
     # Actions of each chunk that are carried out before the policy is asked again; None: half of the chunk.
-    execute: int | None = None
+    execute: int | None = at_least(1, None)
     # Control steps after which an episode counts as failed; None: as the environment has it.
-    max_steps: int | None = None
+    max_steps: int | None = at_least(1, None)
     # The first episodes to make videos of, one task after the other.
-    num_videos: int = 4
+    num_videos: int = at_least(0, 4)
     # Episodes on one device at a time.
-    episodes_per_device: int = 16
+    episodes_per_device: int = at_least(1, 16)
     # Of initial states and of the policy's noise.
     seed: int = 0
     # Which of the run's datasets has the robot that acts here, and its norm stats.
@@ -71,7 +72,7 @@ def evaluate(
         history: observations that the policy sees (`rollout`).
         batch_size: episodes at a time, over all processes; None: all of them.
         rows: which of each batch this process acts in; None: all. The rows of all processes are the whole batch.
-        gather: hands every process's JSON value to all, as `training/agreement.py` does.
+        gather: hands every process's JSON value to all, as `runtime/agree.py` does.
         all_done: whether all processes are done with a batch, where they must ask the policy together (`rollout`).
         recorder: makes the videos.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from openpi_train.interop.paligemma import TABLE, without_filling
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Index, Leaves, Stored, StoredLeaf
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
 _SUFFIX, _ROOT, _PUBLISHED = ".npz", "params/", "PaliGemma/"
@@ -42,7 +42,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         )
     params = {f"{_PUBLISHED}{name.removeprefix(_ROOT)}": leaf for name, leaf in leaves.items()}
     if model is not None and TABLE in params:
-        params[TABLE] = without_filling(params[TABLE], model.vocab_size, place)
+        params[TABLE] = without_filling(params[TABLE], as_policy(model).vocab_size, place)
     return Stored(where=str(place), format="big_vision", params=params)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from openpi_train.data.fast import PUBLISHED
 from openpi_train.interop.openpi import abstract_params
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ POLICIES: tuple[Policy, ...] = (
 )
 
 
-def policy_of(model: ModelConfig) -> Policy:
+def policy_of(model: PolicyConfig) -> Policy:
     """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
     names = {model.public_name(path) for path in abstract_params(model)}
     for policy in POLICIES:
@@ -95,7 +95,7 @@ def policy_of(model: ModelConfig) -> Policy:
     raise UsageError(f"{type(model).__name__} is none of LeRobot's policies; allowed: {_allowed()}")
 
 
-def check(config: Mapping[str, Any], model: ModelConfig, where: str) -> None:
+def check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
     """Return where the folder's policy computes what the model does. Raises CheckpointError with all that differs."""
     policy, given = policy_of(model), config["type"]
     if given not in {one.type for one in POLICIES}:
@@ -136,7 +136,7 @@ def check(config: Mapping[str, Any], model: ModelConfig, where: str) -> None:
         )
 
 
-def policy_config(policy: Policy, model: ModelConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
+def policy_config(policy: Policy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
     """The `config.json` of a folder with weights of `dtype`; `dims` are those of `state` and `actions`, if known."""
     size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
     variants = {

@@ -21,7 +21,7 @@ from openpi_train.interop import lerobot_config, safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored, in_memory
 from openpi_train.interop.torch_policy import read_params, write_params
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
             f"{folder} does not say the sizes of its layers: name the experiment whose model it is "
             "(convert: --experiment NAME)"
         )
-    lerobot_config.check(config, model, str(folder))
+    lerobot_config.check(config, as_policy(model), str(folder))
     return Stored(
         where=str(folder),
         format="lerobot",
@@ -76,8 +76,9 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         logger.warning("%s has no norm stats: the policy's processors will pass values as they are", stored.where)
     dims = {name: len(stats[f"{feature}.mean"]) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
-    policy = lerobot_config.policy_of(model)
-    config = lerobot_config.policy_config(policy, model, dims, dtypes.pop() if len(dtypes) == 1 else "float32")
+    policy = lerobot_config.policy_of(as_policy(model))
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    config = lerobot_config.policy_config(policy, as_policy(model), dims, dtype)
     directory.mkdir(parents=True)
     write_params(directory, stored.params, PREFIX)
     for name, pipeline in lerobot_config.processors(policy, config).items():

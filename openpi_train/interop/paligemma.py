@@ -19,7 +19,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Stored, StoredLeaf
 from openpi_train.interop.torch_names import TIED_HEAD, layout
 from openpi_train.interop.torch_policy import settle_heads
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     if len(found) < len(stored):
         raise CheckpointError(f"{place} holds the same parameters under several names; it must have one set of names")
     settle_heads(place, found, speaks=True)
-    found[TIED_HEAD] = without_filling(found[TIED_HEAD], model.vocab_size, place)
+    found[TIED_HEAD] = without_filling(found[TIED_HEAD], as_policy(model).vocab_size, place)
     tensors = {tensor: one for one in layouts.values() for tensor in one.tensors.values()}
     published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.interop.stored import Leaves, StoredLeaf, at_hand
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import merge_module
 
 _ROWS = 2
@@ -26,7 +26,7 @@ def _velocity(model: Any, batch: Any) -> jax.Array:
     return model.velocity(batch.observation, batch.actions[:, None], times)
 
 
-# What is asked of a model that provides a capability (`ModelConfig.provides`): the built module, a batch -> outputs.
+# What is asked of a model that provides a capability (`PolicyConfig.provides`): the built module, a batch -> outputs.
 PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "velocity": _velocity,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
@@ -34,7 +34,7 @@ PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
 
 
 def compare_outputs(
-    source: tuple[ModelConfig, Leaves], result: tuple[ModelConfig, Leaves], cameras: Sequence[str]
+    source: tuple[PolicyConfig, Leaves], result: tuple[PolicyConfig, Leaves], cameras: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """By capability that both models have: how far the outputs are apart, on two rows of fixed random inputs.
 
@@ -101,13 +101,13 @@ def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
-def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params: Leaves, batch: Any) -> jax.Array:
+def _outputs(probe: Callable[[Any, Any], jax.Array], model: PolicyConfig, params: Leaves, batch: Any) -> jax.Array:
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     arrays = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in params.items()}
     return jax.jit(lambda arrays, batch: probe(merge_module(graphdef, arrays), batch))(arrays, batch)
 
 
-def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
+def _fixed_batch(model: PolicyConfig, cameras: Sequence[str]) -> Any:
     random = np.random.default_rng(0)
 
     def fill(spec: jax.ShapeDtypeStruct) -> jax.Array:

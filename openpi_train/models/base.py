@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
+from openpi_train.runtime.exits import UsageError
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -26,22 +27,6 @@ class ModelConfig(abc.ABC):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
-    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
-    reads_text: ClassVar[bool] = True
-
-    # Control steps of an action chunk, and tokens that the model knows.
-    action_horizon: int
-    vocab_size: int
-
-    @property
-    def window(self) -> WindowShape:
-        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
-        return WindowShape(horizon=self.action_horizon)
-
-    @property
-    def normalization(self) -> Form:
-        """The form of normalisation that the model was designed for."""
-        return "z_score"
 
     @property
     def compute_dtype(self) -> Any:
@@ -57,45 +42,6 @@ class ModelConfig(abc.ABC):
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialised module, parameters in float32."""
 
-    @abc.abstractmethod
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> Any:
-        """The batch as a tree of `jax.ShapeDtypeStruct`; `cameras` are the slots that the run's robots fill."""
-
-    @abc.abstractmethod
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
-
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "ModelConfig":
-        """This config for a run that has only these prompts, each with the state dims of its robot (default: the same).
-
-        It computes the same from the same rows, without padding that none of them needs.
-        """
-        del tokenizer, prompts
-        return self
-
-    @property
-    def prompt_length(self) -> int | None:
-        """Text tokens of a row, padding included; None where they are always as many (default)."""
-        return None
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
-
-        `num_state_dims` are those of its robot. Asked for only where there is a `prompt_length`.
-        """
-        del tokenizer, prompt, num_state_dims
-        return 0
-
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
-        del tokenizer
-        return None
-
-    def with_text_length(self, length: int) -> "ModelConfig":
-        """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
-        del length
-        return self
-
     def training_only(self, trained: Collection[str]) -> "ModelConfig":
         """This config for a run in which these parameters, by path, train and no others (default: the same).
 
@@ -104,16 +50,22 @@ class ModelConfig(abc.ABC):
         del trained
         return self
 
-    @abc.abstractmethod
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix."""
+    def flops_per_row(self, cameras: int, draws: int = 1) -> float | None:
+        """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix.
 
-    @abc.abstractmethod
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
+        None (default): they are counted in the traced step.
+        """
+        del cameras, draws
+        return None
+
+    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float | None:
         """Bytes that a training step keeps for one row between forward and backward, an estimate from shapes.
 
-        On one device; each of `tensor_devices` has its share of the heads and of the wide layers.
+        On one device; each of `tensor_devices` has its share of the heads and of the wide layers. None (default): what
+        jax's derivative of the loss keeps (`planning/residuals.py`).
         """
+        del cameras, draws, tensor_devices
+        return None
 
     def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
         """Bytes of the activations that a training step sums over a tensor group for one row."""
@@ -180,3 +132,75 @@ class ModelConfig(abc.ABC):
         """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
         del path
         return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ModelConfig):
+    """A model of robots' actions: what it sees around a control step, and how a robot's row becomes a row of its batch.
+
+    Its batch is a `types.ActionBatch`.
+    """
+
+    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
+    reads_text: ClassVar[bool] = True
+
+    # Control steps of an action chunk.
+    action_horizon: int
+    # Tokens that the model knows.
+    vocab_size: int
+
+    @property
+    def window(self) -> WindowShape:
+        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
+        return WindowShape(horizon=self.action_horizon)
+
+    @property
+    def normalization(self) -> Form:
+        """The form of normalisation that the model was designed for."""
+        return "z_score"
+
+    @abc.abstractmethod
+    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> Any:
+        """The batch as a tree of `jax.ShapeDtypeStruct`; `cameras` are the slots that the run's robots fill."""
+
+    @abc.abstractmethod
+    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
+
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PolicyConfig":
+        """This config for a run that has only these prompts, each with the state dims of its robot (default: the same).
+
+        It computes the same from the same rows, without padding that none of them needs.
+        """
+        del tokenizer, prompts
+        return self
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Text tokens of a row, padding included; None where they are always as many (default)."""
+        return None
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
+
+        `num_state_dims` are those of its robot. Asked for only where there is a `prompt_length`.
+        """
+        del tokenizer, prompt, num_state_dims
+        return 0
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
+        del tokenizer
+        return None
+
+    def with_text_length(self, length: int) -> "PolicyConfig":
+        """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
+        del length
+        return self
+
+
+def as_policy(model: ModelConfig) -> PolicyConfig:
+    """The model, where robots' actions are needed. Raises UsageError where it has none."""
+    if not isinstance(model, PolicyConfig):
+        raise UsageError(f"this is for robot policies, and {type(model).__name__} has no actions")
+    return model

@@ -16,7 +16,7 @@ from flax import nnx
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
-from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.base import PolicyConfig, RowTransform
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
 from openpi_train.nn.denoising_mlp import DenoisingMlp, mlp_flops
 from openpi_train.nn.denoising_transformer import DenoisingTransformer, transformer_flops
@@ -55,7 +55,7 @@ class MlpSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffusionPolicyConfig(ModelConfig):
+class DiffusionPolicyConfig(PolicyConfig):
     """A diffusion policy from images and states, or states alone.
 
     `action_horizon` actions begin with the first of the observed steps.

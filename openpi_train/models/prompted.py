@@ -16,7 +16,7 @@ import tyro
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.data.text_lengths import rounded
-from openpi_train.models.base import ModelConfig, RowTransform
+from openpi_train.models.base import PolicyConfig, RowTransform
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.layers import Remat, RematChoice
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptedConfig(ModelConfig):
+class PromptedConfig(PolicyConfig):
     """What the configs of these models have in common: how they compute, and the length of their rows' text."""
 
     # The tokens of a row, set when a run opens its data; None: max_token_len.

@@ -16,13 +16,14 @@ from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
 from openpi_train.data.tokenizer import FILE
+from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import formats, openpi
 from openpi_train.interop.stored import Leaves, Stored, place
-from openpi_train.interop.tokens import check_tokenizer, on_disk, open_tokenizer, tokens_fingerprint, with_files
-from openpi_train.models.base import ModelConfig
+from openpi_train.interop.tokens import check_tokenizer, on_disk, with_files
+from openpi_train.models.base import PolicyConfig, as_policy
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -85,7 +86,7 @@ def load_policy(
         raise UsageError(f"{num_sample_steps} denoising steps are none; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
-    config, model = run.data, run.model
+    config, model = run.demonstrations, run.policy
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)
         model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
@@ -104,7 +105,7 @@ def load_policy(
         plan=plan,
         cameras=config.cameras,
         seed=run.seed if seed is None else seed,
-        num_steps=num_sample_steps or run.eval.num_sample_steps,
+        num_steps=num_sample_steps or run.robot_eval.num_sample_steps,
         batch_sizes=tuple(batch_sizes),
         text_lengths=lengths,
     )
@@ -112,7 +113,7 @@ def load_policy(
         sampler=sampler,
         form=ObservationForm(
             robot=chosen.robot,
-            window=run.model.window,
+            window=run.policy.window,
             image_size=sampler.image_size,
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,
@@ -122,7 +123,7 @@ def load_policy(
             normalize=Normalize(stats, form),
             transforms=longest.transforms(pieces if cut_prompts else pieces.without_cuts()),
             spec=sampler.row_spec(),
-            window=run.model.window,
+            window=run.policy.window,
         ),
         experiment=run.name,
         # Which step `best` was.
@@ -143,7 +144,7 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
 
 def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
-    datasets = run.data.datasets
+    datasets = run.demonstrations.datasets
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
     if isinstance(wanted, str):
         found = [one for one in datasets if one.asset == wanted]
@@ -171,14 +172,14 @@ def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
 
 
 def _restored(
-    model: ModelConfig,
+    model: PolicyConfig,
     stored: Stored,
     directory: str,
     average: bool,
     dtype: str | None,
     merge_lora: bool,
     devices: Sequence[Any] | None,
-) -> tuple[ModelConfig, Params, Plan]:
+) -> tuple[PolicyConfig, Params, Plan]:
     """The model that is to run, its parameters on the devices, and how they lie there."""
     leaves = dict(formats.model_params(stored, model))
     if not average:
@@ -199,10 +200,14 @@ def _restored(
         where,
         ", cut" if count > 1 and plan.cuts("copy") else "",
     )
-    return (model.without_lora(), _merged(model, params, plan, dtype), plan) if merges else (model, params, plan)
+    return (
+        (as_policy(model.without_lora()), _merged(model, params, plan, dtype), plan)
+        if merges
+        else (model, params, plan)
+    )
 
 
-def _not_averaged(stored: Stored, model: ModelConfig, leaves: Leaves) -> dict[str, Any]:
+def _not_averaged(stored: Stored, model: PolicyConfig, leaves: Leaves) -> dict[str, Any]:
     """The trained parameters themselves, where `params` holds their average."""
     if stored.train_state is None:
         raise UsageError(f"{stored.where} has no training state: its parameters are there as they are published only")
@@ -211,7 +216,7 @@ def _not_averaged(stored: Stored, model: ModelConfig, leaves: Leaves) -> dict[st
     return {path: leaf for path, leaf in found.items() if leaf is not None}
 
 
-def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
+def _merged(model: PolicyConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
     """The parameters with low-rank factors folded in: weights that have some in float32, or all in `dtype`."""
     adapted = {f"{path.removesuffix('/lora_a')}/weight" for path in params if path.endswith("/lora_a")}
 

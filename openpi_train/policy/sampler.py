@@ -1,4 +1,4 @@
-"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `training/sampling.py`.
+"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `objectives/sampling.py`.
 
 Rows are filled up to a batch size, and prompts to a length, that a program was compiled for; what a row gets does not
 depend on the others of its batch.
@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.data.opened import row_spec
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
+from openpi_train.objectives.sampling import sample_chunks, sample_keys
 from openpi_train.sharding.mesh import FSDP, REPLICA
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
-from openpi_train.training.sampling import sample_chunks, sample_keys
 from openpi_train.types import TOKEN_MASKS, observation
 
 Row = Mapping[str, Any]
@@ -37,7 +37,7 @@ class Sampler:
     None for a model that reads none. Rows come with the longest.
     """
 
-    model: ModelConfig
+    model: PolicyConfig
     objective: Objective
     params: Params
     plan: Plan

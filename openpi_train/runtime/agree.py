@@ -15,7 +15,8 @@ from jax._src import distributed  # the service's client has no public name yet 
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
-DEFAULT_TIMEOUT_S = 300.0
+# As long as process 0 may take to read a checkpoint of a large model back for its checksums, on a slow file system.
+DEFAULT_TIMEOUT_S = 1800.0
 _SLICE_MS = 2000  # Python handles signals only between calls into the service
 
 _calls_made = 0
@@ -46,10 +47,10 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
         PeerLostError: a process did not come within `timeout_s`, is at another call, or the service is gone.
     """
     global _calls_made
-    assert threading.current_thread() is threading.main_thread(), "agreement is for the main thread only"
     process_index, process_count = _place()
     if process_count == 1:
         return [json.loads(json.dumps(value))]
+    assert threading.current_thread() is threading.main_thread(), "agreement is for the main thread only"
     client: Any = distributed.global_state.client
     call = _calls_made
     _calls_made += 1

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # jax aborts when a time-out of its own runs out: the watchdog's come first, except in jax's farewell.
 _SHUTDOWN_S = 60
 _SLACK_S = 40
+# For all to say who they are, once jax has started on them.
+_GREETING_S = 300
 
 _watchdog: Watchdog | None = None
 
@@ -182,7 +184,7 @@ def _report(world: World) -> None:
     devices = jax.local_devices()
     own = f"process {world.process_index}: {len(devices)} x {devices[0].device_kind}"
     versions = f"jax {jax.__version__}, python {platform.python_version()}"
-    everyone = agree.gather("who is there", [socket.gethostname(), _address(world), versions, own])
+    everyone = agree.gather("who is there", [socket.gethostname(), _address(world), versions, own], _GREETING_S)
     agree.name_hosts([host for host, *_ in everyone])
     for place in dict.fromkeys(tuple(place) for *place, _ in everyone):
         host, address, software_there = place

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from openpi_train.fields import at_least
+
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
@@ -15,17 +17,17 @@ class Timeouts:
     """How long the processes of a run wait for each other, in seconds."""
 
     # For all processes to be started and to meet.
-    rendezvous_s: float = 300.0
+    rendezvous_s: float = at_least(1, 300.0)
     # For jax to start on all of them, once they have met.
-    handshake_s: float = 60.0
+    handshake_s: float = at_least(1, 60.0)
     # All others have ended, with code 70, so long after a process was lost. A break of the network of a third passes.
-    lost_s: float = 60.0
+    lost_s: float = at_least(1, 60.0)
     # The same after a step got stuck; ten usual steps where they take longer.
-    stuck_s: float = 60.0
+    stuck_s: float = at_least(1, 60.0)
     # For process 0 to open the data (an index of terabytes on a slow disk may take hours).
-    data_s: float = 6 * 3600.0
+    data_s: float = at_least(1, 6 * 3600.0)
     # For all processes to come to the end of the run, once the first one has.
-    finish_s: float = 300.0
+    finish_s: float = at_least(1, 300.0)
 
 
 class Wait:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from openpi_train.fields import at_least
 from openpi_train.sharding.mesh import FSDP, TENSOR, batch_sharding, replicated
 from openpi_train.sharding.tensor import tensor_dim
 
@@ -54,9 +55,9 @@ class ShardingConfig:
     # What is cut; auto: what fits and has the shortest step by the plan, or with --fsdp-devices given zero3.
     strategy: Choice = "auto"
     # Smaller arrays stay whole, and on the devices, MiB.
-    min_shard_mib: float = 4.0
+    min_shard_mib: float = at_least(0, 4.0)
     # Devices that share out the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: none do.
-    tensor_devices: int = 1
+    tensor_devices: int = at_least(1, 1)
     # What lies in host memory between steps: the optimizer's moments, also the average of the parameters.
     offload: Offload = "none"
 

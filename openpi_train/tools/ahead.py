@@ -48,7 +48,7 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
     )
     prepared = prepare.prepare(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
-    batch = experiment.model.batch_spec(experiment.batch_size, experiment.data.cameras)
+    batch = experiment.data.batch_spec(experiment.model, experiment.batch_size)
     began = time.monotonic()
     with jax.set_mesh(trainer.plan.real_mesh):
         lowered = trainer.jitted_step(layout.shardings).lower(layout.abstract(), batch)

@@ -84,6 +84,9 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
 def data(experiment: Experiment) -> Iterator[Finding]:
     """Whether the experiment's datasets are there and indexed, and its norm stats there and sound."""
     config, ready = experiment.data, True
+    if not isinstance(config, DataConfig):
+        yield warn("dataset", f"{type(config).__name__}: not looked at", "the first start says what is wrong with it")
+        return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
         if not isinstance(source, Rlds | LeRobot | Zarr):
@@ -110,7 +113,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         yield warn("norm stats", "not looked at: the data are not ready", advice)
         return
     try:
-        windows = open_windows(config, experiment.model.window)
+        windows = open_windows(config, experiment.policy.window)
         for window, dataset in zip(windows, config.datasets, strict=True):
             text = f"{dataset.asset}: {window.source.num_episodes} episodes, {len(window)} training samples"
             yield (

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 
 from openpi_train.data.files import write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.interop import formats, hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.planning.devices import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
@@ -224,7 +225,9 @@ class Conversion:
             )
             logger.warning("outputs are %s", said)
             return said
-        found = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
+        found = compare_outputs(
+            (as_policy(self.model), self.params), (as_policy(self.wanted_model), params), self.cameras
+        )
         return found or f"not compared: there is no probe for {sorted(self.model.provides)}"
 
 
@@ -287,7 +290,7 @@ def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
 
 def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError where norm stats are wider than what the model takes."""
-    spec = experiment.model.batch_spec(1, experiment.data.cameras)
+    spec = experiment.policy.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():
         entries = content.get("norm_stats", {})

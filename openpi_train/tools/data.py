@@ -200,7 +200,7 @@ def _inspect(given: argparse.Namespace) -> None:
         given.path = given.what
         print(inspect(Path(given.what).expanduser().resolve().name, _source(given), out=given.out), end="")
         return
-    for dataset in given.experiment.data.datasets:
+    for dataset in given.experiment.demonstrations.datasets:
         print(inspect(dataset.asset, dataset.source.open(), dataset.robot, out=given.out), end="")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from openpi_train.data import places
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.runtime import agree, logs, session, xla
 from openpi_train.runtime.exits import DONE, USAGE, RunError
 from openpi_train.runtime.world import World, WorldFlags, find_world

@@ -24,17 +24,17 @@ from openpi_train.envs.ensembling import Ensembled
 from openpi_train.envs.named import environment
 from openpi_train.envs.rollout import Policy as EnvPolicy
 from openpi_train.envs.video import Recorder
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.evaluation.closed_loop import write_score
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy, open_run
 from openpi_train.policy.policy import Policy
-from openpi_train.runtime import logs, session
+from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import figures, open_loop
-from openpi_train.training.agreement import gather
-from openpi_train.training.closed_loop import write_score
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def closed_loop_of(request: Request, experiment: Experiment, dataset: int) -> Cl
         "episodes_per_device": request.batch_size,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(experiment.eval.closed_loop, **asked)
+    return dataclasses.replace(experiment.robot_eval.closed_loop, **asked)
 
 
 def _env(name: str | None) -> Env | None:
@@ -141,14 +141,14 @@ def _env(name: str | None) -> Env | None:
 def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
     """Which dataset's robot acts: a number or an asset id; by default that of the run's own closed loop."""
     if wanted is None:
-        return experiment.eval.closed_loop.dataset
+        return experiment.robot_eval.closed_loop.dataset
     chosen = choose_dataset(experiment, int(wanted) if wanted.isdecimal() else wanted)
-    return experiment.data.datasets.index(chosen)
+    return experiment.demonstrations.datasets.index(chosen)
 
 
 def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
-        windows = open_windows(experiment.data, experiment.model.window)[number].in_split("validation")
+        windows = open_windows(experiment.demonstrations, experiment.policy.window)[number].in_split("validation")
         if not len(windows):
             raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
         episodes = open_loop.held_out_episodes(windows, request.held_out)
@@ -161,7 +161,7 @@ def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, numb
         if predicted.episode in plotted:
             picture = figures.chunks(predicted, names, policy.form.robot.control_hz)
             write_text(folder / f"open_loop_{predicted.episode}.svg", picture)
-    parts = gather("open-loop errors", [error.as_list() for error, _ in found])
+    parts = agree.gather("open-loop errors", [error.as_list() for error, _ in found])
     errors = [open_loop.EpisodeError.from_list(values) for part in parts for values in part]
     if jax.process_index() == 0:
         result = open_loop.summary(names, errors)
@@ -183,7 +183,7 @@ def _in_closed_loop(
         history=policy.form.window.history,
         batch_size=size * count,
         rows=size * index + np.arange(size),
-        gather=gather,
+        gather=agree.gather,
         recorder=recorder,
     )
     assert score is not None, "nothing asked it to stop"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.fast import FastTokenizer, fit_fast
-from openpi_train.data.opened import OpenedData, open_data
+from openpi_train.data.opened import OpenedDatasets, open_data
 from openpi_train.data.rows import Rows
 
 
@@ -53,7 +53,7 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a new directory with --out")
-    model, config = experiment.model, experiment.data
+    model, config = experiment.policy, experiment.demonstrations
     data = open_data(
         config,
         shape=model.window,
@@ -70,7 +70,7 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     return _account(fast, directory, training, chunks_of(data, others, model.action_dim, max_chunks), data.validation)
 
 
-def chunks_of(data: OpenedData, rows: Rows, action_dim: int, most: int) -> np.ndarray:
+def chunks_of(data: OpenedDatasets, rows: Rows, action_dim: int, most: int) -> np.ndarray:
     """At most `most` chunks [n, h, action_dim] of a split, float32, normalised; datasets in proportion to weights."""
     found = []
     sizes = np.array([len(window) for window in rows.windows])

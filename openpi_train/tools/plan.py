@@ -20,7 +20,7 @@ from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import ahead, plan_text
-from openpi_train.training.prepare import forecasts, whole_layout
+from openpi_train.training.prepare import forecasts, step_flops, whole_layout
 
 # What jax may take of a GPU (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9
@@ -107,18 +107,23 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
     chosen, why = recommend(found)
-    cameras, draws = len(experiment.data.cameras), experiment.objective.draws_per_row
     return Report(
         experiment=experiment,
         machine=machine,
         num_params=sum(leaf.size for leaf in layout.shapes.params.values()),
         num_frozen=sum(leaf.size for leaf in layout.shapes.frozen.values()),
-        model_flops_per_row=3 * experiment.model.flops_per_row(cameras, draws),
+        model_flops_per_row=model_flops_per_row(experiment),
         forecasts=found,
         recommended=chosen,
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
+
+
+def model_flops_per_row(experiment: Experiment) -> float:
+    """Forward and backward of one row, without recomputation, all parameters trained."""
+    forward = experiment.model.flops_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
+    return step_flops(experiment, experiment.model, recomputed=False) if forward is None else 3 * forward
 
 
 def _accumulations(experiment: Experiment, num_devices: int) -> list[int]:

@@ -5,15 +5,15 @@ import io
 import numpy as np
 from PIL import Image
 
+from openpi_train.data.opened import OpenedDatasets
+from openpi_train.data.tokens import open_tokenizer
 from openpi_train.envs.video import side_by_side
 from openpi_train.experiment import Experiment
-from openpi_train.interop.tokens import open_tokenizer
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.tools import figures
 from openpi_train.tools.page import figure, note, text
 from openpi_train.tools.page import figures as beside
-from openpi_train.tools.run_files import RunFiles
-from openpi_train.training.start import open_run_data
+from openpi_train.tools.run_files import Missing, RunFiles
 
 _ROWS = 4
 
@@ -21,9 +21,12 @@ _ROWS = 4
 def sample_batch(run: RunFiles, like: Experiment | None) -> str:
     """The first training rows of the run. Raises DataError where the data are not here."""
     experiment = experiment_from_json(run.experiment, like)
-    data = open_run_data(experiment)
+    data = experiment.open_data()
+    if not isinstance(data, OpenedDatasets):
+        raise Missing(f"no sample batch: rows of {type(data).__name__} are not shown here.")
+    config = experiment.demonstrations
     rows = data.train.batch(np.arange(min(_ROWS, data.train.num_samples)))[0]
-    tokenizer = open_tokenizer(experiment.model, experiment.data.tokenizer, offline=experiment.data.offline)
+    tokenizer = open_tokenizer(experiment.model, config.tokenizer, offline=config.offline)
     cameras = [name for name in rows if name.startswith("image/")]
     parts = []
     for index, place in enumerate(data.train.describe(np.arange(len(rows["state"])))):

@@ -39,7 +39,7 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
 def curves(runs: Sequence[RunFiles]) -> str:
     """Every curve of one run, or of several in one figure."""
     parts = []
-    for title, unit, logarithmic, metrics in _CURVES:
+    for title, unit, logarithmic, metrics in (*_CURVES, *_own_curves(runs)):
         series = {
             (label if len(runs) == 1 else f"{run.name}: {label}"): points
             for run in runs
@@ -64,6 +64,16 @@ def curves(runs: Sequence[RunFiles]) -> str:
     if not parts:
         raise Missing("metrics.jsonl has no line yet: the first comes after --log-interval steps.")
     return beside(parts)
+
+
+def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
+    """Of what the experiments measure themselves (`evaluation/base.py: Evaluations`): a curve for each name."""
+    known = {name for _, _, _, metrics in _CURVES for name in metrics}
+    names = {name for run in runs for line in run.metrics for name in line if name.startswith("val/")} - known
+    plain = sorted({name.removesuffix("_ema") for name in names})
+    return [
+        (name.removeprefix("val/"), "", False, {name: "parameters", f"{name}_ema": "average (EMA)"}) for name in plain
+    ]
 
 
 def time_split(run: RunFiles) -> str:
@@ -132,7 +142,7 @@ def norm_stats(run: RunFiles, like: Experiment | None) -> str:
 def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], Sequence[str]]:
     """The robots' names of dims, where the experiment can be read back here."""
     try:
-        datasets = experiment_from_json(run.experiment, like).data.datasets
+        datasets = experiment_from_json(run.experiment, like).demonstrations.datasets
     except RunError:
         return {}
     kinds: dict[str, Callable[[Any], Sequence[str]]] = {

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import jax
 
-from openpi_train.data.opened import open_windows
 from openpi_train.experiment import Experiment
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError, reported_as
@@ -33,7 +32,7 @@ def in_steps(experiment: Experiment) -> Experiment:
     if experiment.num_epochs is None or not experiment.numbers_are_in_range:
         return experiment  # the check that follows says what is out of range
     with process_0_first("has counted the samples", experiment.timeouts.data_s), reported_as(DataError):
-        samples = sum(map(len, open_windows(experiment.data, experiment.model.window)))
+        samples = experiment.data.num_samples(experiment.model)
     steps = max(math.ceil(experiment.num_epochs * samples / experiment.batch_size), 1)
     logger.info(
         "%d epochs of %d samples, %d at a time: %d steps", experiment.num_epochs, samples, experiment.batch_size, steps

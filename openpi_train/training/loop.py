@@ -2,6 +2,7 @@
 
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import Preempted
+from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.run import Run
 from openpi_train.training.state import TrainState
 
@@ -14,14 +15,16 @@ def train(run: Run) -> TrainState:
     state, experiment, recorder = run.state, run.experiment, run.recorder
     first, total = int(state.step), experiment.num_train_steps
     run.catch_up(state)
-    step_function = run.compile_step(state)
+    step_function, save_is_due = run.compile_step(state), False
     for step in range(first + 1, total + 1):
         with run.taking(step):
-            state, metrics = step_function(state, run.feed.next(state))
-            run.note(step, metrics)
-            stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
-            if stop or evaluate or step % experiment.log_interval == 0:
-                run.log(step, recorder.read())
+            batch = run.feed.next(state)  # it may act with the present parameters, so it is not guarded
+            with no_implicit_transfers():
+                state, metrics = step_function(state, batch)
+                run.note(step, metrics)
+                stop, evaluate = run.stop_requested(), run.evaluation_is_due(step)
+                if stop or evaluate or step % experiment.log_interval == 0:
+                    run.log(step, recorder.read())
         complete = step == total
         if evaluate and not stop:
             with recorder.paused("evaluation"):
@@ -29,15 +32,18 @@ def train(run: Run) -> TrainState:
             stop = run.stop_requested()
         elif evaluate:
             complete = False
-        if stop or run.save_is_due(step):
+        save_is_due |= stop or run.save_is_due(step)
+        can_be_saved = step == total or run.feed.can_be_saved
+        if save_is_due and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):
                 run.save(step, state)
-        elif run.local_save_is_due(step):
+            save_is_due = False
+        elif run.local_save_is_due(step) and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):
                 run.save_locally(step, state)
-        if stop and not complete:
+        if stop and can_be_saved and not complete:
             run.finish()
             times = preempt.stop_times()
             took = f", {times.words()}" if times else ""

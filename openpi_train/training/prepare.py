@@ -15,6 +15,9 @@ import optax
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.keys import row_keys
+from openpi_train.models.base import ModelConfig
+from openpi_train.nn.params import merge_module
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
@@ -22,11 +25,12 @@ from openpi_train.planning.flops import product_flops
 from openpi_train.planning.forecast import Forecast, Machine, Policy, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
+from openpi_train.planning.residuals import residual_bytes_per_row
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
-from openpi_train.training.agreement import gather
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.rundir import RunRequest, devices_at_first
 from openpi_train.training.step import Trainer
@@ -78,7 +82,7 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
             *(sharding.tensor_devices, jax.local_device_count()),
         )
     device, processes = jax.local_devices()[0], world.local_count or 1
-    sizes = gather("memory of a device", [measure(device, processes) for measure in (memory_bytes, total_bytes)])
+    sizes = agree.gather("memory of a device", [measure(device, processes) for measure in (memory_bytes, total_bytes)])
     available, total = map(min, zip(*sizes, strict=True))
     layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
@@ -189,22 +193,49 @@ def policy_costs(experiment: Experiment, state: StateLayout, *, counted: bool) -
     found = []
     for name, model in experiment.model.remat_choices().items():
         model = model.training_only(state.shapes.params)
-        flops = 3 * model.flops_per_row(*sizes[:2])
-        if counted or state.shapes.frozen:
-            on_devices = dataclasses.replace(sharding, offload="none")
-            one = dataclasses.replace(experiment, model=model, grad_accum=1, sharding=on_devices)
-            whole = planned(one, "replicated", 1, sharding.tensor_devices)
-            layout = whole_layout(one, whole)
-            step = make_trainer(one, layout, whole).step
-            flops = product_flops(jax.make_jaxpr(step)(layout.abstract(), model.batch_spec(1, cameras)).jaxpr)
+        forward, activations = model.flops_per_row(*sizes[:2]), model.activation_bytes_per_row(*sizes)
+        if counted or state.shapes.frozen or forward is None:
+            flops = step_flops(experiment, model)
+        else:
+            flops = 3 * forward
         policy = Policy(
             remat=name,
             flops_per_row=flops,
-            activation_bytes_per_row=max(model.activation_bytes_per_row(*sizes), 1.0),
+            activation_bytes_per_row=max(kept_bytes(experiment, model) if activations is None else activations, 1.0),
             summed_bytes_per_row=model.tensor_bytes_per_row(*sizes),
         )
         found.append(policy)
     return found
+
+
+def step_flops(experiment: Experiment, model: ModelConfig, *, recomputed: bool = True) -> float:
+    """FLOPs of a traced step on one row, of a tensor group on all of its devices; with recomputation, or without."""
+    trainer, layout = _one_row(experiment, model)
+    traced = jax.make_jaxpr(trainer.step)(layout.abstract(), experiment.data.batch_spec(model, 1))
+    return product_flops(traced.jaxpr, recomputed=recomputed)
+
+
+def kept_bytes(experiment: Experiment, model: ModelConfig) -> float:
+    """Bytes that each row keeps between forward and backward, by jax's derivative of the loss."""
+    trainer, layout = _one_row(experiment, model)
+
+    def loss(params, inputs):
+        frozen, batch = inputs
+        module = merge_module(trainer.graphdef, {**frozen, **params})
+        return trainer.objective.loss(module, batch, trainer.objective.norms(batch), row_keys(0, 0, batch.row))
+
+    return residual_bytes_per_row(
+        loss, layout.shapes.params, lambda rows: (layout.shapes.frozen, experiment.data.batch_spec(model, rows))
+    )
+
+
+def _one_row(experiment: Experiment, model: ModelConfig) -> tuple[Trainer, StateLayout]:
+    """The step of `model` as it is for the rows of one device, or one tensor group, in one micro-batch."""
+    sharding = dataclasses.replace(experiment.sharding, offload="none")
+    one = dataclasses.replace(experiment, model=model, grad_accum=1, sharding=sharding)
+    whole = planned(one, "replicated", 1, sharding.tensor_devices)
+    layout = whole_layout(one, whole)
+    return make_trainer(one, layout, whole), layout
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
@@ -233,7 +264,7 @@ def check_host_memory(offload: str) -> None:
 
 def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> None:
     """Say what lies in host memory. Raises DoesNotFit where a host has too little. All processes call it."""
-    require_host(memory, min(gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
+    require_host(memory, min(agree.gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
     logger.info(
         "offload %s: %.1f GiB of each device's state lie in host memory; to read and write them takes about %.2g s of "
         "a step at %d GB/s each way (PCIe 4.0 x16)",

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from openpi_train.data.files import write_json
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sharding.mesh import FSDP, TENSOR

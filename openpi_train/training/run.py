@@ -10,19 +10,17 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.feed import Feed
+from openpi_train.data.base import Feed, OpenedData
 from openpi_train.data.files import write_json
-from openpi_train.experiment import Experiment, as_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
 from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.memory import bytes_per_device
-from openpi_train.runtime import phases, preempt
+from openpi_train.runtime import agree, phases, preempt
 from openpi_train.runtime.phases import phase
-from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train.training.closed_loop import ClosedLoopEvaluator
 from openpi_train.training.evaluate import Evaluator
-from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
@@ -47,23 +45,16 @@ class Run:
     trainer: Trainer
     layout: StateLayout
     state: TrainState
+    data: OpenedData
     feed: Feed
     recorder: Recorder
     evaluator: Evaluator
-    closed_loop: ClosedLoopEvaluator
     checkpoints: Checkpoints
     metrics: Metrics
     progress: ProgressReport
     profiler: Profiler
-    norm_stats: Mapping[str, Any]
     history: list[dict[str, Any]]
-    # The batches' shapes, if they have several (see `data/text_lengths.py`).
-    text_lengths: tuple[int, ...] = ()
     programs: Programs | None = None
-    # `tokens_fingerprint`: what the tokens that the weights learn stand for.
-    tokenizer: str | None = None
-    # Its files, which lie in every checkpoint.
-    token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -76,26 +67,24 @@ class Run:
         """The compiled step, with a log line for how long that took."""
         logger.info("compiling the training step (a first time can take minutes)")
         self.feed.start()  # data workers start meanwhile
-        batches = self._batch_specs()
+        batches = self.data.batch_specs(self.experiment.batch_size) or [
+            self.experiment.data.batch_spec(self.experiment.model, self.experiment.batch_size)
+        ]
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
         if jax.process_index() == 0:
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
-        gather("the compiled training step", None)  # gloo would give up on those who compile 30 s longer than others
+        agree.gather(
+            "the compiled training step", None
+        )  # gloo would give up on those who compile 30 s longer than others
         self.recorder.begin()
         return self.programs
-
-    def _batch_specs(self) -> list[Any]:
-        """A batch of each length of text, as a tree of shapes."""
-        experiment, model = self.experiment, self.experiment.model
-        models = [model.with_text_length(length) for length in self.text_lengths] or [model]
-        return [model.batch_spec(experiment.batch_size, experiment.data.cameras) for model in models]
 
     @contextlib.contextmanager
     def taking(self, step: int) -> Iterator[None]:
         """Around all that the loop does for one step but evaluating and saving."""
-        with self.profiler.step(step), no_implicit_transfers():
+        with self.profiler.step(step):
             yield
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -143,22 +132,14 @@ class Run:
 
     @phase("evaluating")
     def evaluate(self, step: int, state: TrainState) -> bool:
-        """Evaluate on the held-out rows and in the environment, write it, and let the checkpoint compete for the best.
+        """Evaluate, write what was measured, and let the checkpoint compete for the best.
 
         Returns False where a stop that was asked for meanwhile left it out; a resumed run catches up.
         """
         started = time.perf_counter()
         values = self.evaluator(state)
-        if not values and self.evaluator.has_rows:
+        if values is None:
             return False
-        if values:
-            line = ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items())
-            logger.info("held-out, step %d: %s (%.1f s)", step, line, time.perf_counter() - started)
-        if self.closed_loop.is_due(step, self.experiment.num_train_steps):
-            successes = self._act(step, state)
-            if successes is None:
-                return False
-            values |= successes
         if not values:
             return True
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
@@ -196,20 +177,12 @@ class Run:
             return ""
         return f" (every evaluated step is saved if --save-interval, {saves}, divides --eval.interval, {evaluations})"
 
-    def _act(self, step: int, state: TrainState) -> dict[str, float] | None:
-        """Successes in the environment, of the averaged weights where there are any; None where a stop came between."""
-        started = time.perf_counter()
-        params = state.params if state.ema is None else self.evaluator.on_devices(state.ema)
-        score = self.closed_loop(params, state.frozen, self.directory / "eval" / str(step))
-        if score is None:
-            return None
-        logger.info("closed loop, step %d (%.1f s):\n%s", step, time.perf_counter() - started, score.table())
-        return score.metrics()
-
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:
         """Start saving a checkpoint."""
-        stall_s = self.checkpoints.save(state, norm_stats=self.norm_stats, files=self.token_files, **self._saved_with())
+        stall_s = self.checkpoints.save(
+            state, norm_stats=self.data.norm_stats_json(), files=self.data.token_files, **self._saved_with()
+        )
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
@@ -232,7 +205,7 @@ class Run:
             "extra": {
                 "wandb_id": self.metrics.wandb_id,
                 "unread_metrics": self.recorder.unread(),
-                "tokenizer": self.tokenizer,
+                "tokenizer": self.data.tokenizer,
             },
         }
 
@@ -252,7 +225,7 @@ class Run:
     def finish(self, keep_results: bool = False) -> None:
         """`close`, and write `results.json`, unless `keep_results` and there is one. Every process must call it."""
         self.close()
-        bad_records = sum(gather("count bad records", self.feed.bad_records))
+        bad_records = sum(agree.gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
             self._tell_best()

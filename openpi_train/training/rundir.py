@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from openpi_train.data.files import read_json, set_aside, write_json
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training import run_lock
-from openpi_train.training.agreement import from_process_0
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def check_run(request: RunRequest) -> None:
             _inspect(request)
         except UsageError as error:
             problem = str(error)
-    if problem := from_process_0("check the run directory", problem):
+    if problem := agree.broadcast("check the run directory", problem):
         raise UsageError(problem)
 
 
@@ -98,7 +98,7 @@ def open_run(
     request: RunRequest,
     *,
     process_index: int | None = None,
-    broadcast: Callable[[str, Any], Any] = from_process_0,
+    broadcast: Callable[[str, Any], Any] = agree.broadcast,
 ) -> RunDir:
     """Make or find the run's directory. Every process must call it; process 0 acts.
 
@@ -162,7 +162,7 @@ def devices_at_first(request: RunRequest) -> int | None:
     if jax.process_index() == 0 and request.resume:
         with contextlib.suppress(OSError):  # no run yet, or a name that cannot be: said later
             starts = _read(request.path / "environment.json")["starts"]
-    return from_process_0("devices at the first start", starts[0]["devices"]["count"] if starts else None)
+    return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
 def record_start(request: RunRequest, measured: Mapping[str, Any]) -> None:

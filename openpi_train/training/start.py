@@ -13,33 +13,23 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.feed import Feed
+from openpi_train.data.base import Feed, OpenedData
 from openpi_train.data.files import write_json
-from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import (
-    OpenedData,
-    in_text_lengths,
-    open_data,
-    open_windows,
-    prompts,
-    write_missing,
-)
-from openpi_train.data.rows import Rows
 from openpi_train.data.tuning import usable_cores
-from openpi_train.experiment import Experiment, as_json
-from openpi_train.interop.tokens import check_tokenizer, open_tokenizer, token_files, tokens_fingerprint
+from openpi_train.evaluation.base import Running
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
+from openpi_train.interop.tokens import check_tokenizer
 from openpi_train.launch import status
 from openpi_train.planning.devices import peak_flops
 from openpi_train.planning.memory import require
-from openpi_train.runtime import logs, phases, preempt, selftest, session
+from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.agreement import gather
 from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train.training.closed_loop import ClosedLoopEvaluator
 from openpi_train.training.epochs import in_steps, process_0_first
-from openpi_train.training.evaluate import Evaluator, held_out_batches
+from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
@@ -104,7 +94,7 @@ def start(
     trainer, layout = prepared.trainer, prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     check_run(request)
-    data = open_data_in_turn(experiment)
+    data = open_in_turn(experiment)
     experiment = dataclasses.replace(experiment, model=data.model)
     directory = open_run(request).path
     logs.configure(jax.process_index(), directory)
@@ -117,19 +107,15 @@ def start(
         keep_period=experiment.keep_period,
         local_directory=experiment.local_checkpoints.dir,
     )
-    feed = Feed(
-        data.train,
+    feed = data.feed(
         batch_size=experiment.batch_size,
         sharding=trainer.plan.batch,
         num_workers=experiment.num_workers,
-        cores=usable_cores() // gather("hosts of the processes", platform.node()).count(platform.node()),
+        cores=usable_cores() // agree.gather("hosts of the processes", platform.node()).count(platform.node()),
     )
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer)
-        evaluator = make_evaluator(experiment, trainer, data)
-        closed_loop = ClosedLoopEvaluator(
-            trainer, data, experiment.eval.closed_loop, experiment.eval.num_sample_steps, preempt.stop_requested
-        )
+        evaluator = make_evaluator(experiment, trainer, data, directory)
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
@@ -142,12 +128,12 @@ def start(
         trainer=trainer,
         layout=layout,
         state=state,
+        data=data,
         feed=feed,
         recorder=recorder,
         evaluator=evaluator,
-        closed_loop=closed_loop,
         checkpoints=checkpoints,
-        metrics=make_metrics(experiment, directory, int(state.step), data.train.num_samples),
+        metrics=make_metrics(experiment, directory, int(state.step), data.num_samples),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
         ),
@@ -158,59 +144,23 @@ def start(
             wait=recorder.wait,
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
-        text_lengths=data.train.text.lengths if data.train.text else (),
-        tokenizer=data.tokenizer,
-        token_files=data.token_files,
-        norm_stats={asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()},
     )
 
 
 @phase("opening the data")
-def open_data_in_turn(experiment: Experiment) -> OpenedData:
-    """`open_run_data`, process 0 first: it builds the index and the norm stats, the others find them.
+def open_in_turn(experiment: Experiment) -> OpenedData:
+    """The experiment's data, process 0 first: what it has to make (indexes, norm stats), the others find.
 
-    Raises DataError where the others find rows of other shapes: another tokenizer, or other instructions.
+    Raises DataError with what to do; also where the others find rows of other shapes: another tokenizer, or other
+    instructions.
     """
     with process_0_first("has opened the data", experiment.timeouts.data_s):
-        data = open_run_data(experiment)
-    shapes = gather("the shapes of a row", data.row_shapes)
+        data = experiment.open_data()
+    shapes = agree.gather("the shapes of a row", data.row_shapes)
     for index, other in enumerate(shapes):
         if other != shapes[0]:
             raise DataError(f"rows are {other} on process {index}, {shapes[0]} on process 0: their data differ")
     return data
-
-
-def open_run_data(experiment: Experiment) -> OpenedData:
-    """The experiment's rows, norm stats and tokenizer. Raises DataError with what to do."""
-    model, config = experiment.model, experiment.data
-    with reported_as(DataError):
-        write_missing(config)  # a tokenizer may lie beside the data
-        tokenizer = open_tokenizer(model, config.tokenizer, offline=config.offline)
-        windows = open_windows(config, model.window)
-        acting = experiment.eval.closed_loop
-        told = [(text, acting.env.state_dim) for text in map(acting.env.instruction, range(len(acting.env.tasks)))]
-        model = model.fit_prompts(tokenizer, [*prompts(windows), *told])
-        data = open_data(
-            config,
-            shape=model.window,
-            seed=experiment.seed,
-            transforms=model.transforms(tokenizer),
-            batch_spec=model.batch_spec,
-            normalization=model.normalization,
-            assets_dir=experiment.assets_dir,
-            windows=windows,
-        )
-        data = in_text_lengths(
-            data,
-            model,
-            tokenizer,
-            batch_size=experiment.batch_size,
-            most=config.text_lengths,
-            draws=experiment.objective.draws_per_row,
-            assets_dir=experiment.assets_dir,
-        )
-        told = {"tokenizer": tokens_fingerprint(model, tokenizer), "token_files": token_files(model, tokenizer)}
-    return dataclasses.replace(data, model=model, **told)
 
 
 @phase("making the state")
@@ -252,27 +202,18 @@ def first_state(
 
 
 @phase("reading the held-out rows")
-def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData) -> Evaluator:
-    """The held-out rows, on the devices for the whole run."""
-
-    def first_rows(rows: Rows, count: int) -> list[Any]:
-        feed = Feed(rows, batch_size=experiment.batch_size, sharding=trainer.plan.batch)
-        batches = held_out_batches(feed, experiment.batch_size, min(count, rows.num_samples))
-        feed.close()
-        return batches
-
-    batches: list[Any] = []
-    if data.validation is not None:
-        batches = first_rows(data.validation, experiment.eval.num_rows)
-    else:
-        logger.warning("no episode is held out: there will be no held-out loss (--data.validation-fraction)")
-    return Evaluator(
-        trainer,
-        batches,
-        experiment.eval.num_sample_steps,
-        preempt.stop_requested,
-        train_batches=first_rows(data.train, experiment.eval.num_train_rows),
+def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path) -> Evaluator:
+    """What is measured of the run, its held-out rows on the devices for the whole of it."""
+    running = Running(
+        trainer=trainer,
+        data=data,
+        held_out=data.held_out(experiment.eval.num_rows, experiment.batch_size, trainer.plan.batch),
+        batch_size=experiment.batch_size,
+        num_train_steps=experiment.num_train_steps,
+        directory=directory,
+        stop_requested=preempt.stop_requested,
     )
+    return Evaluator(running, experiment.eval)
 
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
@@ -304,23 +245,6 @@ def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_
 def report(run: Run) -> None:
     """Say where the run lies and what became of it."""
     logger.info("the run lies in %s", run.directory)
-    if len(run.history) < 2:
-        return
-    first, last = run.history[0], run.history[-1]
-    if "success/all" in first and "success/all" in last:
-        logger.info(
-            "success in the environment: %.1f %% before, %.1f %% after",
-            *(100 * one["success/all"] for one in (first, last)),
-        )
-    if not ("val/loss" in first and "val/loss" in last):
-        return
-    suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
-    before, after = first[f"val/loss{suffix}"], last[f"val/loss{suffix}"]
-    logger.info("held-out loss%s: %.4f before, %.4f after", weights, before, after)
-    if f"val/action_mse{suffix}" in last:
-        logger.info(
-            "open-loop action error (mean squared, normalised): %.4f before, %.4f after; mean-action baseline %.4f",
-            first[f"val/action_mse{suffix}"],
-            last[f"val/action_mse{suffix}"],
-            last["val/action_mse_mean_baseline"],
-        )
+    if len(run.history) > 1:
+        for line in run.evaluator.changes(run.history[0], run.history[-1]):
+            logger.info("%s", line)

@@ -9,7 +9,7 @@ import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.opened import OpenedData, open_data
+from openpi_train.data.opened import OpenedDatasets, open_data
 from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
 from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
 from openpi_train.data.windows import WindowShape
@@ -49,12 +49,12 @@ def tokenizer_path(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def open_small(tmp_path, tokenizer_path) -> Callable[..., OpenedData]:
+def open_small(tmp_path, tokenizer_path) -> Callable[..., OpenedDatasets]:
     """Opens a `DataConfig` for the small model."""
     tokenizer = load_tokenizer(str(tokenizer_path))
     transforms = (ResizeImages(SIZE), TokenizePrompt(tokenizer, PROMPT), PadDims(WIDTH))
 
-    def opened(config: DataConfig, seed: int = 7, **options) -> OpenedData:
+    def opened(config: DataConfig, seed: int = 7, **options) -> OpenedDatasets:
         arguments = {
             "transforms": transforms,
             "batch_spec": batch_spec,

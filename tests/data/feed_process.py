@@ -23,7 +23,7 @@ def main():
         jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, cluster_detection_method="deactivate")
     from openpi_train.data.config import DataConfig, Dataset
     from openpi_train.data.fake import FakeData
-    from openpi_train.data.feed import Feed
+    from openpi_train.data.feed import RowFeed
     from openpi_train.data.opened import open_data
     from openpi_train.data.tokenizer import load_tokenizer
     from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
@@ -41,7 +41,7 @@ def main():
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((COUNT, DEVICES), ("replica", "fsdp"), axis_types=axes)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("replica", "fsdp")))
-    feed = Feed(opened.train, batch_size=8, sharding=sharding, num_workers=WORKERS)
+    feed = RowFeed(opened.train, batch_size=8, sharding=sharding, num_workers=WORKERS)
     if WORKERS:
         feed.next()
         print(json.dumps([child.pid for child in multiprocessing.active_children()]), flush=True)

@@ -17,7 +17,7 @@ import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.feed import Feed
+from openpi_train.data.feed import RowFeed
 from openpi_train.data.workers import LocalBatches
 from openpi_train.launch.processes import free_port
 from openpi_train.robots.bridge import Bridge
@@ -49,7 +49,7 @@ def feed_of():
     feeds = []
 
     def make(rows, shape=(1,), **options):
-        feeds.append(Feed(rows, batch_size=BATCH, sharding=sharding(*shape), **options))
+        feeds.append(RowFeed(rows, batch_size=BATCH, sharding=sharding(*shape), **options))
         return feeds[-1]
 
     yield make
@@ -129,7 +129,7 @@ def test_a_position_of_other_data_is_refused_naming_what_changed(open_small, mix
 
 def test_a_batch_that_does_not_divide_names_the_flag(rows):
     with pytest.raises(ValueError, match=r"12 rows does not divide .* --batch-size"):
-        Feed(rows, batch_size=12, sharding=sharding(8))
+        RowFeed(rows, batch_size=12, sharding=sharding(8))
 
 
 def test_rows_of_a_batch_are_named_and_waiting_is_measured(rows, feed_of):
@@ -167,13 +167,13 @@ def test_one_batch_is_put_on_the_devices_ahead_and_no_more(rows, feed_of):
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_reading_goes_on_across_epochs_without_a_new_start(rows, feed_of, monkeypatch, num_workers):
-    starts, start_reading = [], Feed._start_reading
+    starts, start_reading = [], RowFeed._start_reading
 
     def counted(feed, start):
         starts.append(start)
         return start_reading(feed, start)
 
-    monkeypatch.setattr(Feed, "_start_reading", counted)
+    monkeypatch.setattr(RowFeed, "_start_reading", counted)
     feed = feed_of(rows, num_workers=num_workers)
     num_batches = 3 * rows.num_samples // BATCH + 2
     for _ in range(num_batches):

@@ -17,10 +17,11 @@ from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_stat
 from openpi_train import cli
 from openpi_train.data.fast import fit_fast
 from openpi_train.data.tokenizer import BYTES, load_tokenizer, train_tokenizer
+from openpi_train.data.tokens import tokens_fingerprint
 from openpi_train.interop import formats, openpi, orbax_item, ours, place, stored
 from openpi_train.interop.formats import model_params, open_checkpoint
 from openpi_train.interop.stored import in_memory
-from openpi_train.interop.tokens import check_tokenizer, tokens_fingerprint
+from openpi_train.interop.tokens import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from openpi_train import registry
-from openpi_train.experiment import as_json
+from openpi_train.fields import as_json
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError
 

@@ -209,12 +209,10 @@ def test_all_numbers_out_of_range_are_told_at_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["torn", "flipped"])
 def test_bad_records_are_left_out_and_named_where_that_is_asked_for(here, caplog, name):
-    from openpi_train.training.start import open_run_data
-
     flags = [f"{SOURCE}.path", f"{here}/{name}", "--data.on-bad-record", "skip", *places(here)]
     experiment = cli.parse_experiment(f"{here}/bad_input_experiments.py:arm", flags)
     with caplog.at_level("WARNING"):
-        data = open_run_data(experiment)
+        data = experiment.open_data()
     kept = {"torn": 5, "flipped": 7}[name]
     assert data.train.windows[0].source.num_episodes == kept
     assert f"{8 - kept} episodes of" in caplog.text

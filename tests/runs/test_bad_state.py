@@ -134,9 +134,7 @@ def poisoned(tmp_path_factory) -> str:
 
 def poison(poisoned: str, base: Path) -> str:
     """The control step that the third batch's first row starts at."""
-    from openpi_train.training.start import open_run_data
-
-    data = open_run_data(cli.parse_experiment(poisoned, [*RUN[1:], *places(base)]))
+    data = cli.parse_experiment(poisoned, [*RUN[1:], *places(base)]).open_data()
     sample = data.train.mixture.locate(np.array([2 * 8]))[2]
     return str(int(data.train.windows[0].starts[sample][0]))
 

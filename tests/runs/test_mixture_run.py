@@ -7,7 +7,6 @@ import pytest
 from command import losses, places, train
 
 from openpi_train import cli
-from openpi_train.training.start import open_run_data
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 EXPERIMENT = """
@@ -47,7 +46,7 @@ def test_shares_and_replaced_rows_are_told_and_equal_on_any_number_of_processes(
         results.append((losses(base, "mixed"), shares, result["proportions"], result["bad_records"]))
     assert results[0] == results[1]
 
-    rows = open_run_data(cli.parse_experiment(name, [*places(tmp_path)])).train
+    rows = cli.parse_experiment(name, [*places(tmp_path)]).open_data().train
     dataset, _, _ = rows.mixture.locate(np.arange(BATCH_SIZE * NUM_STEPS))
     skipped = rows.batch(np.arange(BATCH_SIZE * NUM_STEPS))[1]
     _, shares, proportions, bad_records = results[0]

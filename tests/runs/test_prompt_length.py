@@ -8,14 +8,13 @@ import pytest
 from command import places, train
 
 from openpi_train import cli
-from openpi_train.training.start import open_run_data
 
 # The `bytes` tokenizer: a token per letter, one that begins the prompt and one that ends it.
 SHORT, LONG = "tidy up", "tidy up the table"
 
 
 def opened(base, *flags):
-    return open_run_data(cli.parse_experiment("debug", [*places(base), *flags]))
+    return cli.parse_experiment("debug", [*places(base), *flags]).open_data()
 
 
 def prompts(data):

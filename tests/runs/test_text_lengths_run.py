@@ -10,7 +10,6 @@ from command import losses, places, train
 
 from openpi_train import cli
 from openpi_train.data.fast import FastTokenizer, fit_fast
-from openpi_train.training.start import open_run_data
 
 EXPERIMENT = """
 import dataclasses
@@ -42,7 +41,7 @@ def name(tmp_path_factory):
 
 
 def test_a_batch_is_cut_to_what_its_rows_need(tmp_path, name):
-    data = open_run_data(cli.parse_experiment(name, [*places(tmp_path)]))
+    data = cli.parse_experiment(name, [*places(tmp_path)]).open_data()
     rows = data.train
     assert rows.text.lengths == (16, 32) and data.model.prompt_length == 32
     for step in range(NUM_STEPS):
@@ -54,11 +53,11 @@ def test_a_batch_is_cut_to_what_its_rows_need(tmp_path, name):
         assert cut["prompt_tokens"].shape == cut["prompt_mask"].shape == (3, length)
         assert not columns["prompt_mask"][:, length:].any()
         assert cut["actions"].shape == (3, *columns["actions"].shape[1:])
-    assert open_run_data(cli.parse_experiment(name, [*places(tmp_path), "--data.text-lengths", "1"])).train.text is None
+    assert cli.parse_experiment(name, [*places(tmp_path), "--data.text-lengths", "1"]).open_data().train.text is None
 
 
 def test_text_that_was_not_there_at_the_start_is_never_cut_off(tmp_path, name):
-    rows = open_run_data(cli.parse_experiment(name, [*places(tmp_path)])).train
+    rows = cli.parse_experiment(name, [*places(tmp_path)]).open_data().train
     positions = np.arange(BATCH_SIZE)
     assert (rows.mixture.locate(positions)[0] == 0).all()
     columns, _ = rows.batch(positions)
@@ -73,7 +72,7 @@ def test_rows_that_say_their_chunk_are_cut_to_what_its_tokens_need(tmp_path, mon
     fast = str(fit_fast(chunks, vocab_size=300).save(tmp_path / "fast"))
     model = dataclasses.replace(experiment.model, fast_tokenizer=fast)
     experiment = dataclasses.replace(experiment, model=model, assets_base_dir=str(tmp_path), exp_name="x")
-    data = open_run_data(experiment)
+    data = experiment.open_data()
     rows, limit = data.train, data.model.prompt_length
     assert rows.text.lengths[-1] < limit
     positions = np.arange(4 * BATCH_SIZE)
@@ -89,7 +88,7 @@ def test_rows_that_say_their_chunk_are_cut_to_what_its_tokens_need(tmp_path, mon
     assert cut["token_loss_mask"].sum() == columns["token_loss_mask"].sum()
 
     monkeypatch.setattr(FastTokenizer, "encode", None)  # they are not counted again
-    again = open_run_data(experiment).train
+    again = experiment.open_data().train
     assert again.text.lengths == rows.text.lengths and (again.text.tokens[0] == rows.text.tokens[0]).all()
 
 

@@ -10,7 +10,6 @@ import types
 import jax
 import pytest
 from checkpoint_process import SAVED_WITH, make_state
-from openpi_train_configs.debug import debug
 
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -19,6 +18,7 @@ from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.metrics import JsonLines, read_evaluations
 from openpi_train.training.results import lowest_loss, write_results
 from openpi_train.training.run import Run
+from openpi_train_configs.debug import debug
 
 NAN = math.nan
 
@@ -56,10 +56,9 @@ def run_of(directory, caplog, *, save_interval, interval, steps=8):
         num_train_steps=steps,
         eval=dataclasses.replace(debug.eval, interval=interval),
     )
-    run.directory, run.history, run.token_files, run.tokenizer = directory, [], {}, None
-    run.checkpoints, run.norm_stats = Checkpoints(directory), {}
+    run.directory, run.history, run.checkpoints = directory, [], Checkpoints(directory)
+    run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None)
-    run.closed_loop = types.SimpleNamespace(is_due=lambda step, last: False)
     run.feed = types.SimpleNamespace(position=dict)
     run.recorder = types.SimpleNamespace(unread=dict)
     caplog.set_level(logging.INFO, logger="openpi_train.training.run")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 import zlib
 from typing import ClassVar
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
-from trainers import make_trainer
+from trainers import make_evaluator, make_trainer, running_of
 
-from openpi_train.data.feed import Feed
+from openpi_train.data.feed import RowFeed
+from openpi_train.evaluation.base import Evaluated
+from openpi_train.evaluation.sums import Ratio
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -23,8 +26,8 @@ from openpi_train.objectives.noise_schedule import NoiseSchedule
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
-from openpi_train.training.evaluate import Evaluator, held_out_batches
 from openpi_train.training.init import create_state
+from openpi_train.types import mask_rows
 
 NUM_ROWS, NUM_TRAIN_ROWS, SEED, NUM_SAMPLE_STEPS = 14, 4, 3, 3
 TOKENS, WORDS = 5, 6
@@ -114,7 +117,7 @@ def evaluate(batch_size=4, devices=1, objective=None):
         state = dataclasses.replace(state, ema=jax.tree.map(lambda leaf: 0.5 * leaf + 0.2, state.ema))
         batches = cut(rows_of(2 * NUM_ROWS), batch_size, NUM_ROWS, plan)
         train_batches = cut(rows_of(2 * NUM_ROWS, seed=1), batch_size, NUM_TRAIN_ROWS, plan)
-        values = Evaluator(trainer, batches, NUM_SAMPLE_STEPS, train_batches=train_batches)(state)
+        values = make_evaluator(trainer, batches, NUM_SAMPLE_STEPS, train_batches)(state)
     return values, *(merge_module(trainer.graphdef, params) for params in (state.params, state.ema))
 
 
@@ -242,16 +245,38 @@ def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, ex
     rows = dataclasses.replace(rows, actions=actions, observation=seen)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, config, trainer.optimizer, config.frozen, False, 3)
-        values = Evaluator(trainer, cut(rows, 2, 6, plan), num_sample_steps=1)(state)
+        values = make_evaluator(trainer, cut(rows, 2, 6, plan), 1)(state)
     assert values["val/action_mse"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_held_out_batches_are_the_first_rows_and_mask_those_that_fill_the_last_one():
-    class Few(Feed):
-        def batch(self, index):
-            return dataclasses.replace(toy.batch(4, seed=index, ragged=False), row=jnp.arange(4))
+def test_an_experiments_own_measure_is_of_the_weights_and_of_their_average():
+    config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:2]), strategy="replicated")
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED)
+    rows = rows_of(2 * NUM_ROWS)
 
-    batches = held_out_batches(object.__new__(Few), 4, 6)
+    def share(model, batch, first):
+        real = batch.action_mask.any(1)
+        return (real * model.kernel[0, 0] * (first + batch.row)).sum(), real.sum()
+
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 3)
+        evaluated = Evaluated(
+            step=0, weights={"": state.params, "_ema": jax.tree.map(lambda leaf: 2 * leaf, state.params)}, frozen={}
+        )
+        found = Ratio(running_of(trainer, cut(rows, 4, NUM_ROWS, plan)), "weighted", share)(evaluated)
+    expected = float(state.params["kernel"][0, 0]) * (NUM_ROWS - 1) / 2
+    assert found == pytest.approx({"val/weighted": expected, "val/weighted_ema": 2 * expected}, rel=1e-5)
+
+
+def test_held_out_batches_are_the_first_rows_and_mask_those_that_fill_the_last_one():
+    class Few(RowFeed):
+        def __init__(self):
+            self._rows, self._batch_size = types.SimpleNamespace(num_samples=100), 4
+
+        def batch(self, step):
+            return dataclasses.replace(toy.batch(4, seed=step, ragged=False), row=jnp.arange(4))
+
+    batches = Few().first(6, mask_rows)
     assert [batch.action_mask.any(1).tolist() for batch in batches] == [[True] * 4, [True, True, False, False]]
     for index, batch in enumerate(batches):
         np.testing.assert_array_equal(batch.actions, toy.batch(4, seed=index).actions)

@@ -40,6 +40,8 @@ class EndlessFeed:
         self.start = self.tune = self.close = self.position = nothing
         self.bad_records, self.wait_s = 0, 0.0
 
+    can_be_saved = True
+
     def next(self, state):
         return self._batch
 
@@ -62,6 +64,7 @@ def run(parts, tmp_path):
     experiment = registry.load("debug")
     fields = {"model": trainer.model, "objective": FlowMatching(augment=False), "batch_size": ROWS, "profile": 2}
     fields |= {"num_train_steps": STEPS, "log_interval": INTERVAL, "save_interval": 100, "eval": EvalConfig(interval=0)}
+    fields["data"] = types.SimpleNamespace(batch_spec=lambda model, rows: model.batch_spec(rows, ()))
     experiment = types.SimpleNamespace(**{**vars(experiment), **fields})
     recorder = Recorder(
         batch_size=ROWS, peak_flops=None, wait_s=lambda: 0.0, row_names=lambda step: ["row"], stop_on_nan=True
@@ -73,6 +76,7 @@ def run(parts, tmp_path):
         trainer=trainer,
         layout=layout,
         state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.frozen, True, 7),
+        data=types.SimpleNamespace(batch_specs=lambda batch_size: None),
         feed=EndlessFeed(batch),
         recorder=recorder,
         metrics=Metrics(tmp_path, process_index=0),

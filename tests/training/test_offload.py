@@ -10,6 +10,7 @@ import pytest
 import strategies
 import toy
 from checkpoint_process import SAVED_WITH
+from trainers import make_evaluator
 
 from openpi_train.optim import OPTIMIZERS, EmaWarmup, LRSchedule
 from openpi_train.planning.memory import DoesNotFit, predict, require_host
@@ -19,7 +20,6 @@ from openpi_train.sharding.strategy import HOST_MEMORY
 from openpi_train.training.checkpoints.layout import leaves_by_item, state_from_items
 from openpi_train.training.checkpoints.pieces import fetch, place
 from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import create_state, lay_out
 from openpi_train.training.prepare import check_host_memory
 
@@ -169,7 +169,7 @@ def test_the_average_is_evaluated_on_the_devices():
         other = jax.device_put(jax.tree.map(lambda leaf: 2 * np.asarray(leaf), state.ema), layout.shardings.ema)
         state = dataclasses.replace(state, ema=other)
         with jax.set_mesh(trainer.plan.real_mesh):
-            values.append(Evaluator(trainer, [batch(trainer, 0)], 1)(state))
+            values.append(make_evaluator(trainer, [batch(trainer, 0)], 1)(state))
     assert values[0] == values[1]
     assert values[0]["val/loss"] != values[0]["val/loss_ema"]
 

@@ -5,12 +5,12 @@ import inspect
 import types
 
 import pytest
-from openpi_train_configs.debug import debug
 
 from openpi_train.launch import status
 from openpi_train.launch.status import Status
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.run import Run
+from openpi_train_configs.debug import debug
 
 # Without the run-time type check: they are given no real run.
 save, save_locally = map(inspect.unwrap, (Run.save, Run.save_locally))
@@ -21,9 +21,8 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
     monkeypatch.setenv(status.VARIABLE, str(file))
     saving = types.SimpleNamespace(save=lambda state, **_: 0.5, save_locally=lambda state, **_: 0.5)
     local = types.SimpleNamespace(local_checkpoints=types.SimpleNamespace(dir="/local"))
-    run = types.SimpleNamespace(
-        checkpoints=saving, norm_stats={}, token_files={}, _saved_with=dict, directory="/runs/x", experiment=local
-    )
+    data = types.SimpleNamespace(norm_stats_json=dict, token_files={})
+    run = types.SimpleNamespace(checkpoints=saving, data=data, _saved_with=dict, directory="/runs/x", experiment=local)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None)
     save(run, 30, None)
     assert status.read(file) == Status(saved_step=30)

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 
 from openpi_train.data.files import write_text
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.agreement import from_process_0, gather
 from openpi_train.training.checkpoints import local_files
 from openpi_train.training.checkpoints.copy_out import Source
 from openpi_train.training.checkpoints.layout import Leaves
@@ -61,7 +61,7 @@ class LocalTier:
         self._run = Path(directory) / run_directory.parent.name / run_directory.name
         self._folder = self._run / f"process_{self._index}"
         ids = [_run_id(run_directory), secrets.token_hex(8)] if self._index == 0 else None
-        self._run_id, self._start_id = from_process_0("the run's id", ids)
+        self._run_id, self._start_id = agree.broadcast("the run's id", ids)
         self._hosts = self._open(Path(directory))
         self._whole: int | None = None
         self._is_settled = False
@@ -119,7 +119,7 @@ class LocalTier:
 
         Those that cannot be used are named in the log, with the reason.
         """
-        everyone = gather("list local checkpoints", self._look(describe_pieces(wanted)))
+        everyone = agree.gather("list local checkpoints", self._look(describe_pieces(wanted)))
         steps = {int(step) for found in everyone for step in found}
         if not steps:
             logger.info("there is no local checkpoint in %s on any host", self._run)
@@ -127,7 +127,7 @@ class LocalTier:
             reason = self._why_not(step, [found.get(str(step), {}) for found in everyone])
             if not reason:
                 save, problem = self._read(step)
-                reason = self._first(gather(f"read local checkpoint {step}", problem))
+                reason = self._first(agree.gather(f"read local checkpoint {step}", problem))
                 if save is not None and not reason:
                     return save
             logger.warning("local checkpoint %d is passed over: %s", step, reason)
@@ -204,7 +204,7 @@ class LocalTier:
             return None, str(error)
 
     def _all_are_well(self, name: str, problem: str) -> bool:
-        first = self._first(gather(name, problem))
+        first = self._first(agree.gather(name, problem))
         if first:
             logger.warning("%s: %s. It is left out, on all; the run goes on", name, first)
         return not first
@@ -229,14 +229,14 @@ class LocalTier:
             (self._folder / word).touch()
         except OSError as error:
             problem = f"--local-checkpoints.dir {directory} cannot be used by process {self._index} on {name} ({error})"
-        everyone = gather("open the local directories", [_host(), name, word])
+        everyone = agree.gather("open the local directories", [_host(), name, word])
         for index, (host, other, mark) in enumerate(everyone):
             if not problem and host != _host() and (self._run / f"process_{index}" / mark).exists():
                 problem = (
                     f"--local-checkpoints.dir {directory} is one directory for {other} and {name}; it must lie on a "
                     "disk of each host's own. Leave it out where hosts have none: the run directory is enough"
                 )
-        problems = [text for text in gather("local directories are apart", problem) if text]
+        problems = [text for text in agree.gather("local directories are apart", problem) if text]
         with contextlib.suppress(OSError):  # what is in the way has been said
             (self._folder / word).unlink()
         if problems:

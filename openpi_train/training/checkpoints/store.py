@@ -30,9 +30,8 @@ import jax
 
 from openpi_train.data.files import read_json, set_aside
 from openpi_train.interop.manifest import find_damage, has_manifest, write_manifest
-from openpi_train.runtime import preempt
+from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
-from openpi_train.training.agreement import from_process_0, gather
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, Source, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
     Leaves,
@@ -184,7 +183,7 @@ class Checkpoints:
             check_same_leaves(meta["leaves"], describe(wanted), where=str(directory), cast=cast)
         elif local is not None:
             step, directory, meta = local.step, local.directory, local.meta
-            complete = from_process_0("complete checkpoints", self.steps() if self._is_writer else None)
+            complete = agree.broadcast("complete checkpoints", self.steps() if self._is_writer else None)
             self.copy_is_missing = step not in complete
         else:
             return None
@@ -228,7 +227,7 @@ class Checkpoints:
         if self._local:
             self._local.finish()
         self._finish_pending()
-        gather(f"complete checkpoint {self._saved_step}", None)
+        agree.gather(f"complete checkpoint {self._saved_step}", None)
 
     def close(self) -> None:
         """Wait for the last save and end the background threads."""
@@ -283,7 +282,9 @@ class Checkpoints:
             self._give_up(f"saving checkpoint {self._saved_step} failed: {type(error).__name__}: {error}", error)
 
     def _raise_together(self, problem: str) -> None:
-        if problems := [text for text in gather(f"room for checkpoint after {self._saved_step}", problem) if text]:
+        if problems := [
+            text for text in agree.gather(f"room for checkpoint after {self._saved_step}", problem) if text
+        ]:
             self._give_up("; ".join(dict.fromkeys(problems)))
 
     def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
@@ -317,12 +318,12 @@ class Checkpoints:
         Only steps above `above`, where there is a local save; -1: there is none.
         """
         committed = [step for step in self._dirs.committed() if step > above] if self._is_writer else None
-        steps = from_process_0("list checkpoints", committed)
+        steps = agree.broadcast("list checkpoints", committed)
         damaged: dict[int, str] = {}
         chosen = None
         for step in reversed(steps):
             damage = find_damage(self.step_dir(step), share=jax.process_index(), shares=jax.process_count())
-            votes = [text for text in gather(f"verify checkpoint {step}", damage) if text]
+            votes = [text for text in agree.gather(f"verify checkpoint {step}", damage) if text]
             if not votes:
                 chosen = step
                 break

@@ -5,7 +5,7 @@ among them: so the result does not depend on the number of processes or devices,
 Read next: `envs/closed_loop.py`, `data/translation.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
+from openpi_train.data.base import OpenedData
 from openpi_train.data.files import write_json
-from openpi_train.data.opened import OpenedData
+from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import from_devices, local_rows, on_devices
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
@@ -22,20 +23,21 @@ from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import Recorder
-from openpi_train.experiment import as_json
+from openpi_train.evaluation.base import Evaluated, Measure, Running, StoppedError, TrainerView
+from openpi_train.fields import as_json
+from openpi_train.models.base import as_policy
 from openpi_train.nn.params import Params, merge_module
+from openpi_train.objectives.sampling import sample_chunks
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR
-from openpi_train.training.agreement import gather
-from openpi_train.training.sampling import sample_chunks
-from openpi_train.training.step import Trainer
 from openpi_train.types import observation as observation_of
 
 
 class MeshPolicy:
     """A `rollout.Policy` that computes on all devices of a plan together. All processes ask it equally often."""
 
-    def __init__(self, trainer: Trainer, translation: Translation, config: ClosedLoop, num_sample_steps: int):
+    def __init__(self, trainer: TrainerView, translation: Translation, config: ClosedLoop, num_sample_steps: int):
         self._trainer, self._translation, self._env = trainer, translation, config.env
         self._num_steps = num_sample_steps
         self._cameras = {feature: _camera(feature, config.env) for feature in translation.robot.cameras.values()}
@@ -73,12 +75,14 @@ class MeshPolicy:
         shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
         if shardings not in self._compiled:
             self._compiled[shardings] = jax.jit(self._program).lower(*inputs).compile()
-            gather("compiled the policy", None)  # gloo gives up on processes that compile for 30 s longer than others
+            agree.gather(
+                "compiled the policy", None
+            )  # gloo gives up on processes that compile for 30 s longer than others
         return from_devices(self._compiled[shardings](*inputs))
 
     def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
         trainer = self._trainer
-        chunk = trainer.model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
+        chunk = as_policy(trainer.model).batch_spec(1, tuple(observation.images)).actions.shape[1:]
 
         def share(params, batch, rest):
             model: Any = merge_module(trainer.graphdef, params)
@@ -89,57 +93,60 @@ class MeshPolicy:
         return trainer.devices.rows(share, params, (observation, key_data), None)
 
 
-class ClosedLoopEvaluator:
-    """Evaluates parameters in the experiment's environment. Every process must call it, at the same steps."""
+class ClosedLoopSuccess(Measure):
+    """How often the averaged weights (without an average, the weights) succeed in the experiment's environment."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        data: OpenedData,
-        config: ClosedLoop,
-        num_sample_steps: int,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ):
+    name = "closed loop"
+
+    def __init__(self, running: Running, config: ClosedLoop, num_sample_steps: int):
         """Raises UsageError where the environment is not the robot's."""
-        self._config, self._stop_requested = config, stop_requested
-        self._window = trainer.model.window
-        self._policy: MeshPolicy | None = None
-        if config.num_episodes:
-            translation = translation_of(data, config)
-            self._policy = MeshPolicy(trainer, translation, config, num_sample_steps)
+        self._running, self._config = running, config
+        translation = translation_of(running.data, config)
+        self._policy = MeshPolicy(running.trainer, translation, config, num_sample_steps)
+        self._table = ""
 
-    def is_due(self, step: int, last: int) -> bool:
-        """Whether there is a closed loop at this step, which is one of an evaluation."""
+    def is_due(self, step: int) -> bool:
         interval = self._config.interval
-        return self._policy is not None and (step in (0, last) or bool(interval and step % interval == 0))
+        return step in (0, self._running.num_train_steps) or bool(interval and step % interval == 0)
 
-    def __call__(self, params: Params, frozen: Params, folder: Path) -> Score | None:
-        """The score, written with the videos below `folder`; None where it was to stop before the end."""
-        assert self._policy is not None, "asked where nothing was due"
-        policy = self._policy
-        policy.params = {**frozen, **params}
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        """The successes, also written with the videos to `eval/<step>` in the run directory."""
+        policy, window = self._policy, as_policy(self._running.trainer.model).window
+        policy.params = {**evaluated.frozen, **evaluated.averaged}
+        folder = self._running.directory / "eval" / str(evaluated.step)
         recorder = Recorder(self._config.env, self._config.num_videos, folder / "videos")
         score = evaluate(
             lambda: policy,
             self._config,
-            execute=max(1, self._window.num_ahead // 2),
-            history=self._window.history,
+            execute=max(1, window.num_ahead // 2),
+            history=window.history,
             batch_size=policy.batch_size,
             rows=policy.rows,
-            gather=gather,
-            all_done=lambda done: all(gather("episodes that are over", done)),
+            gather=agree.gather,
+            all_done=lambda done: all(agree.gather("episodes that are over", done)),
             recorder=recorder,
-            stop_requested=self._stop_requested,
+            stop_requested=self._running.stop_requested,
         )
         if score is None:
-            return None
+            raise StoppedError
         write_score(folder, score, recorder, {"closed_loop": as_json(self._config)})
-        return score
+        self._table = score.table()
+        return score.metrics()
+
+    def line(self, values: Mapping[str, float]) -> str:
+        del values
+        return f"\n{self._table}"
+
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        before, after = first.get("success/all"), last.get("success/all")
+        if before is None or after is None:
+            return None
+        return f"success in the environment: {100 * before:.1f} % before, {100 * after:.1f} % after"
 
 
 def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mapping[str, Any]) -> None:
     """Write `closed_loop.json`, with the `settings` it was made under, and the videos. Every process must call it."""
-    videos = sorted(path for part in gather("videos", [path.name for path in recorder.write()]) for path in part)
+    videos = sorted(path for part in agree.gather("videos", [path.name for path in recorder.write()]) for path in part)
     if jax.process_index() == 0:
         found = {"settings": settings, **score.as_json(), "videos": [f"videos/{name}" for name in videos]}
         write_json(folder / "closed_loop.json", found)
@@ -147,6 +154,8 @@ def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mappin
 
 def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
     """How the robot of `config.dataset` meets the model. Raises UsageError where they do not fit."""
+    if not isinstance(data, OpenedDatasets):
+        raise UsageError(f"--eval.closed-loop.env: {type(data).__name__} has no robot that could act in it")
     env, windows = config.env, data.train.windows
     if not 0 <= config.dataset < len(windows):
         raise UsageError(

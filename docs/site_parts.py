@@ -1,0 +1,86 @@
+"""What the site has beyond its pages: the list of files, and comments above fields as their descriptions.
+
+`mkdocs.yml` names both: as a hook of mkdocs, and as an extension of griffe, which reads the docstrings.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("openpi_train", "configs", "benchmarks")
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """mkdocs' hook: the page of files gets its list."""
+    return f"{markdown}\n{files()}" if page.file.src_uri == "files.md" else markdown
+
+
+def files() -> str:
+    """Every file with the first sentence of its docstring, a table per folder."""
+    tables: dict[Path, list[str]] = {}
+    for file in [one for name in FOLDERS for one in sorted((ROOT / name).rglob("*.py"))]:
+        docstring = ast.get_docstring(ast.parse(file.read_text()))
+        if docstring:
+            line = f"| `{file.name}` | {first_sentence(docstring)} |"
+            tables.setdefault(file.parent.relative_to(ROOT), []).append(line)
+    head = "| file | what |\n|---|---|"
+    return "\n\n".join("\n".join([f"## {folder}/\n", head, *lines]) for folder, lines in tables.items())
+
+
+def first_sentence(docstring: str) -> str:
+    """Up to the first full stop, in one line."""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return re.split(r"(?<=[^.]\.) (?=[A-Z])", paragraph)[0].replace("|", "\\|")
+
+
+class FieldComments(griffe.Extension):
+    """griffe's extension: a class gets a table of its fields, each with the comment above it (its flag's help)."""
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        """Write the tables into the docstrings of the package's classes, inherited fields included."""
+        for one in filter(lambda found: found.docstring, classes(pkg)):
+            own = list(one.attributes.values())
+            if "dataclass" not in one.labels:
+                describe(one, "Attributes", own)
+                continue
+            inherited = [field for base in reversed(one.mro()) for field in base.attributes.values()]
+            # griffe takes a field of the instance for an argument of `__init__`, and a ClassVar for none.
+            describe(one, "Parameters", [field for field in [*inherited, *own] if "instance-attribute" in field.labels])
+            describe(one, "Attributes", [field for field in own if "instance-attribute" not in field.labels])
+
+
+def describe(one: griffe.Class, title: str, fields: list[griffe.Attribute]) -> None:
+    """Add a section to the class's docstring: a line for each field that has a comment."""
+    comments = {field.name: comment for field in fields if (comment := comment_above(field))}
+    if comments:
+        lines = [f"    {name}: {comment}" for name, comment in comments.items()]
+        one.docstring.value = "\n".join([one.docstring.value, "", f"{title}:", *lines])
+
+
+def classes(module: griffe.Module) -> Iterator[griffe.Class]:
+    """The classes that a module and those below it define."""
+    for member in module.members.values():
+        if member.is_alias:  # an import: it may lead back to where we are
+            continue
+        if member.is_class:
+            yield member
+        elif member.is_module:
+            yield from classes(member)
+
+
+def comment_above(field: griffe.Attribute) -> str:
+    """The comment that ends in the line above a public field, as Markdown."""
+    if field.is_alias or field.is_private or not field.lineno or not isinstance(field.filepath, Path):
+        return ""
+    found: list[str] = []
+    for line in reversed(field.filepath.read_text().splitlines()[: field.lineno - 1]):
+        if not line.strip().startswith("# "):
+            break
+        found.insert(0, line.strip().removeprefix("# "))
+    # Angle brackets outside of code would be taken for HTML.
+    parts = " ".join(found).split("`")
+    return "`".join(part.replace("<", "&lt;") if number % 2 == 0 else part for number, part in enumerate(parts))

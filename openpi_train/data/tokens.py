@@ -1,0 +1,41 @@
+"""What a model's tokens stand for: its tokenizer, what tells it from others, and the files that checkpoints keep of it.
+
+    <step>/tokenizer/tokenizer.model      the SentencePiece model for words
+    <step>/tokenizer/fast/                the FAST processor's files for actions, where the model has such tokens
+
+`model` is a `models/base.py: ModelConfig` everywhere. Read next: `interop/tokens.py`, which finds them in checkpoints.
+"""
+
+from typing import Any
+
+from openpi_train.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer
+
+FOLDER, FAST = "tokenizer", "fast"
+
+
+def open_tokenizer(model: Any, name: str, *, offline: bool = False) -> Tokenizer:
+    """The tokenizer of this name, as `load_tokenizer` finds it; the built-in one for a model that reads no text.
+
+    Raises FileNotFoundError and ValueError as `load_tokenizer` does.
+    """
+    return load_tokenizer(name if model.reads_text else BYTES, offline=offline, max_vocab_size=model.vocab_size)
+
+
+def tokens_fingerprint(model: Any, tokenizer: Any) -> str | None:
+    """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor.
+
+    None for a model that reads no text: all tokenizers are the same to it.
+    """
+    if not model.reads_text:
+        return None
+    chunks = model.chunk_tokenizer(tokenizer)
+    return tokenizer.fingerprint if chunks is None else f"{tokenizer.fingerprint}+{chunks.fingerprint[:16]}"
+
+
+def token_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """The files of the tokenizers, by path in a checkpoint's directory; none for a model that reads no text."""
+    if not model.reads_text:
+        return {}
+    chunks = model.chunk_tokenizer(tokenizer)
+    fast = {} if chunks is None else chunks.files()
+    return {f"{FOLDER}/{FILE}": tokenizer.model, **{f"{FOLDER}/{FAST}/{name}": fast[name] for name in fast}}

@@ -1,0 +1,85 @@
+"""The open-loop action error: how far sampled chunks are from the recorded ones. Read next: `closed_loop.py`.
+
+Mean squared errors in normalised units over the robot's own dims and the steps inside the episode; the baseline
+predicts, for every dim, the mean of the evaluated actions themselves: the best constant there is.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from openpi_train.evaluation.base import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.sums import Sums
+from openpi_train.nn.params import Params, merge_module
+from openpi_train.objectives.sampling import sample_chunks, sample_keys
+from openpi_train.types import ActionBatch
+
+
+class ActionError(Measure):
+    """`val/action_mse`, `train/action_mse`, their `_ema` forms, and `val/action_mse_mean_baseline`."""
+
+    name = "open loop"
+
+    def __init__(self, running: Running, num_sample_steps: int, train_batches: Sequence[Any] = ()):
+        """`train_batches`: the same rows of the training split at every evaluation."""
+        trainer = running.trainer
+        self._batches = {"val": running.held_out, "train": train_batches}
+        programs = {
+            "moments": lambda batch, index: _moments(batch),
+            "action error": functools.partial(action_error, trainer, num_sample_steps),
+        }
+        self._sum = Sums(programs, running)
+
+    def is_due(self, step: int) -> bool:
+        del step
+        return bool(self._batches["val"])
+
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        values = {}
+        for suffix, params in evaluated.weights.items():
+            for split, batches in self._batches.items():
+                if batches:
+                    error, count = self._sum("action error", params, evaluated.frozen, batches=batches)
+                    values[f"{split}/action_mse{suffix}"] = float(error / count)
+        return {**values, "val/action_mse_mean_baseline": self._baseline()}
+
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        name = "val/action_mse_ema" if "val/action_mse_ema" in last else "val/action_mse"
+        if not (name in first and name in last):
+            return None
+        return (
+            f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after; "
+            f"mean-action baseline {last['val/action_mse_mean_baseline']:.4f}"
+        )
+
+    def _baseline(self) -> float:
+        count, total, squares = self._sum("moments", batches=self._batches["val"])
+        spread = squares - total**2 / np.maximum(count, 1)
+        return float(spread.sum() / count.sum())
+
+
+def action_error(trainer: TrainerView, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
+    """The sum of the squared errors over a batch of held-out rows, the one of this index, and their count."""
+
+    def share(params, batch, start):
+        model: Any = merge_module(trainer.graphdef, params)
+        keys = sample_keys(trainer.seed, start + batch.row)
+        chunk = batch.actions.shape[1:]
+        actions = sample_chunks(trainer.objective, model, batch.observation, keys, num_steps, chunk)
+        mask = _own_elements(batch)
+        return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
+
+    return trainer.devices.sum(share, {**frozen, **params}, batch, index * len(batch.row))
+
+
+def _own_elements(batch: ActionBatch):
+    """1 on the robot's own dims of steps inside the episode."""
+    return (batch.action_mask[:, :, None] & batch.dim_mask[:, None, :]).astype(jnp.float32)
+
+
+def _moments(batch: ActionBatch):
+    mask = _own_elements(batch)
+    return tuple((mask * batch.actions**power).sum((0, 1)) for power in (0, 1, 2))

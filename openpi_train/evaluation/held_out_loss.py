@@ -1,0 +1,58 @@
+"""The loss on fixed rows, noise and times, of the weights and of their average. Read next: `action_error.py`.
+
+Sums and counts are taken over all rows before any division, and a row's noise and time depend on its number alone, so
+that batch size and device count cannot change a value (but for rounding).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.evaluation.base import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.sums import Sums, numbered_keys
+from openpi_train.nn.params import Params, merge_module
+
+
+class HeldOutLoss(Measure):
+    """`val/loss` and `val/loss_ema`. It is never due where nothing is held out."""
+
+    name = "held-out"
+
+    def __init__(self, running: Running):
+        trainer, self._batches = running.trainer, running.held_out
+        programs = {
+            "norms": lambda batch, index: trainer.objective.norms(batch),
+            "loss": functools.partial(_loss, trainer),
+        }
+        self._sum = Sums(programs, running)
+
+    def is_due(self, step: int) -> bool:
+        del step
+        return bool(self._batches)
+
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        sums = self._sum("norms", batches=self._batches)
+        norms = {name: np.float32(norm) for name, norm in sums.items()}
+        return {
+            f"val/loss{suffix}": float(self._sum("loss", params, evaluated.frozen, norms, batches=self._batches))
+            for suffix, params in evaluated.weights.items()
+        }
+
+    def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
+        suffix, weights = ("_ema", ", averaged weights") if "val/loss_ema" in last else ("", "")
+        name = f"val/loss{suffix}"
+        if not (name in first and name in last):
+            return None
+        return f"held-out loss{weights}: {first[name]:.4f} before, {last[name]:.4f} after"
+
+
+def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batch: Any, index: Any):
+    def share(params, batch, rest):
+        norms, start = rest
+        model = merge_module(trainer.graphdef, params)
+        keys = numbered_keys(trainer, batch, start, "validation")
+        return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
+
+    return trainer.devices.sum(share, {**frozen, **params}, batch, (norms, index * len(batch.row)))

@@ -1,0 +1,81 @@
+"""Sums over held-out batches, by programs that are compiled once; and what is a sum divided by another.
+
+Read next: `held_out_loss.py`, `action_error.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key
+
+from openpi_train.evaluation.base import Evaluated, Measure, Running, StoppedError, TrainerView
+from openpi_train.keys import for_purpose, row_keys
+from openpi_train.nn.params import merge_module
+from openpi_train.runtime import agree
+
+
+class Sums:
+    """Programs by name, each a function of arguments, a batch and the batch's index."""
+
+    def __init__(self, programs: dict[str, Callable[..., Any]], running: Running):
+        self._programs, self._stop_requested = programs, running.stop_requested
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
+        """The sum of what a program returns over `batches`, in float64 on the host. Raises StoppedError if asked to.
+
+        Each batch is waited for: with dozens of programs under way, CPU devices of several processes wait for each
+        other for ever, each for a collective that the other has not begun (seen with jax 0.10.2).
+        """
+        parts = []
+        for index, batch in enumerate(batches):
+            inputs = (*arguments, batch, np.int32(index))
+            parts.append(jax.device_get(self._program(name, inputs)(*inputs)))
+            if self._stop_requested():
+                raise StoppedError
+        return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
+
+    def _program(self, name: str, inputs: Any) -> Callable[..., Any]:
+        """The program, compiled for inputs that are cut over the devices like these."""
+        key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(self._programs[name]).lower(*inputs).compile()
+            # gloo gives up on processes that compile for 30 s longer than others
+            agree.gather(f"compiled the {name}", None)
+        return self._compiled[key]
+
+
+def numbered_keys(trainer: TrainerView, batch: Any, start: Any, purpose: str) -> Key[Array, " b"]:
+    """A key per row by its number among all held-out rows, whatever the batch size; `start` is that of row 0."""
+    return for_purpose(row_keys(trainer.seed, 0, start + batch.row), purpose)
+
+
+class Ratio(Measure):
+    """A sum over held-out rows by another, `val/<name>`; of the average, `val/<name>_ema`. Never due without rows.
+
+    `share(module, batch, first)` gives what some rows add to either; `first` is the number of the batch's row 0 among
+    all held-out rows.
+    """
+
+    def __init__(self, running: Running, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):
+        self.name, self._trainer, self._share = name, running.trainer, share
+        self._batches, self._sum = running.held_out, Sums({name: self._sums}, running)
+
+    def is_due(self, step: int) -> bool:
+        del step
+        return bool(self._batches)
+
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        values = {}
+        for suffix, params in evaluated.weights.items():
+            above, below = self._sum(self.name, {**evaluated.frozen, **params}, batches=self._batches)
+            values[f"val/{self.name}{suffix}"] = float(above / below)
+        return values
+
+    def _sums(self, params: Any, batch: Any, index: Any) -> Any:
+        def share(params, batch, first):
+            return self._share(merge_module(self._trainer.graphdef, params), batch, first)
+
+        return self._trainer.devices.sum(share, params, batch, index * len(batch.row))

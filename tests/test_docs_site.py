@@ -1,0 +1,72 @@
+"""The documentation builds as a site: every page is in it, and a broken link ends the build."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))),
+    reason="mkdocs is not installed: pip install '.[docs]'",
+)
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` runs, with the site elsewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    return subprocess.run(command, cwd=site.parent, capture_output=True, text=True, timeout=300)
+
+
+def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_path):
+    site = tmp_path / "site"
+    done = build(ROOT / "mkdocs.yml", site)
+    assert done.returncode == 0, done.stderr
+    assert {page.stem for page in PAGES} | {"404"} == {file.stem for file in site.glob("*.html")}
+    for file in site.glob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe|link)[^>]* (?:src|href)=.?(?:https?:)?//[^ >]*", file.read_text())
+        assert not loaded, file.name
+    # What comes from the code: a field with its comment, a docstring's arguments, the files' first sentences.
+    configuration, api, files = ((site / f"{name}.html").read_text() for name in ("configuration", "api", "files"))
+    assert "Rows per optimizer step, over all devices." in configuration
+    assert "fold low-rank factors into the weights" in api
+    assert "<code>loop.py</code>" in files
+
+
+@pytest.mark.parametrize(
+    ("link", "complaint"),
+    [
+        ("second.md#a-section", None),
+        ("third.md", "third.md"),
+        ("second.md#no-section", "no-section"),
+        ("/second.md", "second.md"),
+    ],
+)
+def test_a_broken_link_ends_the_build(tmp_path, link, complaint):
+    done = build(small_project(tmp_path, f"[here]({link})", "[index.md, second.md]"), tmp_path / "site")
+    assert (done.returncode == 0) == (complaint is None), done.stderr
+    assert complaint is None or complaint in done.stderr
+
+
+def test_a_page_that_is_not_in_the_navigation_ends_the_build(tmp_path):
+    done = build(small_project(tmp_path, "", "[index.md]"), tmp_path / "site")
+    assert done.returncode != 0
+    assert "second.md" in done.stderr
+
+
+def small_project(folder: Path, text: str, navigation: str) -> Path:
+    """The config of two pages under the project's own settings of what a warning is, without its theme and plugins."""
+    pages = folder / "docs"
+    pages.mkdir()
+    (pages / "index.md").write_text(f"# First\n\n{text}\n")
+    (pages / "second.md").write_text("# Second\n\n## A section\n")
+    config = folder / "mkdocs.yml"
+    own = {"INHERIT": ROOT / "mkdocs.yml", "docs_dir": pages, "nav": navigation, "theme": "{name: mkdocs}"}
+    own |= dict.fromkeys(("hooks", "plugins", "markdown_extensions"), "[]")
+    config.write_text("".join(f"{name}: {value}\n" for name, value in own.items()))
+    return config

@@ -1,0 +1,40 @@
+"""The least value of a config's number stands at its field, wherever in the experiment that is."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from openpi_train.fields import too_small
+from openpi_train_configs.debug import debug
+
+LEAST_1 = (
+    "batch_size grad_accum num_train_steps fsdp_devices log_interval save_interval keep_last keep_period num_epochs "
+    "reference_batch_size micro_batch_size eval.num_rows eval.num_sample_steps data.max_norm_stats_samples "
+    "data.text_lengths eval.closed_loop.episodes_per_task eval.closed_loop.episodes_per_device "
+    "eval.closed_loop.execute eval.closed_loop.max_steps local_checkpoints.interval sharding.tensor_devices "
+    "timeouts.rendezvous_s timeouts.handshake_s timeouts.lost_s timeouts.stuck_s timeouts.data_s timeouts.finish_s"
+).split()
+LEAST_0 = (
+    "num_workers eval.interval eval.num_train_rows profile sharding.min_shard_mib eval.closed_loop.interval "
+    "eval.closed_loop.num_videos"
+).split()
+
+
+def with_value(config, name, value):
+    """The config with the field of this dotted name changed."""
+    first, *rest = name.split(".")
+    value = with_value(getattr(config, first), ".".join(rest), value) if rest else value
+    return dataclasses.replace(config, **{first: value})
+
+
+@pytest.mark.parametrize(("least", "name"), [*((1, name) for name in LEAST_1), *((0, name) for name in LEAST_0)])
+def test_every_number_has_its_least_value(least, name):
+    changed = functools.partial(with_value, debug, name)
+    flag = name.replace("_", "-")
+    assert too_small(changed(least - 1)) == [f"--{flag} {least - 1} must be at least {least}"]
+    assert not too_small(changed(least))
+
+
+def test_what_is_no_number_is_not_compared():
+    assert not too_small(dataclasses.replace(debug, num_workers="auto", keep_period=None))
