@@ -74,7 +74,7 @@ def test_an_experiments_datasets_are_shown_as_its_robot_reads_them(capsys):
     dataset = argparse.Namespace(
         asset="arm", source=FakeData(num_episodes=3, image_height=12, image_width=16), robot=Bridge(cameras=cameras)
     )
-    given.experiment = argparse.Namespace(data=argparse.Namespace(datasets=(dataset,)))
+    given.experiment = argparse.Namespace(demonstrations=argparse.Namespace(datasets=(dataset,)))
     data_tool._inspect(given)
     text = capsys.readouterr().out
     assert "5 Hz by its robot" in text and "delta_yaw_rad" in text and "gripper_fraction" in text
