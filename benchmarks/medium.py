@@ -2,10 +2,11 @@
 
 import dataclasses
 
+from openpi_train_configs.tabletop import pi0_bridge_traj_tiny
+
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train_configs.tabletop import pi0_bridge_traj_tiny
 
 medium = dataclasses.replace(
     pi0_bridge_traj_tiny,

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 
 import pytest
+from openpi_train_configs.debug import debug
 
 from openpi_train.fields import too_small
-from openpi_train_configs.debug import debug
 
 LEAST_1 = (
     "batch_size grad_accum num_train_steps fsdp_devices log_interval save_interval keep_last keep_period num_epochs "

@@ -4,13 +4,13 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+from openpi_train_configs.debug import debug
 
 from openpi_train.interop import openpi
 from openpi_train.interop.stored import Stored, in_memory
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train_configs.debug import debug
 
 EXPERT = GemmaOverrides(width=8, depth=1, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4)
 LORA = dataclasses.replace(EXPERT, lora_attention_rank=2, lora_mlp_rank=2)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exchanged import EXPERT, LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
+from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train import cli
 from openpi_train.fields import as_json
@@ -17,7 +18,6 @@ from openpi_train.interop.parity import compare_outputs
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import UsageError
 from openpi_train.tools.convert import Request, plan
-from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 
 def convert(source, target, experiment=TINY, **flags):

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from openpi_train_configs.debug import debug
+from openpi_train_configs.fast import pi0_fast_tiny
 
 from openpi_train.interop.parity import compare_outputs
 from openpi_train.interop.stored import in_memory
 from openpi_train.nn.params import module_params
-from openpi_train_configs.debug import debug
-from openpi_train_configs.fast import pi0_fast_tiny
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+from openpi_train_configs.debug import debug
 
 from openpi_train.planning.choose import layouts
 from openpi_train.planning.devices import memory_bytes, total_bytes
@@ -16,7 +17,6 @@ from openpi_train.planning.traffic import formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.prepare import choose, whole_layout
-from openpi_train_configs.debug import debug
 
 pytestmark = pytest.mark.slow
 

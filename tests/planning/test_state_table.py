@@ -4,12 +4,12 @@ gradient, and a bfloat16 copy."""
 import jax
 import jax.numpy as jnp
 import pytest
+from openpi_train_configs.bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
 from openpi_train.planning.memory import GIB, predict
 from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
 from openpi_train.sharding.strategy import CUT, Plan
 from openpi_train.training.prepare import whole_layout
-from openpi_train_configs.bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
 PI0 = 3_238_048_528
 BYTES = {"state": 16, "grads": 4, "copy": 2}

@@ -10,6 +10,7 @@ import types
 import jax
 import pytest
 from checkpoint_process import SAVED_WITH, make_state
+from openpi_train_configs.debug import debug
 
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -18,7 +19,6 @@ from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.metrics import JsonLines, read_evaluations
 from openpi_train.training.results import lowest_loss, write_results
 from openpi_train.training.run import Run
-from openpi_train_configs.debug import debug
 
 NAN = math.nan
 

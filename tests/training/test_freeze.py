@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from models.test_pi0 import TINY, built, draws, observation
+from openpi_train_configs.bridge import pi0_bridge_traj
+from openpi_train_configs.debug import debug
 
 from openpi_train.nn.params import merge_module
 from openpi_train.planning.memory import predict
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
-from openpi_train_configs.bridge import pi0_bridge_traj
-from openpi_train_configs.debug import debug
 
 ONE = Plan(mesh=planned_mesh(1, 1), strategy="replicated")
 MODEL = dataclasses.replace(debug.model, remat="none")

@@ -13,13 +13,13 @@ import pytest
 import strategies
 import toy
 from checkpoint_process import same_bits
+from openpi_train_configs.debug import debug
 
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.training import start
 from openpi_train.training.checkpoints.store import Checkpoints
 from openpi_train.training.init import create_state
-from openpi_train_configs.debug import debug
 
 CONFIG = toy.StackedConfig(depth=2)
 EXPERIMENT = dataclasses.replace(debug, exp_name="x", model=CONFIG, resume=True)

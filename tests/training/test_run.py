@@ -5,12 +5,12 @@ import inspect
 import types
 
 import pytest
+from openpi_train_configs.debug import debug
 
 from openpi_train.launch import status
 from openpi_train.launch.status import Status
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.run import Run
-from openpi_train_configs.debug import debug
 
 # Without the run-time type check: they are given no real run.
 save, save_locally = map(inspect.unwrap, (Run.save, Run.save_locally))

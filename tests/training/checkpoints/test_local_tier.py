@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from openpi_train_configs.debug import debug
 from stored_arrays import stored_arrays
 
 from openpi_train.experiment import LocalCheckpoints
@@ -25,7 +26,6 @@ from openpi_train.runtime.exits import UsageError
 from openpi_train.training.checkpoints import copy_out, local_files, local_tier, store
 from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
 from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train_configs.debug import debug
 
 LOCALLY = {name: value for name, value in SAVED_WITH.items() if name != "norm_stats"}
 
