@@ -15,11 +15,11 @@ from saved_runs import save_run
 
 from openpi_train import registry
 from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
+from openpi_train.evaluation.action_error import action_error
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.policy import loading
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
-from openpi_train.training import evaluate
 from openpi_train.types import action_batch
 
 pytestmark = pytest.mark.slow
@@ -287,7 +287,7 @@ def test_answers_are_those_of_trainings_evaluation_with_these_flags(run, monkeyp
     mask = held_out["action_mask"] & (located == 0)[:, None]
     batch = action_batch({**held_out, "action_mask": mask, "row": np.arange(rows, dtype=np.int32)})
     trainer = dataclasses.replace(saved.trainer, seed=7)
-    evaluated = jax.jit(lambda *given: evaluate._action_error(trainer, 3, *given))
+    evaluated = jax.jit(lambda *given: action_error(trainer, 3, *given))
     wanted, _ = evaluated(saved.state.params, saved.state.frozen, batch, np.int32(0))
     # To the robot's units and back, and batches of another size: float32's rounding.
     assert found == pytest.approx(float(wanted), rel=1e-5)
