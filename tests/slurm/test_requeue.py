@@ -17,26 +17,6 @@ RUN = (*RUN, "--data.validation-fraction", "0")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1", "--env", "MASTER_ADDR={host}")
 
 
-def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
-    job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
-    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
-    slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
-    slurm.run("scancel", "--signal=TERM", job)
-    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
-    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
-    assert 3 <= saved < STEPS
-
-    ended = slurm.await_end(job)
-    output = slurm.output(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output[-6000:]
-    assert f"continuing from step {saved} of {STEPS}" in output
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
-
-    train(tmp_path / "undisturbed", *RUN, devices=4)
-    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
-
-
 @pytest.fixture(scope="module")
 def actors(cluster, tmp_path_factory) -> Slurm:
     """For jobs whose four tasks are actors."""
@@ -120,13 +100,6 @@ def test_a_cancelled_job_is_not_brought_back(actors, stopped):
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), actors.output(job)
 
 
-def test_the_tasks_are_told_ahead_of_the_time_limit(actors, stopped):
-    job = stopped["limit"]
-    actors.wait_for(job, lambda: "requeueing" in actors.output(job))
-    ended = actors.await_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), actors.output(job)
-
-
 def test_slurm_accepts_a_file_with_every_option(slurm, tmp_path):
     options = ["--time-limit=1-12:00", "--partition=all", "--account=lab", "--cpus-per-task=1", "--memory=100M"]
     options += ["--output-dir", str(tmp_path / "out 100%"), "--sbatch-arg=--comment=it's mine", "--max-restarts=0"]
@@ -168,3 +141,31 @@ def test_the_file_that_the_older_guides_command_writes_trains(slurm, tmp_path):
     ended = slurm.await_end(job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), ended
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
+    job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
+    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
+    slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+    slurm.run("scancel", "--signal=TERM", job)
+    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
+    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
+    assert 3 <= saved < STEPS
+
+    ended = slurm.await_end(job)
+    output = slurm.output(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output[-6000:]
+    assert f"continuing from step {saved} of {STEPS}" in output
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
+
+    train(tmp_path / "undisturbed", *RUN, devices=4)
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+
+
+# Last: its job has begun long before.
+def test_the_tasks_are_told_ahead_of_the_time_limit(actors, stopped):
+    job = stopped["limit"]
+    actors.wait_for(job, lambda: "requeueing" in actors.output(job))
+    ended = actors.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), actors.output(job)

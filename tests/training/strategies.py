@@ -24,6 +24,8 @@ ROWS = 32
 # The strategy, and how many of the devices share one copy of the state.
 LAYOUTS = (*((strategy, 8) for strategy in CUT if strategy != "hsdp"), ("hsdp", 4))
 CASES = tuple(itertools.product(LAYOUTS, (1, 4)))
+# Every layout with one of both: what several processes run.
+SOME = tuple(zip(LAYOUTS, itertools.cycle((1, 4)), strict=False))
 
 
 def prepare(config, strategy: str, fsdp: int, accum: int, devices=None):
@@ -56,11 +58,11 @@ def name_of(layout: tuple[str, int], accum: int) -> str:
 
 
 def main(process: int, processes: int, port: str, folder: str | None = None) -> None:
-    """Run all cases with 8 devices over all processes."""
+    """Run all cases, or with several processes some, with 8 devices over all processes."""
     jax.config.update("jax_num_cpu_devices", 8 // processes)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, cluster_detection_method="deactivate")
     found = {}
-    for layout, accum in CASES:
+    for layout, accum in CASES if processes == 1 else SOME:
         name = name_of(layout, accum)
         found[name], state, _ = run(toy.StackedConfig(), *layout, accum)
         if folder is not None:
