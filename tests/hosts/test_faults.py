@@ -102,7 +102,9 @@ def test_a_host_that_the_desk_loses_for_good_ends_the_run_and_is_named(fleet, ne
         time.sleep(0.1)
 
 
-def test_a_run_goes_on_without_the_host_that_was_lost(fleet, network, start_ssh, tmp_path):
+def test_a_run_goes_on_without_the_host_that_was_lost(fleet, network, start_ssh, ssh_command, tmp_path):
+    if ssh_command.endswith("stand_in_for_ssh"):
+        pytest.skip("the stand-in's connection goes by no cable: it is not lost with the host (needs openssh-server)")
     steps = (*RUN, "--num-train-steps", "100", "--batch-size", "12", "--save-interval", "10", "--keep-last", "3")
     train(tmp_path / "undisturbed", *steps, devices=2)
     fewer = ("--max-restarts", "1", "--min-nodes", "1", "--grace-s", "5")
