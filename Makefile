@@ -26,14 +26,16 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright
 
 # A worker that crashes ends the suite: xdist would wait without end for tests that it has not given to another.
-TWO_WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# As many processes run files of tests at the same time: `make test WORKERS=3`, say.
+WORKERS ?= 2
+IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # As root on a Debian it also installs the packages that tests need (Slurm); elsewhere those tests are skipped.
 test: lint
-	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(TWO_WORKERS)
+	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(IN_WORKERS)
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(TWO_WORKERS)
+	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
 
 # The quick suite on the newest Python and jax, in an environment of its own.
 newest:
@@ -50,7 +52,7 @@ test-release:
 	grep -v '^h5py==' constraints.txt > $(RELEASE)/constraints.txt
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(RELEASE)/constraints.txt --editable '.[dev,rlds-check]'
 	$(RELEASE)/bin/python -c 'import tensorflow; from benchmarks import openpi_peer; openpi_peer.environment()'
-	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(TWO_WORKERS)
+	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(IN_WORKERS)
 
 # Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed.
 mutants: $(VENV)/.installed

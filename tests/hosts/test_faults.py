@@ -35,12 +35,13 @@ def expect_all_lost(done: list[tuple[int, str]], lost: dict[int, str], codes: di
         assert line in done[node][1], done[node]
 
 
-@pytest.mark.parametrize("victim", [2, 0], ids=["one_of_three", "the_coordinator"])
-def test_a_killed_process_ends_all_others_with_70_and_its_name(fleet, network, victim):
-    launchers = fleet.all_manual(*ENDLESS, hosts=3)
+# Of three processes on one host either is killed in `runs/test_lost_peers.py`.
+@pytest.mark.parametrize(("victim", "hosts"), [(2, 3), (0, 2)], ids=["one_of_three", "the_coordinator"])
+def test_a_killed_process_ends_all_others_with_70_and_its_name(fleet, network, victim, hosts):
+    launchers = fleet.all_manual(*ENDLESS, hosts=hosts)
     train_a_while(fleet, launchers)
     os.kill(process_of(network.hosts[victim]), signal.SIGKILL)
-    lost = {node: f"process {victim} on node{victim} was lost" for node in range(3) if node != victim}
+    lost = {node: f"process {victim} on node{victim} was lost" for node in range(hosts) if node != victim}
     expect_all_lost(ends(launchers), lost, {victim: 137})
 
 
@@ -52,9 +53,10 @@ def test_a_host_cut_off_for_good_ends_the_processes_on_both_sides_with_70(fleet,
     expect_all_lost(ends(launchers), {0: here, 1: here, 2: there}, {})
 
 
-def test_a_network_that_is_away_for_five_seconds_costs_no_step(fleet, network, tmp_path):
+def test_a_slow_network_that_is_away_for_five_seconds_costs_no_step_and_changes_no_loss(fleet, network, tmp_path):
     steps = (*RUN, *CUT, "--num-train-steps", "40")
     train(tmp_path / "undisturbed", *steps, devices=2)
+    network.throttle(1, "20mbit")
     launchers = fleet.all_manual(*steps, "--timeouts.lost-s", "30", hosts=2)
     train_a_while(fleet, launchers)
     network.link(1, up=False)
@@ -65,14 +67,6 @@ def test_a_network_that_is_away_for_five_seconds_costs_no_step(fleet, network, t
     assert [code for code, _ in done] == [0, 0], done
     assert '"step": 40,' not in before, "the run ended before the cable was pulled: take more steps"
     assert losses(fleet.base) == losses(tmp_path / "undisturbed")
-
-
-def test_a_slow_network_changes_no_loss(fleet, network, tmp_path):
-    train(tmp_path / "fast", *RUN, *CUT, devices=2)
-    network.throttle(1, "20mbit")
-    done = ends(fleet.all_manual(*RUN, *CUT, hosts=2))
-    assert [code for code, _ in done] == [0, 0], done
-    assert losses(fleet.base) == losses(tmp_path / "fast")
 
 
 def test_a_stop_at_the_desk_saves_on_all_hosts_and_a_killed_desk_leaves_nothing_running(fleet, network, start_ssh):
@@ -108,7 +102,9 @@ def test_a_host_that_the_desk_loses_for_good_ends_the_run_and_is_named(fleet, ne
         time.sleep(0.1)
 
 
-def test_a_run_goes_on_without_the_host_that_was_lost(fleet, network, start_ssh, tmp_path):
+def test_a_run_goes_on_without_the_host_that_was_lost(fleet, network, start_ssh, ssh_command, tmp_path):
+    if ssh_command.endswith("stand_in_for_ssh"):
+        pytest.skip("the stand-in's connection goes by no cable: it is not lost with the host (needs openssh-server)")
     steps = (*RUN, "--num-train-steps", "100", "--batch-size", "12", "--save-interval", "10", "--keep-last", "3")
     train(tmp_path / "undisturbed", *steps, devices=2)
     fewer = ("--max-restarts", "1", "--min-nodes", "1", "--grace-s", "5")

@@ -56,15 +56,10 @@ def test_by_ssh_the_losses_are_those_of_one_process_bit_for_bit(fleet, start_ssh
     assert "[node0:0] " in output and "starting 4 processes on node0, node1, node2, node3" in output
 
 
-def test_a_host_with_another_clock_trains_as_all_others_do(fleet, one_by_two, tmp_path):
+def test_strangers_on_the_rendezvous_port_and_a_host_with_another_clock_change_nothing(
+    fleet, network, one_by_two, tmp_path
+):
     (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
-    first = fleet.manual(0, *RUN, *CUT, hosts=2)
-    done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2, PYTHONPATH=str(tmp_path))])
-    assert [code for code, _ in done] == [0, 0], done
-    assert losses(fleet.base) == one_by_two
-
-
-def test_strangers_on_the_rendezvous_port_are_survived(fleet, network, one_by_two):
     first = fleet.manual(0, *RUN, *CUT, hosts=2)
     until(lambda: f":{DEFAULT_PORT + 1} " in network.hosts[0].run("ss", "-ltn"), [first])
     with talking(network, b""):
@@ -76,7 +71,7 @@ def test_strangers_on_the_rendezvous_port_are_survived(fleet, network, one_by_tw
         ):
             with talking(network, garbage):
                 pass
-        done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2)])
+        done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2, PYTHONPATH=str(tmp_path))])
     assert [code for code, _ in done] == [0, 0], done
     assert losses(fleet.base) == one_by_two
     assert "ignored a stranger on the rendezvous port: b'GET / HTTP/1.1" in fleet.output("node0", 0)
@@ -98,18 +93,23 @@ def talking(network, what: bytes) -> Iterator[None]:
         process.kill()
 
 
-def test_a_port_that_is_taken_is_named(fleet, network):
+def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_named(fleet, network):
     program = f"import socket; s = socket.create_server(('', {DEFAULT_PORT})); print('in', flush=True); input()"
     command = [*network.hosts[0].enter, sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline() == b"in\n"
-        (first, second) = ends(fleet.all_manual(*RUN, *SOON, hosts=2))
+        astray = fleet.manual(2, *RUN, *SOON, hosts=3, master="nowhere")
+        (first, second, third) = ends([*fleet.all_manual(*RUN, *SOON, hosts=2), astray])
     assert first[0] == 2 and f"port {DEFAULT_PORT} on node0 cannot be used" in first[1], first
     assert second[0] == 70 and f"process 1 on node1 could not reach process 0 at node0, {RENDEZVOUS}" in second[1]
+    assert third[0] == 2 and "the coordinator's host name 'nowhere' does not resolve on node2" in third[1], third
 
 
-def test_a_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
-    done = ends([fleet.manual(node, *RUN, *SOON, hosts=3) for node in (0, 1)])
+def test_one_of_another_job_is_refused_and_the_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
+    words = ("word", "word", "another word")
+    *done, stranger = ends([fleet.manual(node, *RUN, *SOON, hosts=3, token=word) for node, word in enumerate(words)])
+    assert stranger[0] == 2 and "the run at this address is another job (process 0 on node0)" in stranger[1], stranger
+    assert "turned away process 2 on node2, which belongs to another job" in fleet.output("node0", 0)
     here = "process 0 on node0, process 1 on node1"
     for code, output in done:
         assert code == 70, done
@@ -117,36 +117,14 @@ def test_a_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
         assert f"waiting for 1 of 3 processes (here: {here}): {missing}" in output
 
 
-def test_hosts_with_other_code_refuse_each_other(fleet, tmp_path):
+def test_hosts_with_other_code_or_another_configuration_refuse_each_other(fleet, tmp_path):
     copy = tmp_path / "other"
     shutil.copytree(ROOT / "openpi_train", copy / "openpi_train", ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "openpi_train" / "keys.py").open("a") as file:
         file.write("# one comment more\n")
     first = fleet.manual(0, *RUN, hosts=2)
-    expect_refusal(ends([first, fleet.manual(1, *RUN, hosts=2, folder=copy)]), "code of openpi_train is ")
-
-
-def test_hosts_with_another_configuration_refuse_each_other(fleet):
-    first = fleet.manual(0, *RUN, hosts=2)
-    expect_refusal(ends([first, fleet.manual(1, *RUN, "--seed", "7", hosts=2)]), "seed is 42 there and 7 here")
-
-
-def expect_refusal(done: list[tuple[int, str]], reason: str) -> None:
-    """Both processes end with 2 and name the difference."""
-    for code, output in done:
+    # Both processes end with 2 and name both differences.
+    for code, output in (done := ends([first, fleet.manual(1, *RUN, "--seed", "7", hosts=2, folder=copy)])):
         assert code == 2, done
         assert "process 0 on node0 (there) and process 1 on node1 (here) do not run the same:" in output
-        assert reason in output
-
-
-def test_a_wrong_job_token_is_refused(fleet):
-    (first, second) = ends([fleet.manual(node, *RUN, *SOON, hosts=2, token=f"word {node}") for node in (0, 1)])
-    assert second[0] == 2 and "the run at this address is another job (process 0 on node0)" in second[1], second
-    assert first[0] == 70 and "host 1 (process 1), which never came within 15 s" in first[1], first
-    assert "turned away process 1 on node1, which belongs to another job" in fleet.output("node0", 0)
-
-
-def test_a_host_name_that_does_not_resolve_is_named(fleet):
-    (code, output) = ends([fleet.manual(1, *RUN, *SOON, hosts=2, master="nowhere")])[0]
-    assert code == 2
-    assert "the coordinator's host name 'nowhere' does not resolve on node1" in output
+        assert "code of openpi_train is " in output and "seed is 42 there and 7 here" in output

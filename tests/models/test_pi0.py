@@ -1,6 +1,7 @@
 """pi0 beyond the golden numbers: published names, absent cameras, shared prefixes, LoRA, counts."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -37,6 +38,17 @@ TINY = Pi0Config(
 )
 
 
+def graph_of(config):
+    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
+
+
+@functools.cache
+def compiled_velocity(config):
+    """The compiled velocity of (parameters, observation, noisy actions, times), one for all tests of this config."""
+    graph = graph_of(config)
+    return jax.jit(lambda params, *inputs: merge_module(graph, params).velocity(*inputs))
+
+
 def built(config, seed=0):
     """The graph and parameters, every one of them random: zero-initialised ones would hide what they multiply.
 
@@ -47,7 +59,7 @@ def built(config, seed=0):
         path: jnp.asarray(0.3 * generator.normal(size=shape), jnp.float32)
         for path, shape in parameter_shapes(config).items()
     }
-    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0], params
+    return graph_of(config), params
 
 
 def observation(config, seed=0, slots=SLOTS):
@@ -73,9 +85,7 @@ def draws(config, num_draws, seed=1):
 def tiny(request):
     """(config, graph, params, compiled velocity)."""
     config = dataclasses.replace(TINY, pi05=request.param)
-    graph, params = built(config)
-    velocity = jax.jit(lambda params, *inputs: merge_module(graph, params).velocity(*inputs))
-    return config, graph, params, velocity
+    return config, *built(config), compiled_velocity(config)
 
 
 @pytest.mark.parametrize(
@@ -185,17 +195,23 @@ def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
     np.testing.assert_allclose(sample(params), actions, rtol=1e-4, atol=1e-5)
 
 
-def loss_of(config, seen, inputs, outputs=None):
-    """The mean squared velocity as a function of the parameters; by way of `outputs` where given."""
-    graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
+def loss_of(config, whole=False):
+    """The mean squared velocity as a function of parameters, observation and inputs; `whole`: of the whole sequence."""
+    graph = graph_of(config)
 
-    def loss(params):
+    def loss(params, seen, inputs):
         model = merge_module(graph, params)
-        if outputs is None:
+        if not whole:
             return jnp.mean(model.velocity(seen, *inputs) ** 2)
-        return jnp.mean(model.read_out(outputs(model)["action"], inputs[0].shape) ** 2)
+        return jnp.mean(model.read_out(model.outputs(seen, *inputs)["action"], inputs[0].shape) ** 2)
 
     return loss
+
+
+@functools.cache
+def compiled_gradient(config, whole=False):
+    """The compiled `loss_of` and its gradient, one for all tests of this config."""
+    return jax.jit(jax.value_and_grad(loss_of(config, whole)))
 
 
 def assert_same_gradients(found, expected):
@@ -210,8 +226,8 @@ def assert_same_gradients(found, expected):
 def test_recomputing_activations_changes_no_gradient(tiny, remat):
     config, _, params, _ = tiny
     seen, inputs = observation(config), draws(config, 1)
-    kept = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs)))(params)
-    again = jax.jit(jax.value_and_grad(loss_of(dataclasses.replace(config, remat=remat), seen, inputs)))(params)
+    kept = compiled_gradient(config)(params, seen, inputs)
+    again = compiled_gradient(dataclasses.replace(config, remat=remat))(params, seen, inputs)
     np.testing.assert_allclose(again[0], kept[0], rtol=1e-6)
     assert_same_gradients(again[1], kept[1])
 
@@ -231,10 +247,8 @@ def test_leaving_out_the_last_layers_prefix_changes_no_gradient(depth):
         remat="full",
     )
     params, seen, inputs = built(config)[1], observation(config), draws(config, 2)
-    short = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs)))(params)
-    whole = jax.jit(jax.value_and_grad(loss_of(config, seen, inputs, lambda model: model.outputs(seen, *inputs))))(
-        params
-    )
+    short = compiled_gradient(config)(params, seen, inputs)
+    whole = compiled_gradient(config, whole=True)(params, seen, inputs)
     np.testing.assert_allclose(short[0], whole[0], rtol=1e-6)
     assert_same_gradients(short[1], whole[1])
     for path, gradient in short[1].items():
@@ -252,8 +266,7 @@ def test_every_form_of_gemma_can_leave_out_its_last_layers_prefix():
         TINY, language=GemmaOverrides(width=16, **sizes), action_expert=GemmaOverrides(width=12, **sizes)
     )
     params, seen, inputs = built(config)[1], observation(config), draws(config, 1)
-    short = jax.jit(jax.grad(loss_of(config, seen, inputs)))(params)
-    whole = jax.jit(jax.grad(loss_of(config, seen, inputs, lambda model: model.outputs(seen, *inputs))))(params)
+    (_, short), (_, whole) = (compiled_gradient(config, whole)(params, seen, inputs) for whole in (False, True))
     assert_same_gradients(short, whole)
     fused = short["transformer/layers/experts/language/query_key_value/weight"]
     assert not jnp.any(fused[-1, 0]) and jnp.any(fused[-1, 1]) and jnp.any(fused[-1, 2])
@@ -268,9 +281,7 @@ def test_each_policy_recomputes_less_and_keeps_more_than_the_one_before():
     for remat in levels:
         changed = dataclasses.replace(config, remat=remat)
 
-        def loss(params, seen, inputs, config=changed):
-            return loss_of(config, seen, inputs)(params)
-
+        loss = loss_of(changed)
         flops.append(product_flops(jax.make_jaxpr(jax.grad(loss))(shapes, batch.observation, inputs).jaxpr))
         residuals = jax.eval_shape(
             lambda params, *rest, loss=loss: jax.vjp(lambda params: loss(params, *rest), params)[1],
@@ -293,14 +304,13 @@ def test_merged_lora_computes_the_same(rslora):
         language=GemmaOverrides(width=16, **SIZES, **LORA, lora_rslora=rslora),
         action_expert=GemmaOverrides(width=12, **SIZES, **LORA),
     )
-    graph, params = built(config)
+    params = built(config)[1]
     merged = config.merge_lora(params)
     plain = config.without_lora()
     assert {path: value.shape for path, value in merged.items()} == parameter_shapes(plain)
     seen, inputs = observation(config), draws(config, 1)
-    expected = jax.jit(lambda params: merge_module(graph, params).velocity(seen, *inputs))(params)
-    plain_graph = nnx.split(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0))))[0]
-    result = jax.jit(lambda params: merge_module(plain_graph, params).velocity(seen, *inputs))(merged)
+    expected = compiled_velocity(config)(params, seen, *inputs)
+    result = compiled_velocity(plain)(merged, seen, *inputs)
     # Equal in exact arithmetic; two orders of multiplication round differently in float32.
     np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * float(jnp.abs(expected).max()))
 
@@ -312,9 +322,8 @@ def test_every_query_head_with_its_own_key_uses_openpis_fused_projection():
     )
     names = {config.public_name(path): shape for path, shape in parameter_shapes(config).items()}
     assert names["PaliGemma/llm/layers/attn/qkv_einsum/w"] == (2, 3, 4, 16, 8)
-    graph, params = built(config)
-    velocity = jax.jit(lambda params, *inputs: merge_module(graph, params).velocity(*inputs))
-    assert np.isfinite(velocity(params, observation(config), *draws(config, 1))).all()
+    params = built(config)[1]
+    assert np.isfinite(compiled_velocity(config)(params, observation(config), *draws(config, 1))).all()
 
 
 def product_flops(jaxpr):

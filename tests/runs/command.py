@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +18,7 @@ def environment(**extra: str) -> dict[str, str]:
     """The suite's environment for a child: CPU, the shared compilation cache, and nothing of a launcher's."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JAX_NUM_CPU_DEVICES")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
-    return {**inherited, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **extra}
+    return {**inherited, **forks.ALIKE, **extra}
 
 
 def openpi_train(
@@ -23,6 +26,8 @@ def openpi_train(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m openpi_train <arguments>`, to its end; `prefix` is a command that runs it (`unshare --mount`, say)."""
     command = [*prefix, sys.executable, "-m", "openpi_train", *map(str, arguments)]
+    if not prefix:
+        return forks.run(command, environment(**extra), timeout_s)
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env=environment(**extra), cwd=ROOT, check=False
     )
@@ -46,6 +51,12 @@ def train(base: Path, *arguments: str | Path, processes: int = 1, devices: int =
         done = openpi_train(*launch, "--log-dir", base / "output", "--", *flags, **options)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def copy_without(base: Path, to: Path, step: int, experiment: str = "debug") -> None:
+    """Copy `base`, whose run has not come to this checkpoint: killed before, say."""
+    shutil.copytree(base, to, dirs_exist_ok=True, symlinks=True)
+    shutil.rmtree(to / "runs" / experiment / "x" / str(step))
 
 
 def losses(base: Path, experiment: str = "debug", exp_name: str = "x") -> dict[int, float]:

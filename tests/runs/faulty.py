@@ -64,6 +64,7 @@ class Processes:
         self.base, self.experiment = base, experiment.rpartition(":")[2]
         command = [sys.executable, "-m", "openpi_train", experiment, *ENDLESS, *places(base), *arguments]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        base.mkdir(exist_ok=True)
         self.outputs = [base / f"output_{index}.txt" for index in range(count)]
         self.processes = []
         for index, output in enumerate(self.outputs):

@@ -12,6 +12,7 @@ SHRUNK = """
     --model.siglip.patch-size 16 --model.vocab-size 512 --model.max-token-len 64
     --data.tokenizer bytes --data.validation-fraction 0.2 --batch-size 8 --num-workers 1
     --num-train-steps 4 --log-interval 2 --save-interval 4 --eval.num-sample-steps 2
+    --data.text-lengths 2 --eval.num-rows 16
 """.split()
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import check, openpi_train, places, train
+from command import check, copy_without, openpi_train, places, train
 
 pytestmark = [pytest.mark.slow]
 # A scale that must overflow at first (2**30 times any gradient), and grows again soon.
@@ -32,9 +32,10 @@ def test_resumed_run_equals_an_uninterrupted_one_and_keeps_its_scale(tmp_path):
     done = train(straight, *flags, "--num-train-steps", "40", devices=2)
     assert "--model.dtype float16" in done.stderr
     assert "effective batch size 16: 4 rows x 2 devices x 2 micro-batches" in done.stderr
-    train(halves, *flags, "--num-train-steps", "20", devices=2)
-    train(halves, *flags, "--num-train-steps", "40", "--resume", devices=2)
+    copy_without(straight, halves, 40)
+    done = train(halves, *flags, "--num-train-steps", "40", "--resume", devices=2)
     whole = lines(straight)
+    assert "continuing from step 20 of 40" in done.stderr
     assert lines(halves) == whole
     assert [line["step"] for line in whole] == list(range(1, 41))
     scales = [line["loss_scale"] for line in whole]

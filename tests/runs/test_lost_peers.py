@@ -37,15 +37,17 @@ def test_a_killed_process_is_named_by_all_others_with_its_phase(tmp_path, victim
             assert "Traceback" not in terminal and "where every thread" not in terminal, terminal[-3000:]
 
 
-@pytest.mark.parametrize("victim", [1, 0], ids=["another process", "process 0"])
-def test_a_silent_process_is_named_by_the_others(tmp_path, victim):
-    with Processes(tmp_path, 2, *LIMITS) as run:
-        run.await_training()
-        run.send(victim, signal.SIGSTOP)
-        assert run.codes(BOUND_S, victim) == [PEER_LOST], run.said()
-        # In a step that others wait in, being silent and being stuck are one; the first may fall between two beats.
-        how = r"(was lost|is stuck) \(training(, step \d+)?\): .*nothing was heard of it for \d+ s"
-        run.check_last_words(1 - victim, rf"process {victim} on {HOST} {how}")
+def test_a_silent_process_is_named_by_the_others(tmp_path):
+    # Two runs, whose limits run out at the same time: one loses process 1, one process 0.
+    with Processes(tmp_path / "1", 2, *LIMITS) as one, Processes(tmp_path / "0", 2, *LIMITS) as zero:
+        for victim, run in ((1, one), (0, zero)):
+            run.await_training()
+            run.send(victim, signal.SIGSTOP)
+        for victim, run in ((1, one), (0, zero)):
+            assert run.codes(BOUND_S, victim) == [PEER_LOST], run.said()
+            # In a step that others wait in, being silent and being stuck are one; the first may fall between two beats.
+            how = r"(was lost|is stuck) \(training(, step \d+)?\): .*nothing was heard of it for \d+ s"
+            run.check_last_words(1 - victim, rf"process {victim} on {HOST} {how}")
 
 
 def test_a_short_silence_passes_and_sigusr1_saves_as_sigterm_does(tmp_path):

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
-from command import losses, train
+from command import copy_without, losses, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 RUN = "debug --num-train-steps 4 --save-interval 2 --fsdp-devices 2 --sharding.min-shard-mib 0".split()
+# Losses of training alone: `test_pi0_fast_run.py` and `test_bridge_run.py` evaluate on two processes.
+NOTHING_HELD_OUT = ("--data.validation-fraction", "0")
+RUN += NOTHING_HELD_OUT
 
 
 @pytest.fixture(scope="module")
@@ -15,16 +18,31 @@ def one_by_four(tmp_path_factory):
     return base
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
-def test_loss_is_the_same_bit_for_bit_whatever_the_processes(tmp_path, one_by_four, processes, devices):
-    train(tmp_path, *RUN, processes=processes, devices=devices)
-    assert losses(tmp_path) == losses(one_by_four)
-    output = (tmp_path / "runs" / "debug" / "x" / "logs").iterdir()
+@pytest.fixture(scope="module")
+def four_by_one(tmp_path_factory):
+    base = tmp_path_factory.mktemp("four_by_one")
+    train(base, *RUN, processes=4)
+    return base
+
+
+def expect_the_same(base, expected, processes):
+    """The losses bit for bit, and a log of each process."""
+    assert losses(base) == losses(expected)
+    output = (base / "runs" / "debug" / "x" / "logs").iterdir()
     assert {path.name for path in output} == {f"process_{index}.log" for index in range(processes)}
 
 
+def test_loss_is_the_same_bit_for_bit_with_two_processes_of_two_devices(tmp_path, one_by_four):
+    train(tmp_path, *RUN, processes=2, devices=2)
+    expect_the_same(tmp_path, one_by_four, 2)
+
+
+def test_loss_is_the_same_bit_for_bit_with_four_processes_of_one_device(four_by_one, one_by_four):
+    expect_the_same(four_by_one, one_by_four, 4)
+
+
 def test_one_device_agrees_to_rounding(tmp_path, one_by_four):
-    train(tmp_path, "debug", "--num-train-steps", "4")
+    train(tmp_path, "debug", "--num-train-steps", "4", *NOTHING_HELD_OUT)
     expected = losses(one_by_four)
     assert losses(tmp_path).keys() == expected.keys()
     # Sums in another order: float32's rounding at first, then what Adam's division by small moments makes of it.
@@ -32,8 +50,8 @@ def test_one_device_agrees_to_rounding(tmp_path, one_by_four):
     np.testing.assert_allclose(list(losses(tmp_path).values()), list(expected.values()), rtol=1e-5)
 
 
-def test_a_run_of_four_processes_goes_on_with_two_and_with_one(tmp_path, one_by_four):
-    train(tmp_path, *RUN[:2], "2", *RUN[3:], processes=4)
+def test_a_run_of_four_processes_goes_on_with_two_and_with_one(tmp_path, one_by_four, four_by_one):
+    copy_without(four_by_one, tmp_path, 4)
     done = train(tmp_path, *RUN, "--resume", processes=2)
     assert "the run began on 4 devices and goes on on 2: same rows, same loss" in done.stdout
     assert "effective batch size 8: 2 rows x 2 devices x 2 micro-batches" in done.stdout

@@ -10,10 +10,10 @@ from openpi_train.data.embedded import prepare
 from openpi_train.data.fast import fit_fast
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-STEPS = 50
+STEPS = 30
 FIRST, LAST = slice(None, 5), slice(-10, None)
 RUN = f"--batch-size 8 --num-train-steps {STEPS} --save-interval {STEPS // 2} --log-interval 1 --no-tensorboard".split()
-RUN += "--eval.interval 25 --eval.num-rows 8 --data.text-lengths 1".split()
+RUN += f"--eval.interval {STEPS // 2} --eval.num-rows 8 --data.text-lengths 1 --lr-schedule.warmup-steps 10".split()
 # A loss is the sum of as many as 128 tokens in each of 8 rows. XLA for CPUs adds them up one after the other, with a
 # rounding of at most 2**-24 of the sum each: three times what so many make of independent ones. One device and four
 # differ by 1e-6 of the first loss after a resume on one, from the same parameters.
@@ -31,11 +31,20 @@ def home(tmp_path_factory):
     return {"OPENPI_TRAIN_HOME": str(folder)}
 
 
-@pytest.mark.parametrize("name", ["paligemma_tiny", "paligemma_tokens_tiny"])
-def test_two_processes_under_zero3_then_one_train_as_one_does(tmp_path, home, name):
+# Short samples: nothing is said of them here.
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("paligemma_tiny", "--eval.num-sample-steps 2"),
+        ("paligemma_tokens_tiny", "--model.max-decoding-steps 16"),
+    ],
+    ids=["paligemma_tiny", "paligemma_tokens_tiny"],
+)
+def test_two_processes_under_zero3_then_one_train_as_one_does(tmp_path, home, name, sampling):
     alone, several = tmp_path / "alone", tmp_path / "several"
-    train(alone, name, *RUN, *ZERO3, devices=4, **home)
-    half = [str(STEPS // 2) if word == str(STEPS) else word for word in RUN]
+    run = (*RUN, *sampling.split())
+    train(alone, name, *run, *ZERO3, devices=4, **home)
+    half = [str(STEPS // 2) if word == str(STEPS) else word for word in run]
     train(several, name, *half, *ZERO3, processes=2, devices=2, **home)
     plan = json.loads((several / "runs" / name / "x" / "plan.json").read_text())
     assert (plan["strategy"], plan["fsdp_devices"]) == ("zero3", 4)
@@ -46,7 +55,7 @@ def test_two_processes_under_zero3_then_one_train_as_one_does(tmp_path, home, na
     # NPROC, in both runs: docs/numerics.md.)
     np.testing.assert_allclose(list(found.values()), [expected[step] for step in found], rtol=1e-6)
 
-    done = train(several, name, *RUN, "--resume", **home)
+    done = train(several, name, *run, "--resume", **home)
     assert "the run began on 4 devices and goes on on 1: same rows, same loss" in done.stdout + done.stderr
     found = losses(several, name)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import fast_runs
 import numpy as np
 import pytest
 from command import losses, openpi_train, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 RUNS = Path(__file__).with_name("fast_runs.py")
+LAST = fast_runs.fast.num_train_steps
 CUT = "--sharding.strategy zero3 --sharding.min-shard-mib 0".split()
 
 
@@ -25,19 +27,19 @@ def fast_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("experiment", ["fast", "insulated"])
 def test_two_processes_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, experiment):
     flags = (f"{RUNS}:{experiment}", "--model.fast-tokenizer", fast_tokenizer, "--data.text-lengths", "1")
-    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", "25", processes=2, devices=2)
+    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", str(LAST // 2), processes=2, devices=2)
     plan = json.loads((tmp_path / "two" / "runs" / experiment / "x" / "plan.json").read_text())
     assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
-    # 50 steps in all: the second half on one process with one device.
+    # The second half on one process with one device.
     train(tmp_path / "two", *flags, "--resume")
     train(tmp_path / "one", *flags)
     resumed, expected = losses(tmp_path / "two", experiment), losses(tmp_path / "one", experiment)
-    assert set(resumed) == set(expected) == set(range(1, 51))
-    # Sums in another order: float32's rounding, 1e-6 at most in all 50 steps of both (2026-11-22). Losses of
+    assert set(resumed) == set(expected) == set(range(1, LAST + 1))
+    # Sums in another order: float32's rounding, 1e-6 at most in 50 steps of both (2026-11-22). Losses of
     # neighbouring steps lie 1e-2 apart.
     np.testing.assert_allclose([*resumed.values()], [*expected.values()], rtol=1e-5)
-    assert expected[50] < 0.9 * expected[1]
+    assert expected[LAST] < 0.9 * expected[1]
     lines = (tmp_path / "two" / "runs" / experiment / "x" / "metrics.jsonl").read_text().splitlines()
-    last = [line for line in map(json.loads, lines) if line.get("step") == 50]
+    last = [line for line in map(json.loads, lines) if line.get("step") == LAST]
     assert any(0 <= line.get("token_accuracy", -1) <= 1 for line in last)
     assert any(line.get("val/loss", 0) > 0 and line.get("val/action_mse", 0) > 0 for line in last)

@@ -13,7 +13,7 @@ from command import ROOT, environment, losses, train
 
 pytestmark = [pytest.mark.slow]
 # Steps long enough that there is time for the kill between the first checkpoint and the end.
-RUN = ("debug", "--batch-size", "128", "--num-train-steps", "20", "--save-interval", "10", "--keep-last", "3")
+RUN = ("debug", "--batch-size", "64", "--num-train-steps", "20", "--save-interval", "10", "--keep-last", "3")
 # A line is the mean of three steps: that of step 12 is of steps before and after the checkpoint that is resumed from.
 RUN += ("--log-interval", "3", "--data.validation-fraction", "0")
 

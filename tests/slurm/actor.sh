@@ -11,6 +11,7 @@ case ${parts[$SLURM_PROCID]} in
         sleep 100 &
         wait
         ;;
-    kill) sleep 0.5 && kill -KILL $$ ;;
-    *) sleep 0.5 && exit "${parts[$SLURM_PROCID]}" ;;
+    # Slurm ends the others where it sees one killed: on a busy machine before they have done what they were told.
+    kill) trap '' TERM; sleep 0.5 && kill -KILL $$ ;;
+    *) trap '' TERM; sleep 0.5 && exit "${parts[$SLURM_PROCID]}" ;;
 esac

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from jobs import Slurm
 from runs.command import ROOT, losses, places, train
 
 from openpi_train.launch.slurm_script import SlurmJob, script
@@ -16,28 +17,14 @@ RUN = (*RUN, "--data.validation-fraction", "0")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1", "--env", "MASTER_ADDR={host}")
 
 
-def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
-    job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
-    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
-    slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
-    slurm.run("scancel", "--signal=TERM", job)
-    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
-    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
-    assert 3 <= saved < STEPS
-
-    ended = slurm.await_end(job)
-    output = slurm.output(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output[-6000:]
-    assert f"continuing from step {saved} of {STEPS}" in output
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
-
-    train(tmp_path / "undisturbed", *RUN, devices=4)
-    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+@pytest.fixture(scope="module")
+def actors(cluster, tmp_path_factory) -> Slurm:
+    """For jobs whose four tasks are actors."""
+    return Slurm(cluster, tmp_path_factory.mktemp("actors"))
 
 
-@pytest.fixture
-def play(slurm, tmp_path):
+@pytest.fixture(scope="module")
+def play(actors):
     """Submit a job whose four tasks are actors: `play("2", "wait", ...)` returns its number."""
 
     def submit(*parts: str, afterwards: int = 0, max_restarts: int = 20, sbatch: tuple[str, ...] = ()) -> str:
@@ -46,21 +33,39 @@ def play(slurm, tmp_path):
         job = SlurmJob(
             run=run,
             job_name="play",
-            chdir=str(tmp_path),
-            output_dir=str(tmp_path),
+            chdir=str(actors.folder),
+            output_dir=str(actors.folder),
             env=(f"AFTERWARDS={afterwards}",),
             max_restarts=max_restarts,
         )
-        (tmp_path / "play.sh").write_text(script(job))
-        return slurm.run("sbatch", "--parsable", *sbatch, tmp_path / "play.sh")
+        (actors.folder / "play.sh").write_text(script(job))
+        return actors.run("sbatch", "--parsable", *sbatch, actors.folder / "play.sh")
 
     return submit
 
 
 WAITING = ("wait", "wait", "wait", "wait")
+SIGNALS = [["--signal=TERM"], ["--batch", "--signal=TERM"], ["--signal=USR1"]]
+CANCEL = []
 
 
-def test_a_job_is_requeued_only_where_that_helps(slurm, play):
+@pytest.fixture(scope="module")
+def stopped(actors, play) -> dict[str, str]:
+    """A job for each way to stop one: all wait for Slurm's schedule together. By what `scancel` is told, or "limit"."""
+    # Slurm takes the command line's word over the file's. Who is not told ahead is killed at the limit, and the job's
+    # state is TIMEOUT. Slurm tells once, up to 30 s before it is due: here 20 to 50 s after the start. Were it due at
+    # the start, Slurm would sometimes tell before any task runs, and none would hear it.
+    jobs = {"limit": play(*WAITING, sbatch=("--time=2", "--signal=TERM@70"))}
+    for way in (*SIGNALS, CANCEL):
+        jobs[" ".join(way)] = play(*WAITING)
+    for way in (*SIGNALS, CANCEL):
+        job = jobs[" ".join(way)]
+        actors.wait_for(job, lambda job=job: actors.output(job).count("listening") == 4)
+        actors.run("scancel", *way, job)
+    return jobs
+
+
+def test_a_job_is_requeued_only_where_that_helps(actors, play):
     saved = ("75", "75", "75", "75")
     expected = {
         play("0", "0", "0", "0"): ("COMPLETED", "0:0", "0"),
@@ -76,37 +81,23 @@ def test_a_job_is_requeued_only_where_that_helps(slurm, play):
         play(*saved, afterwards=75, max_restarts=1): ("FAILED", "75:0", "1"),
         play(*saved, max_restarts=0): ("FAILED", "75:0", "0"),
     }
-    ended = {job: slurm.await_end(job) for job in expected}
+    ended = {job: actors.await_end(job) for job in expected}
     found = {job: (state["JobState"], state["ExitCode"], state["Restarts"]) for job, state in ended.items()}
-    assert found == expected, "\n".join(slurm.output(job) for job in expected if found[job] != expected[job])
+    assert found == expected, "\n".join(actors.output(job) for job in expected if found[job] != expected[job])
 
 
-@pytest.mark.parametrize("way", [["--signal=TERM"], ["--batch", "--signal=TERM"], ["--signal=USR1"]])
-def test_a_signal_reaches_the_tasks_and_not_their_wrappers(slurm, play, way):
-    job = play(*WAITING)
-    slurm.wait_for(job, lambda: slurm.output(job).count("listening") == 4)
-    slurm.run("scancel", *way, job)
-    ended = slurm.await_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), slurm.output(job)
+@pytest.mark.parametrize("way", SIGNALS)
+def test_a_signal_reaches_the_tasks_and_not_their_wrappers(actors, stopped, way):
+    job = stopped[" ".join(way)]
+    ended = actors.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), actors.output(job)
 
 
-def test_a_cancelled_job_is_not_brought_back(slurm, play):
-    job = play(*WAITING)
-    slurm.wait_for(job, lambda: slurm.output(job).count("listening") == 4)
-    slurm.run("scancel", job)
-    slurm.wait_for(job, lambda: "not requeued" in slurm.output(job))
-    ended = slurm.await_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), slurm.output(job)
-
-
-def test_the_tasks_are_told_ahead_of_the_time_limit(slurm, play):
-    # Slurm takes the command line's word over the file's. Who is not told ahead is killed at the limit, and the job's
-    # state is TIMEOUT. Slurm tells once, up to 30 s before it is due: here 20 to 50 s after the start. Were it due at
-    # the start, Slurm would sometimes tell before any task runs, and none would hear it.
-    job = play(*WAITING, sbatch=("--time=2", "--signal=TERM@70"))
-    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
-    ended = slurm.await_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), slurm.output(job)
+def test_a_cancelled_job_is_not_brought_back(actors, stopped):
+    job = stopped[" ".join(CANCEL)]
+    actors.wait_for(job, lambda: "not requeued" in actors.output(job))
+    ended = actors.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), actors.output(job)
 
 
 def test_slurm_accepts_a_file_with_every_option(slurm, tmp_path):
@@ -150,3 +141,31 @@ def test_the_file_that_the_older_guides_command_writes_trains(slurm, tmp_path):
     ended = slurm.await_end(job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), ended
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
+    job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
+    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
+    slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+    slurm.run("scancel", "--signal=TERM", job)
+    slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
+    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
+    assert 3 <= saved < STEPS
+
+    ended = slurm.await_end(job)
+    output = slurm.output(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), output[-6000:]
+    assert f"continuing from step {saved} of {STEPS}" in output
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
+
+    train(tmp_path / "undisturbed", *RUN, devices=4)
+    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+
+
+# Last: its job has begun long before.
+def test_the_tasks_are_told_ahead_of_the_time_limit(actors, stopped):
+    job = stopped["limit"]
+    actors.wait_for(job, lambda: "requeueing" in actors.output(job))
+    ended = actors.await_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), actors.output(job)

@@ -1,11 +1,13 @@
 """Training steps of the toy stack under every strategy; as a program, in one of several processes.
 
 python strategies.py <process> <processes> <port>    process 0 prints one JSON line: {"zero3 x 4": [[loss, ...], ...]}
+python strategies.py 0 1 <port> <folder>             one alone can also write the last parameters: "zero3 x 4.npz"
 """
 
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +24,8 @@ ROWS = 32
 # The strategy, and how many of the devices share one copy of the state.
 LAYOUTS = (*((strategy, 8) for strategy in CUT if strategy != "hsdp"), ("hsdp", 4))
 CASES = tuple(itertools.product(LAYOUTS, (1, 4)))
+# Every layout with one of both: what several processes run.
+SOME = tuple(zip(LAYOUTS, itertools.cycle((1, 4)), strict=False))
 
 
 def prepare(config, strategy: str, fsdp: int, accum: int, devices=None):
@@ -48,17 +52,25 @@ def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int =
     return history, state, step
 
 
-def main(process: int, processes: int, port: str) -> None:
-    """Run all cases with 8 devices over all processes."""
+def name_of(layout: tuple[str, int], accum: int) -> str:
+    """What the program calls a case."""
+    return f"{layout[0]} x {accum}"
+
+
+def main(process: int, processes: int, port: str, folder: str | None = None) -> None:
+    """Run all cases, or with several processes some, with 8 devices over all processes."""
     jax.config.update("jax_num_cpu_devices", 8 // processes)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, cluster_detection_method="deactivate")
     found = {}
-    for (strategy, fsdp), accum in CASES:
-        found[f"{strategy} x {accum}"] = run(toy.StackedConfig(), strategy, fsdp, accum)[0]
+    for layout, accum in CASES if processes == 1 else SOME:
+        name = name_of(layout, accum)
+        found[name], state, _ = run(toy.StackedConfig(), *layout, accum)
+        if folder is not None:
+            np.savez(Path(folder, name), **jax.tree.map(np.asarray, dict(state.params)))
         multihost_utils.sync_global_devices("next case")
     if process == 0:
         print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -28,30 +28,12 @@ def alone():
     return strategies.run(toy.StackedConfig(), "replicated", 1, 1, jax.devices()[:1])
 
 
-@pytest.mark.parametrize(("layout", "accum"), strategies.CASES, ids=str)
-def test_losses_and_parameters_are_those_of_one_device(alone, layout, accum):
-    history, state, _ = strategies.run(toy.StackedConfig(), *layout, accum)
-    np.testing.assert_allclose(history, alone[0], rtol=3e-6)
-    for path, leaf in alone[1].params.items():
-        # Adam divides by the root of the second moment: rounding of a tiny gradient grows to this.
-        np.testing.assert_allclose(state.params[path], leaf, rtol=1e-5, atol=2e-6, err_msg=path)
-
-
-def test_a_stack_of_more_layers_than_its_dims_is_cut_by_layers_and_gathered_before_its_scan():
-    deep = toy.StackedConfig(width=4, depth=16)
-    # On as many devices: sixteen layers of width 4 make 5e-5 in the gradient's norm of how one and eight round.
-    expected = strategies.run(deep, "replicated", 1, 1, steps=1)[0]
-    history, state, _ = strategies.run(deep, "zero3", 8, 1, steps=1)
-    assert state.params["layers/dense/kernel"].addressable_shards[0].data.shape == (2, 4, 4)
-    np.testing.assert_allclose(history, expected, rtol=3e-6)
-
-
-def together(processes: int) -> dict[str, list]:
-    """Losses and gradient norms of all cases on eight devices, by so many processes."""
+def together(processes: int, folder: Path | None = None) -> dict[str, list]:
+    """Losses and gradient norms of all cases on eight devices, by so many processes; one may write the parameters."""
     port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
     running = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, str(process), str(processes), port],
+            [sys.executable, PROGRAM, str(process), str(processes), port, *([folder] if folder else [])],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,12 +45,42 @@ def together(processes: int) -> dict[str, list]:
     return json.loads(outputs[0].splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def one_of_eight(tmp_path_factory):
+    """What one process with eight devices says of all cases, and the folder with its last parameters."""
+    folder = tmp_path_factory.mktemp("parameters")
+    return together(1, folder), folder
+
+
+@pytest.mark.parametrize(("layout", "accum"), strategies.CASES, ids=str)
+def test_losses_and_parameters_are_those_of_one_device(alone, one_of_eight, layout, accum):
+    found, folder = one_of_eight
+    name = strategies.name_of(layout, accum)
+    np.testing.assert_allclose(found[name], alone[0], rtol=3e-6)
+    with np.load(folder / f"{name}.npz") as params:
+        assert {*params} == {*alone[1].params}
+        for path, leaf in alone[1].params.items():
+            # Adam divides by the root of the second moment: rounding of a tiny gradient grows to this.
+            np.testing.assert_allclose(params[path], leaf, rtol=1e-5, atol=2e-6, err_msg=path)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_four_processes_of_two_devices_give_the_bits_of_one_of_eight():
+def test_four_processes_of_two_devices_give_the_bits_of_one_of_eight(one_of_eight):
     found = together(4)
-    assert len(found) == len(strategies.CASES)
-    assert found == together(1)
+    # Every layout, with one batch and four in turn: each process compiles all that it runs.
+    assert {name.split(" x ")[0] for name in found} == {strategy for strategy, _ in strategies.LAYOUTS}
+    assert {name.split(" x ")[1] for name in found} == {"1", "4"}
+    assert found == {name: one_of_eight[0][name] for name in found}
+
+
+def test_a_stack_of_more_layers_than_its_dims_is_cut_by_layers_and_gathered_before_its_scan():
+    deep = toy.StackedConfig(width=4, depth=16)
+    # On as many devices: sixteen layers of width 4 make 5e-5 in the gradient's norm of how one and eight round.
+    expected = strategies.run(deep, "replicated", 1, 1, steps=1)[0]
+    history, state, _ = strategies.run(deep, "zero3", 8, 1, steps=1)
+    assert state.params["layers/dense/kernel"].addressable_shards[0].data.shape == (2, 4, 4)
+    np.testing.assert_allclose(history, expected, rtol=3e-6)
 
 
 WIDE = toy.StackedConfig(width=128, vocab_size=256, dtype="bfloat16")
