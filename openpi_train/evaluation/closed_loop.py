@@ -75,9 +75,8 @@ class MeshPolicy:
         shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
         if shardings not in self._compiled:
             self._compiled[shardings] = jax.jit(self._program).lower(*inputs).compile()
-            agree.gather(
-                "compiled the policy", None
-            )  # gloo gives up on processes that compile for 30 s longer than others
+            # gloo gives up on processes that compile for 30 s longer than others.
+            agree.gather("compiled the policy", None)
         return from_devices(self._compiled[shardings](*inputs))
 
     def _program(self, params: Params, observation: Any, key_data: Any) -> Any:

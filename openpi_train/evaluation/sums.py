@@ -42,7 +42,7 @@ class Sums:
         key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
         if key not in self._compiled:
             self._compiled[key] = jax.jit(self._programs[name]).lower(*inputs).compile()
-            # gloo gives up on processes that compile for 30 s longer than others
+            # gloo gives up on processes that compile for 30 s longer than others.
             agree.gather(f"compiled the {name}", None)
         return self._compiled[key]
 

@@ -75,9 +75,8 @@ class Run:
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
-        agree.gather(
-            "the compiled training step", None
-        )  # gloo would give up on those who compile 30 s longer than others
+        # gloo gives up on processes that compile for 30 s longer than others.
+        agree.gather("the compiled training step", None)
         self.recorder.begin()
         return self.programs
 
