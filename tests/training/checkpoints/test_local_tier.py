@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from stored_arrays import stored_arrays
 from openpi_train.experiment import LocalCheckpoints
 from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.checkpoints import copy_out, local_files, local_tier, store
 from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
@@ -489,6 +491,11 @@ def test_a_failed_copy_is_an_error_and_leaves_the_local_save(run, disk, monkeypa
     assert restored_step(run, disk) == 1
 
 
+def others(gather):
+    """`runtime/agree.py` as if there were other processes, who say what `gather` gives."""
+    return types.SimpleNamespace(gather=gather, broadcast=agree.broadcast)
+
+
 def test_a_local_directory_that_two_hosts_see_is_refused(run, disk, monkeypatch):
     run.mkdir(parents=True)
 
@@ -500,7 +507,7 @@ def test_a_local_directory_that_two_hosts_see_is_refused(run, disk, monkeypatch)
         there.touch()
         return [value, ["another boot", "node2", "its.mark"]]
 
-    monkeypatch.setattr(local_tier, "gather", gather)
+    monkeypatch.setattr(local_tier, "agree", others(gather))
     with pytest.raises(UsageError, match=rf"--local-checkpoints.dir {disk} is one directory for node2 and .*each host"):
         local_tier.LocalTier(disk, run)
     assert not list(folder(disk).glob("*.mark"))
@@ -517,7 +524,7 @@ def test_processes_of_one_host_may_share_a_local_directory(run, disk, monkeypatc
         there.touch()
         return [value, [value[0], "another name", "its.mark"]]
 
-    monkeypatch.setattr(local_tier, "gather", gather)
+    monkeypatch.setattr(local_tier, "agree", others(gather))
     local_tier.LocalTier(disk, run)
 
 
@@ -538,11 +545,11 @@ def test_a_relative_local_directory_and_an_interval_of_0_are_refused():
 def test_saves_of_different_starts_are_not_mixed(saved, caplog, monkeypatch):
     """As if another process had step 2 from another start, and none of step 1."""
     run, disk = saved
-    monkeypatch.setattr(
-        local_tier,
-        "gather",
-        lambda name, value: [value, {"2": {"start": "another"}}] if name.startswith("list") else [value],
-    )
+
+    def gather(name, value):
+        return [value, {"2": {"start": "another"}}] if name.startswith("list") else [value]
+
+    monkeypatch.setattr(local_tier, "agree", others(gather))
     with caplog.at_level(logging.WARNING):
         assert restored_step(run, disk) == 1
     assert "the processes have it from different starts of the run" in caplog.text
