@@ -17,7 +17,7 @@ from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import create_state
-from openpi_train.training.prepare import Prepared, prepare
+from openpi_train.training.prepare import Prepared, prepare_without_data
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
 from openpi_train.types import action_batch, flatten_rows
@@ -54,7 +54,7 @@ class Trial:
     @classmethod
     def of(cls, experiment: Experiment) -> "Trial":
         """Lay the run out. Raises UsageError where it does not fit the devices."""
-        prepared = prepare(experiment, find_world(WorldFlags(), {}))
+        prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
         return cls(prepared.experiment, prepared)
 

@@ -26,7 +26,7 @@ from openpi_train.planning.memory import GIB
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.sharding.strategy import CUT, Strategy
-from openpi_train.training.prepare import prepare
+from openpi_train.training.prepare import prepare_without_data
 
 NUM_DEVICES = 8
 FULL = "pi0_bridge_traj"
@@ -67,7 +67,7 @@ def _row(experiment: Experiment, strategy: Strategy, num_micros: int) -> list[Ce
         fsdp_devices=groups // 2 if strategy == "hsdp" else None,
         grad_accum=num_micros,
     )
-    prepared = prepare(experiment, find_world(WorldFlags(), {}))
+    prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
     batch = experiment.model.batch_spec(experiment.batch_size, SLOTS)
     began = time.monotonic()

@@ -1,6 +1,6 @@
 """What changes where a run continues on another number of devices, and how the learning rate goes with the batch.
 
-Pure: experiment in, experiment out, with a line for the log per decision. Read next: `training/start.py`, which asks.
+Pure: experiment in, experiment out, with a line for the log per decision. Read next: `training/settle.py`, which asks.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ from openpi_train.experiment import Experiment
 
 
 def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -> tuple[Experiment, list[str]]:
-    """The experiment as it runs on `num_devices`, and what to say about it.
+    """The experiment as it runs on `num_devices`, and a line for the log per decision.
 
-    `first_devices` is the number that the run was first started on where it is continued, None for a new run. Three
-    things may then differ from what was given: the batch (`keep_effective_batch_size` False: `batch_size` rows on each
-    device), the accumulation and the devices that share one copy of the state (`elastic`, on another number of devices
-    than at first), and the learning rate (`lr_scaling`). At the first start `micro_batch_size` settles the
-    accumulation. What cannot be made to fit is left as it is, for `Experiment.check` to refuse with advice.
+    `first_devices` is the number of devices at the first start of a run that is continued, None for a new run. Three
+    things may change: the batch size, where it is given per device (`keep_effective_batch_size` False); accumulation
+    and `fsdp_devices`, on another number of devices than at the first start (`elastic`); the learning rate
+    (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. What does not fit is left as it is:
+    `Experiment.check` refuses it with advice.
     """
     if not experiment.numbers_are_in_range:
         return experiment, []

@@ -17,7 +17,7 @@ from openpi_train.data.base import Data, OpenedData, OpeningRequest
 from openpi_train.data.config import DataConfig
 from openpi_train.evaluation.base import Evaluations
 from openpi_train.evaluation.robot import EvalConfig
-from openpi_train.fields import at_least, too_small
+from openpi_train.fields import at_least, setting, too_small
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.base import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.base import Objective
@@ -30,9 +30,9 @@ from openpi_train.sharding.strategy import ShardingConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalCheckpoints:
-    """More frequent checkpoints on a fast disk in each host; those of the run directory are copied from there."""
+    """More frequent checkpoints on a fast local disk of each host, from which those of the run directory are copied."""
 
-    # A directory on a disk of each host's own, the same path on all; None saves in the run directory alone.
+    # A directory on each host's local disk, the same path on all hosts; None saves in the run directory only.
     dir: str | None = None
     # Steps between them.
     interval: int = at_least(1, 100)
@@ -45,93 +45,100 @@ class Experiment:
     # Set by the registry: the name in configs/.
     name: Annotated[str, tyro.conf.Suppress] = ""
     # The run's name (required): its directory is <checkpoint_base_dir>/<experiment>/<exp_name>.
-    exp_name: str = ""
+    exp_name: str = setting("", on_resume="accept")
 
     # Which model, and its sizes.
-    model: ModelConfig
+    model: ModelConfig = setting(on_resume="refuse")
     # What is minimised.
     objective: Objective
     # What it is trained on.
     data: Data
     # Where the first parameters come from.
-    weight_loader: WeightLoader = dataclasses.field(default_factory=CheckpointWeightLoader)
+    weight_loader: WeightLoader = setting(default_factory=CheckpointWeightLoader, on_resume="accept")
     # The learning rate, by optimizer step.
     lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
     # How gradients become updates.
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=AdamW)
+    optimizer: OptimizerConfig = setting(default_factory=AdamW, on_resume="refuse_class")
     # The scale of the loss, where the model computes in float16.
-    loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
+    loss_scaling: LossScaling = setting(default_factory=LossScaling, on_resume="accept")
     # Decay of the exponential moving average of the trainable parameters; None keeps none.
-    ema_decay: float | None = 0.99
-    # How that decay is reached.
+    ema_decay: float | None = setting(0.99, on_resume="refuse_switch")
+    # How the decay grows to that value at the start.
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
-    # What to keep fixed, beside what the model keeps fixed itself (LoRA): a regex of parameter paths, or a name of the
-    # model's own: `vision`, `language`, or `backbone`, which is both and leaves the action expert to train.
-    freeze: str | None = None
+    # Parameters that do not train, beside those that the model itself keeps fixed (LoRA's base weights): a regex of
+    # parameter paths, or a group's name: `vision`, `language`, or `backbone`, which is both of them.
+    freeze: str | None = setting(None, on_resume="refuse")
 
-    # Of initial parameters, row order, noise, times and augmentation.
+    # Seed of initial parameters, row order, noise, times and augmentation.
     seed: int = 42
     # Rows per optimizer step, over all devices.
     batch_size: int = at_least(1, 32)
     # Micro-batches per optimizer step: less memory, same result.
-    grad_accum: int = at_least(1, 1)
-    # Rows on one device at a time: a grad_accum of 1 then follows from it, another must agree. None: as it comes.
-    micro_batch_size: int | None = at_least(1, None)
-    # If not, batch_size is meant for each device, so that the effective one grows with their number.
+    grad_accum: int = at_least(1, 1, on_resume="accept")
+    # Rows of one micro-batch on one device. It sets grad_accum; a grad_accum that is given, too, must agree with it.
+    micro_batch_size: int | None = at_least(1, None, on_resume="accept")
+    # False: batch_size counts the rows of one device, and the effective batch size grows with the number of devices.
     keep_effective_batch_size: bool = True
-    # Where a run continues on other devices, fit grad_accum and fsdp_devices to them: same rows, same memory on each.
+    # A run that continues on another number of devices gets a grad_accum and fsdp_devices that fit them: the same rows
+    # per step, and no more memory on a device.
     elastic: bool = True
-    # How the learning rate goes with the effective batch size, against reference_batch_size.
+    # How the learning rate scales with the effective batch size, relative to reference_batch_size.
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    # The batch that lr_schedule was made for.
+    # The batch size that lr_schedule was chosen for.
     reference_batch_size: int | None = at_least(1, None)
     # Optimizer steps of the whole run.
-    num_train_steps: int = at_least(1, 30_000)
-    # Passes over the training samples in place of num_train_steps, which follows from it; None: as many as those make.
+    num_train_steps: int = at_least(1, 30_000, on_resume="accept")
+    # The length as passes over the training samples, in place of num_train_steps; None: num_train_steps counts.
     num_epochs: int | None = at_least(1, None)
-    # Data worker processes per training process; 0 reads in threads, auto begins there and adds what is waited for.
-    num_workers: int | Literal["auto"] = at_least(0, "auto")
+    # Data worker processes per training process; 0 reads in threads. auto begins with 0 and adds workers while training
+    # waits for data.
+    num_workers: int | Literal["auto"] = at_least(0, "auto", on_resume="accept")
 
-    # Devices that share one copy of the state, the rest are replicas; None: as many as the strategy asks for.
-    fsdp_devices: int | None = at_least(1, None)
-    # What is cut over the devices that share one copy.
-    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    # Devices that share one copy of the state; other groups hold replicas. None: the strategy decides.
+    fsdp_devices: int | None = at_least(1, None, on_resume="accept")
+    # What is sharded over the devices that share one copy.
+    sharding: ShardingConfig = setting(default_factory=ShardingConfig, on_resume="accept")
 
     # Steps between lines of metrics.jsonl.
-    log_interval: int = at_least(1, 100)
+    log_interval: int = at_least(1, 100, on_resume="accept")
     # Steps to write a profiler trace of, shortly after the start, into the run directory; 0 writes none.
-    profile: int = at_least(0, 0)
+    profile: int = at_least(0, 0, on_resume="accept")
     # Steps between checkpoints.
-    save_interval: int = at_least(1, 1_000)
+    save_interval: int = at_least(1, 1_000, on_resume="accept")
     # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
-    keep_period: int | None = at_least(1, 5_000)
+    keep_period: int | None = at_least(1, 5_000, on_resume="accept")
     # How many of the newest checkpoints are kept.
-    keep_last: int = at_least(1, 2)
-    # Checkpoints on a disk in each host, too.
-    local_checkpoints: LocalCheckpoints = dataclasses.field(default_factory=LocalCheckpoints)
+    keep_last: int = at_least(1, 2, on_resume="accept")
+    # Additional checkpoints on a local disk of each host.
+    local_checkpoints: LocalCheckpoints = setting(default_factory=LocalCheckpoints, on_resume="accept")
     # Held-out evaluation during training.
-    eval: Evaluations = dataclasses.field(default_factory=EvalConfig)
+    eval: Evaluations = setting(default_factory=EvalConfig, on_resume="accept")
     # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
-    on_nan: Literal["stop", "skip"] = "stop"
+    on_nan: Literal["stop", "skip"] = setting("stop", on_resume="accept")
 
     # Continue the run of this name from its newest good checkpoint.
-    resume: bool = False
+    resume: bool = setting(False, on_resume="accept")
     # Move an existing run of this name aside and start anew.
-    overwrite: bool = False
+    overwrite: bool = setting(False, on_resume="accept")
     # Also log to Weights & Biases (offline without an API key).
-    wandb_enabled: bool = False
+    wandb_enabled: bool = setting(False, on_resume="accept")
     # Also write TensorBoard event files.
-    tensorboard: bool = True
+    tensorboard: bool = setting(True, on_resume="accept")
     # Also write logs.json.txt, with diffusion_policy's names.
-    logs_json: bool = False
+    logs_json: bool = setting(False, on_resume="accept")
     # How long the processes of the run wait for each other.
-    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    timeouts: Timeouts = setting(default_factory=Timeouts, on_resume="accept")
     # The project at Weights & Biases.
-    project_name: str = "openpi"
+    project_name: str = setting("openpi", on_resume="accept")
     # Run directories lie below it; shared by all hosts.
-    checkpoint_base_dir: str = "./checkpoints"
+    checkpoint_base_dir: str = setting("./checkpoints", on_resume="accept")
     # Norm stats lie below it; shared by all hosts.
-    assets_base_dir: str = "./assets"
+    assets_base_dir: str = setting("./assets", on_resume="accept")
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory, absolute."""
+        return Path(self.checkpoint_base_dir).absolute() / self.name / self.exp_name
 
     @property
     def assets_dir(self) -> Path:
@@ -189,7 +196,9 @@ class Experiment:
         wrong_numbers = too_small(self)
         indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
-        problems += [*self.lr_schedule.check(self.num_train_steps), *self.optimizer.check(), *self.loss_scaling.check()]
+        if self.num_epochs is None:  # else the length in steps is known when the data are open
+            problems += self.lr_schedule.check(self.num_train_steps)
+        problems += [*self.optimizer.check(), *self.loss_scaling.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
         if problems:

@@ -1,18 +1,63 @@
-"""What configs have in common: a field says its least value, and all have a JSON form. Read next: `experiment.py`.
+"""What configs have in common: a field says its least value and its rule on resume, and all have a JSON form.
 
-num_rows: int = at_least(1, 256)
+    num_rows: int = at_least(1, 256)
+    log_interval: int = at_least(1, 100, on_resume="accept")
+
+Read next: `experiment.py`.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-_LEAST = "least"
+# What becomes of a resumed run in which the field has another value than before. refuse: it would be another network or
+# another optimizer state. warn: from here on it differs from an uninterrupted run. accept: it does not. A rule holds
+# for all below the field but for fields with a rule of their own. Two refuse some changes and warn of all others:
+# refuse_class, another class of config; refuse_switch, from None to a value or back.
+OnResume = Literal["refuse", "refuse_class", "refuse_switch", "warn", "accept"]
+Verdict = Literal["refuse", "warn", "accept"]
+_LEAST, _ON_RESUME = "least", "on_resume"
 
 
-def at_least(least: float, default: Any) -> Any:
-    """A dataclass field with a least value. None and strings, where the type has them, are not compared."""
-    return dataclasses.field(default=default, metadata={_LEAST: least})
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    default_factory: Any = dataclasses.MISSING,
+    least: float | None = None,
+    on_resume: OnResume | None = None,
+) -> Any:
+    """A dataclass field with what is known of it beside its type.
+
+    `least` is its least value; None and strings, where the type has them, are not compared. `on_resume` is its rule; by
+    default that of the config which it is a field of, and of an experiment's fields `warn`.
+    """
+    known = {name: value for name, value in ((_LEAST, least), (_ON_RESUME, on_resume)) if value is not None}
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=known)
+
+
+def at_least(least: float, default: Any, on_resume: OnResume | None = None) -> Any:
+    """A `setting` with a least value."""
+    return setting(default, least=least, on_resume=on_resume)
+
+
+def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
+    """What becomes of a run that is resumed with `given` and not `saved`, JSON values, for the field of this path."""
+    rule: OnResume = "warn"
+    names = path.split(".")
+    for name in names[:-1] if names[-1] == "__class__" else names:
+        if dataclasses.is_dataclass(config):
+            fields = {field.name: field for field in dataclasses.fields(config)}
+            rule = fields[name].metadata.get(_ON_RESUME, rule) if name in fields else rule
+            config = getattr(config, name, None)
+        elif isinstance(config, Sequence) and name.isdecimal() and int(name) < len(config):
+            config = config[int(name)]
+        else:
+            config = None
+    if rule == "refuse_class":
+        return "refuse" if names[-1] == "__class__" else "warn"
+    if rule == "refuse_switch":
+        return "refuse" if (saved is None) != (given is None) else "warn"
+    return rule
 
 
 def too_small(config: Any, path: str = "") -> list[str]:

@@ -195,10 +195,6 @@ class Data(abc.ABC):
         """The batch that `model` (a `ModelConfig`) gets, as a tree of `jax.ShapeDtypeStruct`. Opens nothing."""
 
     @abc.abstractmethod
-    def num_samples(self, model: Any) -> int:
-        """Distinct training samples, for a run whose length is given in epochs. Raises as `open` does."""
-
-    @abc.abstractmethod
     def open(self, request: OpeningRequest) -> OpenedData:
         """Open it. Needs no communication: every process calls it, process 0 first, and gets the same.
 

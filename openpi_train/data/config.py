@@ -83,11 +83,6 @@ class DataConfig(Data):
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)
 
-    def num_samples(self, model: Any) -> int:
-        from openpi_train.data.opened import open_windows  # which imports this module
-
-        return sum(map(len, open_windows(self, model.window)))
-
     def open(self, request: OpeningRequest) -> OpenedData:
         from openpi_train.data.opened import open_run_data  # which imports this module
 

@@ -16,6 +16,7 @@ import tyro
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.data.text_lengths import rounded
+from openpi_train.fields import setting
 from openpi_train.models.base import PolicyConfig, RowTransform
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma
@@ -41,9 +42,9 @@ class PromptedConfig(PolicyConfig):
     siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
     # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
     # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
-    remat: RematChoice = "auto"
+    remat: RematChoice = setting("auto", on_resume="accept")
     # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = "auto"
+    attention: Attention = setting("auto", on_resume="accept")
 
     @property
     def compute_dtype(self) -> Any:

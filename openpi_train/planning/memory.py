@@ -173,6 +173,9 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
         advice.append(f"keep up to {moments / GIB:.1f} GiB of it in host memory: --sharding.offload {offload}")
     if memory.activations > 0.1 * memory.total:
         advice.append(f"hold fewer rows at once: a smaller --batch-size, or --grad-accum {2 * experiment.grad_accum}")
+    activations = (
+        f"activations about {memory.activations / GIB:.1f} GiB" if memory.activations else "no activations yet"
+    )
     advice.append("train low-rank adapters only: pi0_bridge_traj_lora")
     advice.append("try the small model: pi0_bridge_traj_tiny")
     raise DoesNotFit(
@@ -180,7 +183,7 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
         f"state {memory.state / GIB:.1f} GiB (parameters {memory.params / GIB:.1f}, frozen {memory.frozen / GIB:.1f}, "
         f"optimizer {memory.optimizer / GIB:.1f}, EMA {memory.ema / GIB:.1f}), "
         f"gradients and compute copy {(memory.grads + memory.micro_grads + memory.compute_copy) / GIB:.1f} GiB, "
-        f"activations about {memory.activations / GIB:.1f} GiB; together {memory.total / GIB:.1f} GiB. "
+        f"{activations}; together {memory.total / GIB:.1f} GiB. "
         f"There are {available / GIB:.1f} GiB on each of {num_devices} device{'s' if num_devices > 1 else ''}.\n"
         "What to do:\n" + "\n".join(f"  - {line}" for line in advice)
     )

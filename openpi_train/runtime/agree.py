@@ -5,8 +5,10 @@ is named; all processes must make the same calls in the same order, from the mai
 process at a different name says so at once, and one that finds nobody says after its time-out who is missing.
 """
 
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +33,17 @@ def name_hosts(hosts: list[str]) -> None:
 def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Return once every process has called `barrier(name)`. Raises like `gather`."""
     gather(name, None, timeout_s)
+
+
+@contextlib.contextmanager
+def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
+    """Around what process 0 makes and the others find: they enter when it has left. Every process must call it."""
+    is_first = _place()[0] == 0
+    if not is_first:
+        barrier(f"process 0 {what}", timeout_s)
+    yield
+    if is_first:
+        barrier(f"process 0 {what}", timeout_s)
 
 
 def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:

@@ -46,7 +46,7 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
         fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // tensor_devices),
         batch_size=chosen.batch_size // chosen.machine.num_devices * num_devices,
     )
-    prepared = prepare.prepare(experiment, find_world(WorldFlags(), {}))
+    prepared = prepare.prepare_without_data(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
     batch = experiment.data.batch_spec(experiment.model, experiment.batch_size)
     began = time.monotonic()

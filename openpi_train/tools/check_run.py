@@ -25,7 +25,7 @@ from openpi_train.runtime.exits import NumbersError, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_disk
 from openpi_train.tools.finding import Finding, fail, ok, warn
-from openpi_train.training.prepare import prepare
+from openpi_train.training.prepare import prepare_without_data
 
 _MOST_SKEW_S = 2.0
 
@@ -69,7 +69,7 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
     """Whether the experiment fits the devices' memory and the disks."""
     checkpoint_bytes = 0
     try:
-        prepared = prepare(experiment, world)
+        prepared = prepare_without_data(experiment, world)
         shapes = jax.tree.leaves(prepared.layout.shapes)
         checkpoint_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)

@@ -1,6 +1,6 @@
 """What is known of a run before anything is allocated: mesh, layout, memory, and how it fits these devices.
 
-Read next: `start.py`, which goes on from here.
+Read next: `settle.py`, which asks before and after it opens the data.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
 from openpi_train.planning.flops import product_flops
-from openpi_train.planning.forecast import Forecast, Machine, Policy, forecast, least_memory, recommend
+from openpi_train.planning.forecast import Forecast, Layout, Machine, Policy, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
 from openpi_train.planning.residuals import residual_bytes_per_row
@@ -32,7 +32,6 @@ from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.training.init import StateLayout, lay_out
-from openpi_train.training.rundir import RunRequest, devices_at_first
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
@@ -61,16 +60,24 @@ class Prepared:
         return {**self.forecast.as_json(), "available_bytes_per_device": self.available_bytes}
 
 
-def fit(experiment: Experiment, request: RunRequest) -> Experiment:
-    """The experiment as it runs on these devices, and a log line for all that this changes. All processes call it."""
-    experiment, lines = adapt(experiment, jax.device_count(), devices_at_first(request))
-    for line in lines:
-        logger.info("%s", line)
-    return experiment
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What is known of a run before its data are open: the state, as one device holds it, and what devices there are.
+
+    `available_bytes` are free on each, of `total_bytes` that jax may take.
+    """
+
+    layout: StateLayout
+    available_bytes: int
+    total_bytes: int
+    processes_on_host: int
 
 
-def prepare(experiment: Experiment, world: World) -> Prepared:
-    """Mesh, layout and memory of the run. Raises UsageError for what the flags ask and these devices cannot do."""
+def examine(experiment: Experiment, world: World) -> Examined:
+    """The state's shapes and the devices. Every process must call it; allocates nothing.
+
+    Raises UsageError for what the flags ask and these devices cannot do.
+    """
     experiment.check(jax.device_count())
     sharding = experiment.sharding
     if sharding.offload != "none":
@@ -86,29 +93,51 @@ def prepare(experiment: Experiment, world: World) -> Prepared:
     available, total = map(min, zip(*sizes, strict=True))
     layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
-    chosen = choose(experiment, layout, this_machine(total))
+    return Examined(layout=layout, available_bytes=available, total_bytes=total, processes_on_host=processes)
+
+
+def require_state(experiment: Experiment, examined: Examined) -> None:
+    """Raise DoesNotFit where no row can: the state alone is larger than the devices, cut as far as the flags allow."""
+    costs = layout_costs(experiment, examined.layout, this_machine(examined.total_bytes))
+    least = min((cost.memory(experiment.grad_accum) for cost in costs), key=lambda memory: memory.total)
+    require(least, examined.available_bytes, jax.device_count(), experiment)
+
+
+def prepare(experiment: Experiment, examined: Examined) -> Prepared:
+    """Strategy, rematerialisation, layout and memory of the run. Every process must call it; allocates nothing.
+
+    Raises DoesNotFit where a host has too little memory for what is kept there.
+    """
+    sharding, layout = experiment.sharding, examined.layout
+    chosen = choose(experiment, layout, this_machine(examined.total_bytes))
     if (whole := chosen.layout.uncut_share) >= _NOTABLE:
         devices = chosen.layout.fsdp_devices
+        power_of_two = devices & -devices  # models' dims are powers of two, or few times one
         logger.warning(
-            "%s over %d devices leaves %.0f %% of the parameters whole on each: none of their dims divides by %d. "
-            "Try --fsdp-devices %d",
-            *(chosen.layout.strategy, devices, 100 * whole, devices, devices & -devices),
+            "%s over %d devices leaves %.0f %% of the parameters whole on each: none of their dims divides by %d%s",
+            *(chosen.layout.strategy, devices, 100 * whole, devices),
+            f". Try --fsdp-devices {power_of_two}" if power_of_two < devices else "",
         )
-    settled = as_chosen(experiment, chosen)
-    if settled != experiment:  # the module knows its policy
-        experiment, layout = settled, whole_layout(settled, Plan(mesh=make_mesh(1), strategy="replicated"))
+    experiment = as_chosen(experiment, chosen)
+    # The module knows its rematerialisation policy and the length of its rows.
+    layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     trainer = make_trainer(
         experiment, layout, make_plan(experiment, chosen.layout.strategy, chosen.layout.fsdp_devices)
     )
     if sharding.offload != "none":
-        check_host_room(sharding.offload, chosen.memory, processes)
+        check_host_room(sharding.offload, chosen.memory, examined.processes_on_host)
     return Prepared(
         experiment=experiment,
         trainer=trainer,
         layout=layout.under(trainer.plan),
         forecast=chosen,
-        available_bytes=available,
+        available_bytes=examined.available_bytes,
     )
+
+
+def prepare_without_data(experiment: Experiment, world: World) -> Prepared:
+    """The run as it would be with rows as long as the model's config allows. Raises as `examine` and `prepare`."""
+    return prepare(experiment, examine(experiment, world))
 
 
 def whole_layout(experiment: Experiment, whole: Plan) -> StateLayout:
@@ -173,13 +202,18 @@ def forecasts(
     experiment: Experiment, layout: StateLayout, machine: Machine, accumulations: list[int], *, counted: bool = True
 ) -> list[Forecast]:
     """What every strategy with every rematerialisation policy that the flags leave open needs and takes."""
-    open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
-    costs = [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
+    costs = layout_costs(experiment, layout, machine)
     batch = experiment.batch_size
     return [
         forecast(machine, cost, policy, batch, accumulations)
         for cost, policy in itertools.product(costs, policy_costs(experiment, layout, counted=counted))
     ]
+
+
+def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) -> list[Layout]:
+    """What the state costs a device under every strategy that the flags leave open."""
+    open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
+    return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
 
 
 def policy_costs(experiment: Experiment, state: StateLayout, *, counted: bool) -> list[Policy]:
@@ -294,7 +328,7 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
         jax.config.update("jax_num_cpu_devices", devices_per_process)
     experiment, lines = adapt(experiment, jax.device_count(), None)
     print("\n".join(lines))
-    prepared = prepare(experiment, world)
+    prepared = prepare_without_data(experiment, world)
     memory = prepared.memory
     counts = {
         "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),

@@ -25,6 +25,8 @@ from typing import Any
 import jax
 
 from openpi_train.data.files import read_json, set_aside, write_json
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training import run_lock
@@ -32,14 +34,6 @@ from openpi_train.training import run_lock
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
-# Fields that a resumed run may not change: another value is another network or another optimizer state.
-_FIXED = re.compile(r"(model\..*|optimizer\.__class__|freeze)")
-# Fields that cannot change what is learned from here on.
-_HARMLESS = re.compile(
-    r"(model\.(remat|attention)|exp_name|num_train_steps|num_workers|(log|save)_interval|profile|keep_(last|period)|eval\..*|on_nan|resume"
-    r"|overwrite|wandb_enabled|tensorboard|project_name|(checkpoint|assets)_base_dir|weight_loader\..*"
-    r"|local_checkpoints.*|fsdp_devices|sharding\..*|grad_accum|micro_batch_size|loss_scaling(\..*)?)"
-)
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
@@ -47,27 +41,6 @@ _RECORDED_VARIABLES = re.compile(
     r"|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
 )
 _SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth)$|secret|passw|credential", re.IGNORECASE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """Which run is asked for, and what to do where one is there already.
-
-    `experiment` holds its JSON values; with `resume` (continue that run) they are compared with the saved ones.
-    `overwrite` moves that run to `<exp_name>.replaced-<time>`; nothing is deleted.
-    """
-
-    checkpoint_base_dir: str | os.PathLike[str]
-    experiment_name: str
-    exp_name: str
-    experiment: Mapping[str, Any]
-    resume: bool = False
-    overwrite: bool = False
-
-    @property
-    def path(self) -> pathlib.Path:
-        """The run's directory, absolute."""
-        return pathlib.Path(self.checkpoint_base_dir).absolute() / self.experiment_name / self.exp_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +52,7 @@ class RunDir:
     replaced: pathlib.Path | None = None
 
 
-def check_run(request: RunRequest) -> None:
+def check_run(given: Experiment) -> None:
     """Refuse now what `open_run` would refuse, and write nothing: a start that fails later then leaves no trace.
 
     Every process must call it. Raises UsageError, on every process.
@@ -87,7 +60,7 @@ def check_run(request: RunRequest) -> None:
     problem = ""
     if jax.process_index() == 0:
         try:
-            _inspect(request)
+            _inspect(given)
         except UsageError as error:
             problem = str(error)
     if problem := agree.broadcast("check the run directory", problem):
@@ -95,16 +68,18 @@ def check_run(request: RunRequest) -> None:
 
 
 def open_run(
-    request: RunRequest,
+    given: Experiment,
     *,
     process_index: int | None = None,
     broadcast: Callable[[str, Any], Any] = agree.broadcast,
 ) -> RunDir:
     """Make or find the run's directory. Every process must call it; process 0 acts.
 
-    What a run that is resumed has on record stays as it is until `record_start`.
+    With `resume` that run is continued where no field that it depends on has changed (`fields.py: OnResume`), and its
+    record stays as it is until `record_start`. `overwrite` moves it to `<exp_name>.replaced-<time>`: none is deleted.
 
     Args:
+        given: the experiment as it was asked for, before it is fitted to devices and data.
         process_index: this process's; None asks jax.
         broadcast: hands process 0's JSON value to all processes, given a name for what is agreed on.
 
@@ -115,13 +90,13 @@ def open_run(
     answer: dict[str, Any] = {}
     if index == 0:
         try:
-            run = _open(request)
+            run = _open(given)
             replaced = str(run.replaced) if run.replaced else None
             answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced, "mark": _mark(run.path)}
         except UsageError as error:
             answer = {"error": str(error)}
         except OSError as error:
-            base = request.checkpoint_base_dir
+            base = given.checkpoint_base_dir
             problem = f"--checkpoint-base-dir {base} cannot be used ({error}); choose another directory"
             answer = {"error": problem}
     answer = broadcast("open the run directory", answer)
@@ -156,29 +131,29 @@ def _sees(path: pathlib.Path, word: str) -> bool:
         time.sleep(0.2)
 
 
-def devices_at_first(request: RunRequest) -> int | None:
-    """How many devices the run that `request` continues was first started on; None for a new run. All call it."""
+def devices_at_first(given: Experiment) -> int | None:
+    """How many devices the run that `given` continues was first started on; None for a new run. All call it."""
     starts: list[Any] = []
-    if jax.process_index() == 0 and request.resume:
+    if jax.process_index() == 0 and given.resume:
         with contextlib.suppress(OSError):  # no run yet, or a name that cannot be: said later
-            starts = _read(request.path / "environment.json")["starts"]
+            starts = _read(given.run_dir / "environment.json")["starts"]
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
-def record_start(request: RunRequest, measured: Mapping[str, Any]) -> None:
+def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     """Write down, in the opened directory, what is run from here on and on what. For process 0 alone.
 
     `measured` is what was found out about this start's devices, as JSON.
     """
-    path = request.path
-    changes = changed_fields(_read(path / "experiment.json"), request.experiment)
+    path, experiment = given.run_dir, as_json(given)
+    changes = changed_fields(_read(path / "experiment.json"), experiment)
     try:
         starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
         starts = []
     start = {**environment(), **measured, "changed": {name: list(values) for name, values in changes.items()}}
     write_json(path / "environment.json", {"starts": [*starts, start]})
-    write_json(path / "experiment.json", dict(request.experiment))
+    write_json(path / "experiment.json", experiment)
 
 
 @functools.cache
@@ -225,56 +200,56 @@ def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[
     return {} if saved == given else {prefix.removesuffix("."): (saved, given)}
 
 
-def _open(request: RunRequest) -> RunDir:
-    path = request.path
-    _inspect(request)  # nothing is written where this refuses
+def _open(given: Experiment) -> RunDir:
+    path = given.run_dir
+    _inspect(given)  # nothing is written where this refuses
     run_lock.hold(path)
-    is_run, changes = _inspect(request)  # again: another start may have had it until now
+    is_run, changes = _inspect(given)  # again: another start may have had it until now
     replaced = None
-    if is_run and request.overwrite:
+    if is_run and given.overwrite:
         replaced = set_aside(path, "replaced")
         run_lock.hold(path)
-        _inspect(dataclasses.replace(request, overwrite=False))  # another start may have been faster here, too
+        _inspect(dataclasses.replace(given, overwrite=False))  # another start may have been faster here, too
         logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
-    elif request.resume and not is_run:
+    elif given.resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
     for name, (before, after) in changes.items():
         if name in ("resume", "overwrite"):
             continue
-        if _HARMLESS.fullmatch(name):
+        if resume_verdict(given, name, before, after) == "accept":
             logger.info("resuming with %s %r (was %r)", name, after, before)
         else:
             logger.warning(
                 "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
                 *(name, after, before),
             )
-    resumed = is_run and request.resume
+    resumed = is_run and given.resume
     if not resumed:
-        write_json(path / "experiment.json", dict(request.experiment))
+        write_json(path / "experiment.json", as_json(given))
     return RunDir(path=path, resumed=resumed, replaced=replaced)
 
 
-def _inspect(request: RunRequest) -> tuple[bool, dict]:
+def _inspect(given: Experiment) -> tuple[bool, dict]:
     """Whether the run is there, and what differs from it; writes nothing."""
-    _check_flags(request)
-    path = request.path
+    _check_flags(given)
+    path = given.run_dir
     is_run = (path / "experiment.json").is_file()
     # Log files may be opened before the run is, and a start that ended early leaves its lock.
     empty = {"logs", run_lock.NAME}
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
-    if is_run and not request.resume and not request.overwrite:
+    if is_run and not given.resume and not given.overwrite:
         raise UsageError(
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
             "another --exp-name leaves it alone"
         )
-    return is_run, _check_same_run(path, request.experiment) if is_run and request.resume else {}
+    return is_run, _check_same_run(given) if is_run and given.resume else {}
 
 
-def _check_flags(request: RunRequest) -> None:
-    if request.resume and request.overwrite:
+def _check_flags(given: Experiment) -> None:
+    if given.resume and given.overwrite:
         raise UsageError("--resume and --overwrite exclude each other: continue the run, or move it aside?")
-    for flag, name in (("experiment name", request.experiment_name), ("--exp-name", request.exp_name)):
+    for flag, name in (("experiment name", given.name), ("--exp-name", given.exp_name)):
         if not name or name.startswith((".", "-")) or "/" in name or os.sep in name or not name.isprintable():
             raise UsageError(
                 f"{flag} {name!r} names a directory: it may not be empty, start with a dot or a dash, or contain a "
@@ -284,22 +259,20 @@ def _check_flags(request: RunRequest) -> None:
             raise UsageError(f"{flag} {name[:40]!r}... is longer than {_MAX_NAME_BYTES} bytes: choose a shorter one")
 
 
-def _check_same_run(path: pathlib.Path, experiment: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    saved = _read(path / "experiment.json")
-    changes = changed_fields(saved, experiment)
-    fixed = [name for name, values in changes.items() if _FIXED.fullmatch(name) or _switches_ema(name, values)]
-    fixed = [name for name in fixed if not _HARMLESS.fullmatch(name)]
-    if fixed:
-        listing = "\n".join(f"  {name}: the run has {changes[name][0]!r}, given {changes[name][1]!r}" for name in fixed)
+def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
+    """What differs from the saved run. Raises UsageError where a run that differs so is another one."""
+    path = given.run_dir
+    changes = changed_fields(_read(path / "experiment.json"), as_json(given))
+    refused = [name for name, values in changes.items() if resume_verdict(given, name, *values) == "refuse"]
+    if refused:
+        listing = "\n".join(
+            f"  {name}: the run has {changes[name][0]!r}, given {changes[name][1]!r}" for name in refused
+        )
         raise UsageError(
             f"--resume of {path} with another model or optimizer:\n{listing}\n"
             "  Give the run's own values, or train the new ones under another --exp-name."
         )
     return changes
-
-
-def _switches_ema(name: str, values: tuple[Any, Any]) -> bool:
-    return name == "ema_decay" and (values[0] is None) != (values[1] is None)
 
 
 def _read(path: pathlib.Path) -> Any:

@@ -3,7 +3,6 @@
 The order matters: what can be refused without allocating anything is refused first, and by all processes together.
 """
 
-import dataclasses
 import logging
 import os
 import platform
@@ -22,23 +21,21 @@ from openpi_train.fields import as_json
 from openpi_train.interop.tokens import check_tokenizer
 from openpi_train.launch import status
 from openpi_train.planning.devices import peak_flops
-from openpi_train.planning.memory import require
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
-from openpi_train.runtime.exits import CheckpointError, DataError, Preempted, reported_as
+from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.checkpoints.store import Checkpoints
-from openpi_train.training.epochs import in_steps, process_0_first
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
-from openpi_train.training.prepare import Prepared, fit, prepare
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
-from openpi_train.training.rundir import RunRequest, check_run, open_run, record_start
+from openpi_train.training.rundir import open_run, record_start
+from openpi_train.training.settle import Settled, settle
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -52,28 +49,15 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
     world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
-    request = RunRequest(
-        checkpoint_base_dir=experiment.checkpoint_base_dir,
-        experiment_name=experiment.name,
-        exp_name=experiment.exp_name,
-        experiment=as_json(experiment),
-        resume=experiment.resume,
-        overwrite=experiment.overwrite,
-    )
     with phase("preparing the run", abandonable=True):
-        experiment = in_steps(fit(experiment, request))
-        request = dataclasses.replace(
-            request, experiment={**request.experiment, "num_train_steps": experiment.num_train_steps}
-        )
-        prepared = prepare(experiment, world)
-        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        settled = settle(experiment, world)
         collectives = selftest.measure()
         if collectives is not None:
             logger.info("%s", collectives.line())
-        run = start(prepared.experiment, request, prepared, collectives)
+        run = start(settled, collectives)
     try:
-        with jax.set_mesh(prepared.trainer.plan.real_mesh), phase("training", limited=True):
-            if run.state.step < experiment.num_train_steps:
+        with jax.set_mesh(run.trainer.plan.real_mesh), phase("training", limited=True):
+            if run.state.step < run.experiment.num_train_steps:
                 train(run)
             else:
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
@@ -87,16 +71,12 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     return 0
 
 
-def start(
-    experiment: Experiment, request: RunRequest, prepared: Prepared, collectives: selftest.Collectives | None
-) -> Run:
-    """Open directory, data and state. Every process must call it."""
-    trainer, layout = prepared.trainer, prepared.layout
+def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
+    """Open the run's directory, make its state, and put all parts together. Every process must call it."""
+    experiment, data = settled.experiment, settled.data
+    trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    check_run(request)
-    data = open_in_turn(experiment)
-    experiment = dataclasses.replace(experiment, model=data.model)
-    directory = open_run(request).path
+    directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
     status.tell(opened=True)
@@ -119,8 +99,8 @@ def start(
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
-        record_start(request, measured)
-        write_json(directory / "plan.json", prepared.as_json())
+        record_start(settled.given, measured)
+        write_json(directory / "plan.json", settled.prepared.as_json())
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
     return Run(
         experiment=experiment,
@@ -145,22 +125,6 @@ def start(
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
     )
-
-
-@phase("opening the data")
-def open_in_turn(experiment: Experiment) -> OpenedData:
-    """The experiment's data, process 0 first: what it has to make (indexes, norm stats), the others find.
-
-    Raises DataError with what to do; also where the others find rows of other shapes: another tokenizer, or other
-    instructions.
-    """
-    with process_0_first("has opened the data", experiment.timeouts.data_s):
-        data = experiment.open_data()
-    shapes = agree.gather("the shapes of a row", data.row_shapes)
-    for index, other in enumerate(shapes):
-        if other != shapes[0]:
-            raise DataError(f"rows are {other} on process {index}, {shapes[0]} on process 0: their data differ")
-    return data
 
 
 @phase("making the state")

@@ -71,9 +71,6 @@ class PointData(Data):
         shapes = {name: jax.ShapeDtypeStruct((batch_size, *shape), dtype) for name, (shape, dtype) in spec.items()}
         return tree_of(Pairs, **shapes)
 
-    def num_samples(self, model):
-        return self.num_points
-
     def open(self, request):
         return OpenedPoints(model=request.model, num_samples=self.num_points)
 

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from bad_files import SOURCE, shard_of, small_disk, write_all
 from command import ROOT, check, environment, openpi_train, places
 
 from openpi_train import cli
+from openpi_train.planning.devices import host_bytes_per_device
+from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import CHECKPOINT, DATA, INDIVISIBLE, USAGE
 
 pytestmark = pytest.mark.slow
@@ -239,6 +242,9 @@ def test_verbs_about_data_end_with_the_code_for_data(here, tmp_path, verb):
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_path, flags):
     sample = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
     # So many rows that no machine holds them: the test must not depend on this one's memory.
+    state_fits = host_bytes_per_device() * jax.local_device_count() > 64 * GIB  # of one device
+    if state_fits and not flags and not sample.is_dir():
+        pytest.skip("this machine holds pi0's state, and a run then opens its data: there is no Bridge sample here")
     arguments = ("pi0_bridge_traj", *places(tmp_path), "--batch-size", "65536", f"{SOURCE}.path", sample, *flags)
     # Started from a small process: Linux counts the memory of whoever forks towards the child's peak.
     small = (
@@ -251,7 +257,8 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_p
         done,
         USAGE,
         "pi0_bridge_traj does not fit. Bytes needed on each device: state 48.3 GiB",
-        "--grad-accum 2",
+        # A run is refused before it opens its data, where the state alone is too large; a dry run says all.
+        "--grad-accum 2" if flags or state_fits else "no activations yet",
         "pi0_bridge_traj_lora",
         "pi0_bridge_traj_tiny",
     )

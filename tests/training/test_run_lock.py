@@ -1,6 +1,8 @@
 """Two starts of one run: the second waits for the first one's end, and is refused where that does not come."""
 
+import dataclasses
 import errno
+import json
 import logging
 import os
 import platform
@@ -9,11 +11,13 @@ import sys
 import threading
 
 import pytest
+from openpi_train_configs.debug import debug
 
+from openpi_train.fields import as_json
 from openpi_train.runtime import waiting
 from openpi_train.runtime.exits import USAGE, UsageError
 from openpi_train.training import run_lock
-from openpi_train.training.rundir import RunRequest, open_run
+from openpi_train.training.rundir import open_run
 
 HOLD = """
 import pathlib, sys
@@ -37,8 +41,7 @@ def other(tmp_path):
 
 
 def request(base, **flags):
-    experiment = {"model": {}, "optimizer": {}, "ema_decay": None}
-    return RunRequest(checkpoint_base_dir=base, experiment_name="debug", exp_name="x", experiment=experiment, **flags)
+    return dataclasses.replace(debug, name="debug", checkpoint_base_dir=str(base), exp_name="x", **flags)
 
 
 @pytest.mark.parametrize("flags", [{"resume": True}, {"overwrite": True}])
@@ -46,7 +49,7 @@ def test_a_run_that_another_process_has_is_waited_for_then_refused_and_left_as_i
     other, tmp_path, flags, monkeypatch, caplog
 ):
     place = tmp_path / "debug" / "x"
-    (place / "experiment.json").write_text('{"model": {}, "optimizer": {}, "ema_decay": null}')
+    (place / "experiment.json").write_text(json.dumps(as_json(request(tmp_path))))
     (place / "70.orbax-checkpoint-tmp").mkdir()
     before = sorted(path.name for path in place.iterdir())
     monkeypatch.setattr(run_lock, "LIMIT_S", 0.5)

@@ -9,29 +9,24 @@ import sys
 
 import jax
 import pytest
+from openpi_train_configs.debug import debug
 
+from openpi_train.fields import as_json
+from openpi_train.models.paligemma import PaliGemmaFlowConfig
+from openpi_train.optim import SGD
 from openpi_train.runtime.exits import USAGE, UsageError
 from openpi_train.training import rundir
-from openpi_train.training.rundir import RunRequest, changed_fields, check_run, environment, open_run, record_start
-
-EXPERIMENT = {
-    "model": {"__class__": "Pi0", "width": 64, "remat": "nothing"},
-    "optimizer": {"__class__": "AdamW", "b1": 0.9},
-    "ema_decay": 0.99,
-    "freeze": None,
-    "batch_size": 32,
-    "log_interval": 100,
-    "resume": False,
-}
+from openpi_train.training.rundir import changed_fields, check_run, environment, open_run, record_start
 
 
-def request(base, name="first", *, experiment=EXPERIMENT, **flags):
-    return RunRequest(checkpoint_base_dir=base, experiment_name="debug", exp_name=name, experiment=experiment, **flags)
+def given(base, name="first", **fields):
+    """The experiment that a command line asks for."""
+    return dataclasses.replace(debug, name="debug", checkpoint_base_dir=str(base), exp_name=name, **fields)
 
 
-def start(base, name="first", **given):
+def start(base, name="first", **fields):
     """A start that gets as far as training."""
-    asked = request(base, name, **given)
+    asked = given(base, name, **fields)
     run = open_run(asked)
     record_start(asked, {})
     return run
@@ -41,7 +36,7 @@ def test_new_run_records_experiment_and_environment(tmp_path):
     run = start(tmp_path)
     assert run.path == tmp_path / "debug" / "first"
     assert not run.resumed
-    assert json.loads((run.path / "experiment.json").read_text()) == EXPERIMENT
+    assert json.loads((run.path / "experiment.json").read_text()) == json.loads(json.dumps(as_json(given(tmp_path))))
     (first,) = json.loads((run.path / "environment.json").read_text())["starts"]
     assert first["versions"]["jax"] == jax.__version__
     assert first["devices"] == {"count": jax.device_count(), "kind": "cpu", "platform": "cpu"}
@@ -83,7 +78,7 @@ def test_resume_of_nothing_says_so_and_starts(tmp_path, caplog):
 
 def test_resume_keeps_the_record_of_every_start(tmp_path):
     start(tmp_path)
-    run = start(tmp_path, resume=True, experiment={**EXPERIMENT, "resume": True})
+    run = start(tmp_path, resume=True)
     assert run.resumed
     starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
@@ -92,7 +87,7 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
 def test_resume_that_fails_later_leaves_the_record_as_it_was(tmp_path):
     run = start(tmp_path)
     before = {path: path.read_bytes() for path in run.path.glob("*.json")}
-    open_run(request(tmp_path, resume=True, experiment={**EXPERIMENT, "batch_size": 64}))
+    open_run(given(tmp_path, resume=True, batch_size=64))
     assert {path: path.read_bytes() for path in run.path.glob("*.json")} == before
 
 
@@ -126,36 +121,40 @@ def test_log_files_may_be_there_before_the_run(tmp_path):
 
 def test_resume_with_another_model_names_every_field_with_both_values(tmp_path):
     start(tmp_path)
-    other = {
-        **EXPERIMENT,
-        "model": {"__class__": "Pi05", "width": 128, "remat": "nothing"},
-        "optimizer": {"__class__": "SGD"},
-        "ema_decay": None,
-        "freeze": "img/.*",
-    }
+    before = (tmp_path / "debug/first/experiment.json").read_bytes()
+    wider = PaliGemmaFlowConfig(action_horizon=3)
+    other = {"model": wider, "optimizer": SGD(), "ema_decay": None, "freeze": "img/.*"}
     with pytest.raises(UsageError) as raised:
-        start(tmp_path, resume=True, experiment=other)
+        start(tmp_path, resume=True, **other)
     message = str(raised.value)
     for line in (
-        "model.__class__: the run has 'Pi0', given 'Pi05'",
-        "model.width: the run has 64, given 128",
+        "model.__class__: the run has 'Pi0Config', given 'PaliGemmaFlowConfig'",
+        f"model.action_horizon: the run has {debug.model.action_horizon}, given 3",
         "optimizer.__class__: the run has 'AdamW', given 'SGD'",
         "ema_decay: the run has 0.99, given None",
         "freeze: the run has None, given 'img/.*'",
     ):
         assert line in message
-    assert json.loads((tmp_path / "debug/first/experiment.json").read_text()) == EXPERIMENT
+    assert (tmp_path / "debug/first/experiment.json").read_bytes() == before
 
 
 def test_resume_reports_harmless_changes_and_warns_of_the_others(tmp_path, caplog):
     start(tmp_path)
-    model = {**EXPERIMENT["model"], "remat": "all"}
-    changed = {**EXPERIMENT, "model": model, "log_interval": 5, "batch_size": 64, "ema_decay": 0.9}
+    changed = {
+        "model": dataclasses.replace(debug.model, remat="none"),
+        "optimizer": dataclasses.replace(debug.optimizer, b1=0.8),
+        "log_interval": 5,
+        "batch_size": 64,
+        "ema_decay": 0.9,
+        "timeouts": dataclasses.replace(debug.timeouts, data_s=7),
+    }
     with caplog.at_level(logging.INFO):
-        run = start(tmp_path, resume=True, experiment=changed)
+        run = start(tmp_path, resume=True, **changed)
     levels = {record.getMessage().split()[2]: record.levelname for record in caplog.records if "with" in record.msg}
-    assert levels == {"model.remat": "INFO", "log_interval": "INFO", "batch_size": "WARNING", "ema_decay": "WARNING"}
-    assert json.loads((run.path / "experiment.json").read_text()) == changed
+    told = ("model.remat", "log_interval", "timeouts.data_s")
+    warned = ("optimizer.b1", "batch_size", "ema_decay")
+    assert levels == {**dict.fromkeys(told, "INFO"), **dict.fromkeys(warned, "WARNING")}
+    assert json.loads((run.path / "experiment.json").read_text())["log_interval"] == 5
 
 
 def test_torn_experiment_record_is_an_error(tmp_path):
@@ -187,7 +186,7 @@ def two_processes(base, **flags):
     def run(index):
         broadcast = broadcast_0 if index == 0 else lambda *_: network.get(timeout=240)
         try:
-            return open_run(request(base, **flags), process_index=index, broadcast=broadcast)
+            return open_run(given(base, **flags), process_index=index, broadcast=broadcast)
         except UsageError as error:
             return str(error)
 
@@ -208,7 +207,7 @@ def test_process_that_does_not_see_the_directory_says_that_it_must_be_shared(tmp
     own = start(tmp_path / "own").path  # an older run of this name on this host's own disk
     answer = {"path": str(own), "resumed": False, "replaced": None, "mark": "another word"}
     with pytest.raises(UsageError, match=r"process 1 on .* does not see .*file system that all hosts share"):
-        open_run(request(tmp_path), process_index=1, broadcast=lambda *_: answer)
+        open_run(given(tmp_path), process_index=1, broadcast=lambda *_: answer)
 
 
 def test_environment_holds_no_secrets(monkeypatch):
@@ -224,11 +223,11 @@ def test_environment_holds_no_secrets(monkeypatch):
 
 
 def test_a_check_refuses_like_an_open_and_leaves_no_trace(tmp_path):
-    check_run(request(tmp_path))
+    check_run(given(tmp_path))
     assert not any(tmp_path.iterdir())
     start(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     with pytest.raises(UsageError, match="holds a run already"):
-        check_run(request(tmp_path))
-    check_run(request(tmp_path, overwrite=True))
+        check_run(given(tmp_path))
+    check_run(given(tmp_path, overwrite=True))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before

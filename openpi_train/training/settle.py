@@ -1,0 +1,86 @@
+"""From an experiment as it was given to one that has nothing left to be chosen. Read next: `prepare.py`, `start.py`.
+
+What is typed, the devices, and the data's facts are put together here, once; everything after reads the result.
+"""
+
+import dataclasses
+import logging
+import math
+
+import jax
+
+from openpi_train.data.base import OpenedData
+from openpi_train.elastic import adapt
+from openpi_train.experiment import Experiment
+from openpi_train.planning.memory import require
+from openpi_train.runtime import agree
+from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.phases import phase
+from openpi_train.runtime.world import World
+from openpi_train.training.prepare import Prepared, examine, prepare, require_state
+from openpi_train.training.rundir import check_run, devices_at_first
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A run before anything is allocated or written.
+
+    `given` is what was asked for, its length in steps: what the run's directory keeps and a resume
+    compares. `prepared` says how the run goes on these devices.
+    """
+
+    given: Experiment
+    data: OpenedData
+    prepared: Prepared
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment as it runs."""
+        return self.prepared.experiment
+
+
+def settle(given: Experiment, world: World) -> Settled:
+    """Fit the experiment to its devices and data. Every process must call it; nothing of the run is written.
+
+    What needs no data is refused before they are opened, which may take long. Raises UsageError or DataError.
+    """
+    experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
+    for line in lines:
+        logger.info("%s", line)
+    examined = examine(experiment, world)
+    require_state(experiment, examined)
+    check_run(given)
+    data = open_in_turn(experiment)
+    if given.num_epochs is not None:
+        steps = _in_steps(given.num_epochs, data.num_samples, experiment.batch_size)
+        given = dataclasses.replace(given, num_train_steps=steps)
+        experiment = dataclasses.replace(experiment, num_train_steps=steps, num_epochs=None)
+        experiment.check(jax.device_count())
+    prepared = prepare(dataclasses.replace(experiment, model=data.model), examined)
+    require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+    return Settled(given=given, data=data, prepared=prepared)
+
+
+@phase("opening the data")
+def open_in_turn(experiment: Experiment) -> OpenedData:
+    """The experiment's data, process 0 first: what it has to make (indexes, norm stats), the others find.
+
+    Raises DataError with what to do; also where the others find rows of other shapes: another tokenizer, or other
+    instructions.
+    """
+    with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
+        data = experiment.open_data()
+    shapes = agree.gather("the shapes of a row", data.row_shapes)
+    for index, other in enumerate(shapes):
+        if other != shapes[0]:
+            raise DataError(f"rows are {other} on process {index}, {shapes[0]} on process 0: their data differ")
+    return data
+
+
+def _in_steps(num_epochs: int, num_samples: int, batch_size: int) -> int:
+    """Optimizer steps of so many passes over the samples."""
+    steps = max(math.ceil(num_epochs * num_samples / batch_size), 1)
+    logger.info("%d epochs of %d samples, %d at a time: %d steps", num_epochs, num_samples, batch_size, steps)
+    return steps
