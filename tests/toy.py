@@ -10,7 +10,7 @@ from flax import nnx
 
 from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
-from openpi_train.nn.shard import take_rows
+from openpi_train.nn.shard import Gathering, take_rows
 from openpi_train.types import ActionBatch, Observation
 
 
@@ -83,18 +83,21 @@ class StackedPolicy(nnx.Module):
 
     def __init__(self, config, rngs):
         self.dtype, self.remat, width = config.compute_dtype, config.remat, config.width
-        self.token_embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, width)))
+        table = jax.random.normal(rngs.params(), (config.vocab_size, width))
+        setattr(self, config.table, nnx.Param(table, gathering=Gathering.BY_ROW))
         self.inputs = nnx.Linear(config.action_dim + 1, width, rngs=rngs)
-        self.layers = stack_layers(lambda rngs: Layer(width, self.dtype, rngs), config.depth, rngs)
+        setattr(self, config.stack, stack_layers(lambda rngs: Layer(width, self.dtype, rngs), config.depth, rngs))
+        self.names = config.stack, config.table
         self.outputs = nnx.Linear(width, config.action_dim, rngs=rngs)
 
     def velocity(self, observation, noisy_actions, time):
         b, r, h, _ = noisy_actions.shape
-        prompt = take_rows(self.token_embedding.get_value(), observation.prompt_tokens).mean(axis=1)  # b d
+        stack, table = (getattr(self, name) for name in self.names)
+        prompt = take_rows(table.get_value(), observation.prompt_tokens).mean(axis=1)  # b d
         times = jnp.broadcast_to(time[:, :, None, None], (b, r, h, 1))
         x = self.inputs(jnp.concatenate([noisy_actions, times], axis=-1)) + prompt[:, None, None]
         x = x.reshape(b, r * h, -1).astype(self.dtype)
-        x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
+        x, _ = scan_layers(stack, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
         return self.outputs(x.astype(jnp.float32)).reshape(noisy_actions.shape)
 
 
@@ -108,6 +111,8 @@ class StackedConfig(LinearConfig):
     depth: int = 3
     dtype: str = "float32"
     remat: str = "full"
+    stack: str = "layers"
+    table: str = "token_embedding"
 
     @property
     def compute_dtype(self):

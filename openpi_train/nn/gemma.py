@@ -19,7 +19,7 @@ from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_all_but_last, scan_layers, stack_layers
 from openpi_train.nn.lora import LoraWeight
-from openpi_train.nn.shard import spread, summed, take_rows, varies
+from openpi_train.nn.shard import Gathering, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits
 from openpi_train.sharding.mesh import TENSOR
 
@@ -211,9 +211,8 @@ class Gemma(nnx.Module):
         first = configs[self.names[0]]
         self.head_dim = first.head_dim
         if vocab_size:
-            self.token_embedding = nnx.Param(
-                nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
-            )
+            table = nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
+            self.token_embedding = nnx.Param(table, gathering=Gathering.BY_ROW)
         self.layers = stack_layers(
             lambda rngs: Layer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,

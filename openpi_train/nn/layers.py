@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from openpi_train.nn.shard import is_shard, whole
+from openpi_train.nn.shard import Gathering, is_shard, whole
 
 # What the backward pass may keep of a layer beside its input: everything; the products with weights and what attention
 # gives; what attention reads and gives; nothing. Each keeps less than the one before and recomputes more.
@@ -51,8 +51,26 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M:
-    """One module whose parameters are those of `depth` separately initialised layers, stacked on a new first axis."""
-    return nnx.vmap(make)(rngs.split(depth))
+    """One module whose parameters are those of `depth` separately initialised layers, stacked on a new first axis.
+
+    It runs by `scan_layers` and the functions below, which gather a layer of it when it runs.
+    """
+    stacked = nnx.vmap(make)(rngs.split(depth))
+    for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
+        variable.set_metadata(gathering=Gathering.BY_LAYER)
+    return stacked
+
+
+def _split(stacked: nnx.Module) -> tuple[nnx.GraphDef, Any]:
+    """Graph and parameters of a stack. Raises ValueError where it is none that `stack_layers` made."""
+    graph, params = nnx.split(stacked)
+    for path, variable in nnx.to_flat_state(params):
+        if isinstance(variable, nnx.Param) and variable.get_metadata("gathering", None) is not Gathering.BY_LAYER:
+            raise ValueError(
+                f"{'/'.join(map(str, path))} of these layers was not made by stack_layers: devices that share it out "
+                "would gather all layers at once. Make the stack by stack_layers"
+            )
+    return graph, params
 
 
 def scan_layers(
@@ -70,7 +88,7 @@ def scan_layers(
     Returns:
         The last carry, and the layers' outputs stacked on a first axis.
     """
-    graph, params = nnx.split(stacked)
+    graph, params = _split(stacked)
 
     def step(carry, layer):
         layer_params, extra = layer
@@ -101,7 +119,7 @@ def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
     the only one, and of half the size in bfloat16. Norm scales and biases stay as they are (they are used in float32),
     and so do shards, which are cast where they are gathered.
     """
-    graph, params = nnx.split(stacked)
+    graph, params = _split(stacked)
     params = jax.tree.map(lambda x: x if is_shard(x) or x.ndim < 3 else x.astype(dtype), params, is_leaf=is_shard)
     before, last = (jax.tree.map(lambda x, part=part: x[part], params) for part in (slice(None, -1), -1))
     return nnx.merge(graph, before), nnx.merge(graph, whole(last))
@@ -112,7 +130,7 @@ def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], car
 
     For what has no backward pass: through this every layer's gradient would be an array as large as the stack's.
     """
-    graph, params = nnx.split(stacked)
+    graph, params = _split(stacked)
 
     def layer(index: Any) -> M:
         return nnx.merge(graph, whole(jax.tree.map(lambda x: x[index], params)))

@@ -10,6 +10,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from openpi_train.nn.shard import Gathering
+
 Params = dict[str, Array]
 
 
@@ -36,6 +38,18 @@ def module_params(module: nnx.Module) -> dict[str, Any]:
     return flat_params(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
 
-def merge_module(graphdef: nnx.GraphDef, params: Params) -> nnx.Module:
-    """The module that `params` (all of its leaves, by path) make."""
+def gatherings(module: nnx.Module) -> dict[str, Gathering]:
+    """How a module gathers its parameters, by path; those that are to be whole before it runs are left out."""
+    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    found = {"/".join(map(str, path)): variable.get_metadata("gathering", None) for path, variable in variables}
+    return {path: gathering for path, gathering in found.items() if gathering is not None}
+
+
+def stacked_paths(module: nnx.Module) -> frozenset[str]:
+    """The parameters that hold one array per layer, on their first dim (`layers.py: stack_layers`)."""
+    return frozenset(path for path, way in gatherings(module).items() if way is Gathering.BY_LAYER)
+
+
+def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:
+    """The module that `params` (all of its leaves, by path: arrays, their shapes, or shards) make."""
     return nnx.merge(graphdef, nested_params(params))

@@ -6,7 +6,9 @@ al. 2020). And what devices of a tensor group, which compute different heads of 
 and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and `training/devices.py`.
 """
 
-import re
+import dataclasses
+import enum
+import math
 from typing import Any
 
 import jax
@@ -15,21 +17,38 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.sharding.mesh import TENSOR
 
-# Parameters by path whose modules take shards: stacks of layers, gathered one by one, and tables, read row by row.
-STACKED = re.compile(r"(.*/)?layers/.*")
-TABLE = re.compile(r"(.*/)?token_embedding")
+
+class Gathering(enum.Enum):
+    """How a module gathers a parameter by itself. It is metadata of the variable, `gathering`, in `nnx.Param`.
+
+    Parameters without it are whole before their module runs.
+    """
+
+    BY_LAYER = enum.auto()  # `layers.py: stack_layers` says so of all layers that it makes; `scan_layers` gathers
+    BY_ROW = enum.auto()  # a table's module says so itself, and reads it by `take_rows` and `vocabulary.py` alone
 
 
-@jax.tree_util.register_pytree_node_class
+_STATIC = {"static": True}  # by jax's convention: a part of the tree's structure, no leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class Shard:
     """This device's `part` of an array that is cut along `dim` (counted from the last, -1) over the mesh axis `axis`.
 
     `dtype` is the type in which the whole is wanted. `copy` is the whole, where the device has it at hand: then nothing
-    is gathered, and the gradient is summed and cut where it arises all the same (ZeRO stage 2).
+    is gathered, and the gradient is summed and cut where it arises all the same (ZeRO stage 2). `gathering` says how
+    the module that reads it gathers it; None: it does not.
     """
 
-    def __init__(self, part: Any, dim: int, axis: str, dtype: Any, copy: Any = None):
-        self.part, self.dim, self.axis, self.dtype, self.copy = part, dim, axis, jnp.dtype(dtype), copy
+    part: Any
+    dim: int = dataclasses.field(metadata=_STATIC)
+    axis: str = dataclasses.field(metadata=_STATIC)
+    dtype: Any = dataclasses.field(metadata=_STATIC)
+    copy: Any = None
+    gathering: Gathering | None = dataclasses.field(default=None, metadata=_STATIC)
+    # Where `part` has some entries of every layer of a stack, one after the other: the shape of a layer.
+    layer: tuple[int, ...] | None = dataclasses.field(default=None, metadata=_STATIC)
 
     @property
     def has_rows(self) -> bool:
@@ -42,11 +61,14 @@ class Shard:
 
         @jax.named_scope("gather")
         def gather(_, part: Array) -> Array:
-            return jax.lax.all_gather(part.astype(self.dtype), self.axis, axis=dim, tiled=True)
+            found = jax.lax.all_gather(part.astype(self.dtype), self.axis, axis=dim, tiled=True)
+            return found if self.layer is None else found[: math.prod(self.layer)].reshape(self.layer)
 
         @jax.named_scope("reduce")
         def scatter(_, gradient: Array) -> Array:
             wide = gradient.astype(self.part.dtype)
+            if self.layer is not None:
+                wide = _filled(wide.reshape(-1), jax.lax.axis_size(self.axis))
             return jax.lax.psum_scatter(wide, self.axis, scatter_dimension=dim, tiled=True)
 
         if self.copy is None:
@@ -57,16 +79,31 @@ class Shard:
 
     def with_copy(self, copy: Array | None) -> "Shard":
         """The same part, with the whole at hand."""
-        return Shard(self.part, self.dim, self.axis, self.dtype, copy)
+        return dataclasses.replace(self, copy=copy)
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, str, Any]]:
-        """For jax: part and copy are the leaves."""
-        return (self.part, self.copy), (self.dim, self.axis, self.dtype)
+    @jax.named_scope("share_layers")
+    def of_every_layer(self) -> "Shard":
+        """For a stack of which each device has some of the layers: some of every layer, so that each can be gathered.
 
-    @classmethod
-    def tree_unflatten(cls, static: tuple[int, str, Any], leaves: tuple[Any, Any]) -> "Shard":
-        """For jax: the inverse."""
-        return cls(leaves[0], *static, leaves[1])
+        Devices exchange what they hold, once. Of a layer a device then has consecutive entries, whatever their dim.
+        """
+        flat = _filled(self.part.reshape(len(self.part), -1), jax.lax.axis_size(self.axis))
+        part = jax.lax.all_to_all(flat, self.axis, split_axis=1, concat_axis=0, tiled=True)
+        return dataclasses.replace(self, part=part, dim=-1, layer=self.part.shape[1:])
+
+    def __getitem__(self, _: Any = None) -> Array:
+        """Refused: modules read shards only in the ways of `Gathering`. Always raises TypeError."""
+        raise TypeError(
+            "a parameter that its module gathers by itself was read otherwise: a stack that stack_layers made runs "
+            "only by scan_layers, and a table is read only by take_rows, logits and log_probs"
+        )
+
+    __jax_array__ = __getitem__
+
+
+def _filled(x: Array, num_parts: int) -> Array:
+    """`x` with zeros after its last dim, so that so many parts of it are equal."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % num_parts),))
 
 
 def is_shard(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_train.nn.shard import STACKED
+from openpi_train.nn.params import merge_module, stacked_paths
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import FSDP
 from openpi_train.sharding.strategy import HOST_MEMORY
@@ -113,7 +113,7 @@ def predict(
     compute_copy = narrow(copied)
     if num_micros > 1 and plan.cuts("state") and not plan.cuts("copy"):
         # A stack less its last layer (`nn/layers.py: cut_last`) is a second copy; the next micro-batch needs the first.
-        compute_copy += narrow(filter(STACKED.fullmatch, copied))
+        compute_copy += narrow(copied & stacked_paths(merge_module(layout.graphdef, leaves)))
     micro_grads = grads if plan.cuts("grads") else narrow(shapes.params)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),

@@ -137,7 +137,7 @@ class Sampler:
             guides = (towards[0], towards[1]) if towards else None
             return sample_chunks(self.objective, module, seen, keys, self.num_steps, chunk, guides)
 
-        devices = Devices(self.plan, model.compute_dtype)
+        devices = Devices(self.plan, model.compute_dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)
 
     def _spec(self, length: int | None) -> Mapping[str, tuple[tuple[int, ...], str]]:

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
-from openpi_train.nn.params import Params
-from openpi_train.nn.shard import STACKED, TABLE, Shard, is_shard, whole
+from openpi_train.nn.params import Params, gatherings, merge_module
+from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
 from openpi_train.sharding.mesh import AXES, FSDP, REPLICA, REPLICATED
 from openpi_train.sharding.strategy import Plan
 
@@ -34,10 +35,14 @@ Specs = Mapping[str, PartitionSpec]
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a plan, at work. `dtype` is the type in which stacks of layers compute and read their weights."""
+    """The devices of a plan, at work. `dtype` is the type in which stacks of layers compute and read their weights.
+
+    `graphdef` is that of the module which the parameters make: its variables say how it gathers them.
+    """
 
     plan: Plan
     dtype: Any
+    graphdef: nnx.GraphDef
 
     def sum(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
         """What `function` returns, summed over the rows' devices. `rest` is the same on all of them."""
@@ -105,20 +110,27 @@ class Devices:
 
     def _held(self, params: Params, specs: Specs) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a device computes with of each parameter: all of it, or its shard; and copies of shards, gathered."""
-        held = {path: self._shard(path, leaf, specs[path]) for path, leaf in params.items()}
+        ways = gatherings(merge_module(self.graphdef, params))
+        held = {path: self._shard(leaf, specs[path], ways.get(path)) for path, leaf in params.items()}
         if self.plan.cuts("copy"):
             return held, {}
         copies = {
-            path: leaf.whole() for path, leaf in held.items() if is_shard(leaf) and not _is_read_by_row(path, leaf)
+            path: leaf.whole()
+            for path, leaf in held.items()
+            if is_shard(leaf) and leaf.gathering is not Gathering.BY_ROW
         }
         return (held, copies) if self.plan.cuts("grads") else ({**held, **copies}, {})
 
-    def _shard(self, path: str, leaf: Any, spec: PartitionSpec) -> Any:
+    def _shard(self, leaf: Any, spec: PartitionSpec, way: Gathering | None) -> Any:
+        """A device's part of a parameter that its module gathers that `way`; all of it, where it is not cut."""
         leaf = self._vary(leaf, spec)  # a device's gradient is its own until it is summed here
         if FSDP not in spec:
             return leaf
-        is_weight = STACKED.fullmatch(path) and leaf.ndim > 2  # layers read vectors (norms, biases) in float32
-        return Shard(leaf, spec.index(FSDP) - leaf.ndim, FSDP, self.dtype if is_weight else leaf.dtype)
+        dim = spec.index(FSDP)
+        is_weight = way is Gathering.BY_LAYER and leaf.ndim > 2  # layers read vectors (norms, biases) in float32
+        if way is Gathering.BY_ROW and dim != 0:  # a device has no whole rows to send
+            way = None
+        return Shard(leaf, dim - leaf.ndim, FSDP, self.dtype if is_weight else leaf.dtype, gathering=way)
 
     def _cut(self, grads: Mapping[str, Any], specs: Specs) -> dict[str, Any]:
         """The gradients, of cut parameters as shards: summed over the devices that share a copy, if not yet so."""
@@ -154,21 +166,16 @@ class Devices:
 
 
 def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, Any]:
-    """With all whole but what modules gather themselves; nothing is gathered of which there is a copy."""
+    """Shards for the modules that gather them, and all other parameters whole: from `copies`, where one is there."""
     held = {path: leaf.with_copy(copies[path]) if path in copies else leaf for path, leaf in held.items()}
-    return {
-        path: leaf if _is_gathered_by_layer(path, leaf) or _is_read_by_row(path, leaf) else whole(leaf)
-        for path, leaf in held.items()
-    }
+    return {path: _for_its_module(leaf) for path, leaf in held.items()}
 
 
-def _is_gathered_by_layer(path: str, leaf: Any) -> bool:
-    """Unless it is the layers that are cut (a stack of more layers than any of its dims)."""
-    return STACKED.fullmatch(path) is not None and not (isinstance(leaf, Shard) and leaf.has_rows)
-
-
-def _is_read_by_row(path: str, leaf: Any) -> bool:
-    return TABLE.fullmatch(path) is not None and isinstance(leaf, Shard) and leaf.has_rows
+def _for_its_module(leaf: Any) -> Any:
+    if not is_shard(leaf) or leaf.gathering is None:
+        return whole(leaf)
+    # Of a stack of more layers than any of its dims (or of odd ones) it is the layers that the plan shares out.
+    return leaf.of_every_layer() if leaf.gathering is Gathering.BY_LAYER and leaf.has_rows else leaf
 
 
 def _varying(x: Any, axes: tuple[str, ...]) -> Any:

@@ -104,7 +104,7 @@ class Trainer:
     @property
     def devices(self) -> Devices:
         """The devices, at work."""
-        return Devices(self.plan, self.model.compute_dtype)
+        return Devices(self.plan, self.model.compute_dtype, self.graphdef)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
         """The loss scale after this step."""

@@ -43,6 +43,12 @@ def test_a_scan_equals_the_layers_one_by_one(stacked):
     np.testing.assert_allclose(result, x, rtol=1e-6)
 
 
+def test_a_stack_that_was_made_otherwise_is_refused():
+    stacked = nnx.vmap(Layer)(nnx.Rngs(0).split(3))
+    with pytest.raises(ValueError, match="dense/bias of these layers was not made by stack_layers"):
+        scan_layers(stacked, body, jnp.ones((2, 4)), remat="none")
+
+
 @pytest.mark.parametrize("remat", ["dots", "attention", "full"])
 def test_recomputing_changes_no_gradient(stacked, remat):
     graph, params = nnx.split(stacked)

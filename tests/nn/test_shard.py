@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.shard import Shard, spread, summed, take_rows, whole
+from openpi_train.nn.shard import Gathering, Shard, spread, summed, take_rows, whole
 from openpi_train.sharding.mesh import make_mesh
 
 NUMBERS = np.random.default_rng(0)
@@ -141,6 +141,34 @@ def test_with_a_copy_at_hand_nothing_is_gathered_and_every_layers_gradient_is_cu
     text = run.lower(params, rows).compile().as_text()
     assert len(re.findall(r" all-gather\(", text)) == 1
     assert [shape.partition("{")[0] for shape in re.findall(r"(\S+) reduce-scatter\(", text)] == ["f32[8,2]"]
+
+
+def test_a_stack_that_runs_otherwise_than_by_a_scan_is_refused_where_it_is_cut():
+    graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
+    params = nnx.to_pure_dict(params)["dense"]
+    shard = Shard(params["kernel"], -1, "fsdp", jnp.float32, gathering=Gathering.BY_LAYER)
+    stacked = nnx.merge(graph, {"dense": {**params, "kernel": shard}})
+    with pytest.raises(TypeError, match="made runs only by scan_layers"):
+        stacked(jnp.ones((2, 8)))
+    with pytest.raises(TypeError, match="made runs only by scan_layers"):
+        jnp.sum(stacked.dense.kernel.get_value())
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_layers_that_are_shared_out_become_parts_of_every_layer(size):
+    """In each layer 3 x `size` entries, of which four devices get 2 (the last one none) or 6."""
+    stack = NUMBERS.normal(size=(8, 3, size)).astype(np.float32)
+    weights = NUMBERS.normal(size=(4, 8, 3, size)).astype(np.float32)
+
+    def value(part, weight):
+        shard = Shard(part, -3, "fsdp", jnp.float32).of_every_layer()
+        layers = [jax.tree.map(lambda x, index=index: x[index], shard).whole() for index in range(8)]
+        return jnp.sum(jnp.stack(layers) * weight[0]), jnp.stack(layers)
+
+    run = on_four(jax.grad(value, has_aux=True), (P("fsdp"), P("fsdp")), (P("fsdp"), P("fsdp")))
+    gradient, layers = run(stack, weights)
+    np.testing.assert_array_equal(layers, np.concatenate([stack] * 4))
+    np.testing.assert_allclose(gradient, weights.sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_no_shard_stays_as_it_is():

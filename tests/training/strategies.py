@@ -39,7 +39,8 @@ def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int =
     """Loss and gradient norm of each step, the final state, and the compiled step."""
     trainer, layout = prepare(config, strategy, fsdp, accum, devices)
     plan = trainer.plan
-    batches = [toy.batch(ROWS, seed=index, vocab_size=config.vocab_size) for index in range(steps)]
+    dims = config.action_dim
+    batches = [toy.batch(ROWS, dims=dims, seed=index, vocab_size=config.vocab_size) for index in range(steps)]
     batches = jax.tree.map(np.asarray, batches)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7)

@@ -1,5 +1,6 @@
 """Every strategy gives the loss of the uncut state, holds what the plan says, and sends what the formula says."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
 import toy
+from flax import nnx
 
 from openpi_train.launch.processes import free_port
 from openpi_train.planning.memory import bytes_per_device, predict
@@ -74,23 +77,28 @@ def test_four_processes_of_two_devices_give_the_bits_of_one_of_eight(one_of_eigh
     assert found == {name: one_of_eight[0][name] for name in found}
 
 
-def test_a_stack_of_more_layers_than_its_dims_is_cut_by_layers_and_gathered_before_its_scan():
-    deep = toy.StackedConfig(width=4, depth=16)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("width", [4, 5])
+def test_a_stack_that_is_cut_by_layers_is_gathered_layer_by_layer_all_the_same(strategy, width):
+    """More layers than any of its dims; 5 x 5 entries are not a multiple of the devices."""
+    deep = toy.StackedConfig(width=width, depth=16)
     # On as many devices: sixteen layers of width 4 make 5e-5 in the gradient's norm of how one and eight round.
     expected = strategies.run(deep, "replicated", 1, 1, steps=1)[0]
-    history, state, _ = strategies.run(deep, "zero3", 8, 1, steps=1)
-    assert state.params["layers/dense/kernel"].addressable_shards[0].data.shape == (2, 4, 4)
+    history, state, step = strategies.run(deep, strategy, 8, 1, steps=1)
+    assert state.params["layers/dense/kernel"].addressable_shards[0].data.shape == (2, width, width)
     np.testing.assert_allclose(history, expected, rtol=3e-6)
+    is_whole_somewhere = f"f32[16,{width},{width}]" in step.as_text()
+    assert is_whole_somewhere == (strategy == "zero2")  # whose copy is
 
 
 WIDE = toy.StackedConfig(width=128, vocab_size=256, dtype="bfloat16")
 
 
-def compiled(layout: tuple[str, int], accum: int):
+def compiled(layout: tuple[str, int], accum: int, config=WIDE):
     """The step for a wider toy, compiled and as traced, its trainer and state layout."""
-    trainer, state = strategies.prepare(WIDE, *layout, accum)
+    trainer, state = strategies.prepare(config, *layout, accum)
     with jax.set_mesh(trainer.plan.real_mesh):
-        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), WIDE.batch_spec(strategies.ROWS, ()))
+        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), config.batch_spec(strategies.ROWS, ()))
         return traced.lower().compile(), traced.jaxpr, trainer, state
 
 
@@ -118,6 +126,57 @@ def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_
     rows = bytes_per_device(WIDE.batch_spec(strategies.ROWS, ()), trainer.plan.batch)
     planned = predict(state, trainer.plan, 0.0, 0).state
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_stack_and_a_table_of_any_name_are_sent_and_planned_like_those_of_the_usual_names(strategy):
+    usual, renamed = (
+        compiled((strategy, 8), 4, config)
+        for config in (WIDE, dataclasses.replace(WIDE, stack="blocks", table="words"))
+    )
+    assert "blocks/dense/kernel" in renamed[3].shapes.params
+    sent = [
+        sorted((one.kind, sorted(one.arrays), one.times) for one in as_asked(collectives(step.as_text(), 8), jaxpr))
+        for step, jaxpr, *_ in (usual, renamed)
+    ]
+    assert sent[0] == sent[1]
+    held = [step.memory_analysis().temp_size_in_bytes for step, *_ in (usual, renamed)]
+    assert held[1] == pytest.approx(held[0], rel=0.01)  # buffers are placed in the order of the names
+    planned = [predict(state, trainer.plan, 0.0, 0, num_micros=4) for *_, trainer, state in (usual, renamed)]
+    assert planned[0] == planned[1]
+
+
+@pytest.mark.parametrize("accum", [1, 4])
+def test_a_stack_and_a_table_of_any_name_give_the_losses_of_one_device(alone, accum):
+    found, *_ = strategies.run(toy.StackedConfig(stack="blocks", table="words"), "zero3", 8, accum)
+    np.testing.assert_allclose(found, alone[0], rtol=3e-6)
+
+
+class Listed(toy.LinearPolicy):
+    """Its `layers` are modules in a list, and no stack."""
+
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs)
+        self.layers = nnx.List([nnx.Linear(config.action_dim, config.action_dim, rngs=rngs) for _ in range(2)])
+
+    def velocity(self, observation, noisy_actions, time):
+        for layer in self.layers:
+            noisy_actions = noisy_actions + jnp.tanh(layer(noisy_actions))
+        return super().velocity(observation, noisy_actions, time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListedConfig(toy.LinearConfig):
+    def build(self, rngs):
+        return Listed(self, rngs)
+
+
+def test_modules_in_a_list_called_layers_are_no_stack_and_whole_before_they_run():
+    config = ListedConfig(action_dim=8)
+    expected = strategies.run(config, "replicated", 1, 1)[0]
+    found, state, _ = strategies.run(config, "zero3", 8, 1)
+    assert state.params["layers/0/kernel"].addressable_shards[0].data.shape == (8, 1)
+    np.testing.assert_allclose(found, expected, rtol=3e-6)
 
 
 def test_bytes_of_each_kind_of_collective_and_loop_are_counted():
