@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.denoising_mlp import DenoisingMlp
-from openpi_train.nn.denoising_transformer import DenoisingTransformer
+from openpi_train.models.denoisers import DenoisingNetwork
 from openpi_train.nn.resnet import ResNet18
 from openpi_train.nn.siglip import float_images
-from openpi_train.nn.unet1d import ConditionalUnet1d
 from openpi_train.types import Observation
 
 
@@ -31,7 +29,7 @@ class DiffusionPolicy(nnx.Module):
     def __init__(
         self,
         encoders: Mapping[str, ResNet18],
-        denoiser: ConditionalUnet1d | DenoisingTransformer | DenoisingMlp,
+        denoiser: DenoisingNetwork,
         num_diffusion_steps: int,
         num_instructions: int = 0,
     ):
