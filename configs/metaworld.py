@@ -16,9 +16,9 @@ from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.objectives.noise_schedule import NoiseSchedule
 from openpi_train.optim import AdamW, EmaWarmup, LRSchedule
 from openpi_train.robots.metaworld import MetaWorld
+from openpi_train.sampling.noise_schedule import NoiseSchedule
 
 _WORLD = World()
 

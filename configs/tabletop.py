@@ -15,9 +15,9 @@ from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.objectives.noise_schedule import NoiseSchedule
 from openpi_train.optim import LRSchedule
 from openpi_train.robots.tabletop import Tabletop
+from openpi_train.sampling.noise_schedule import NoiseSchedule
 
 _HOME = places.datasets() / "tabletop"
 _EXPERT = GemmaOverrides(width=128, depth=4, mlp_dim=256)

@@ -7,7 +7,7 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 
 def row_keys(seed: Array | int, step: Array | int, rows: Int[Array, " b"]) -> Key[Array, " b"]:
@@ -20,3 +20,8 @@ def for_purpose(keys: Key[Array, " b"], purpose: str) -> Key[Array, " b"]:
     """The rows' keys for one named use ("noise", "time", "augment/base_0_rgb"); uses never share a stream."""
     number = zlib.crc32(purpose.encode())
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+
+
+def draw_noise(keys: Key[Array, " b"], *shape: int) -> Float[Array, "b *shape"]:
+    """Standard normal noise of this shape for every row."""
+    return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)

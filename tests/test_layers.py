@@ -13,7 +13,7 @@ ROWS = (
     {"fields"},
     {"types", "keys", "runtime", "sharding", "launch"},
     {"nn", "optim", "robots", "envs"},
-    {"data"},
+    {"data", "sampling"},
     {"models"},
     {"objectives", "interop"},
     {"evaluation"},

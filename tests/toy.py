@@ -11,6 +11,8 @@ from flax import nnx
 from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
 from openpi_train.nn.shard import Gathering, take_rows
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.sampling.base import OwnSampler
 from openpi_train.types import ActionBatch, Observation
 
 
@@ -30,12 +32,19 @@ class LinearPolicy(nnx.Module):
         state = observation.state @ (self.state_kernel[...] + self.adapter_lora[...])
         return noisy_actions @ self.kernel[...] + state[:, None, None] + time[:, :, None, None] * self.bias[...]
 
-    def sample_actions(self, observation, noise, num_steps):
-        actions = noise
-        for index in range(num_steps):
-            time = jnp.full((noise.shape[0], 1), 1 - index / num_steps)
-            actions = actions - self.velocity(observation, actions[:, None], time)[:, 0] / num_steps
-        return actions
+    def context(self, observation):
+        return observation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlowThatSamplesItself(FlowMatching):
+    """Flow matching of a model that has its own `sample_actions`."""
+
+    augment: bool = False
+
+    @property
+    def action_sampler(self):
+        return OwnSampler()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,18 +41,21 @@ def rollout(
     tasks: Int[Array | np.ndarray, " b"],
     *,
     execute: int,
+    policy_keys: Key[Array, " b"] | None = None,
     max_steps: int | None = None,
     history: int = 1,
     all_done: Callable[[bool], bool] = bool,
     watch: Callable[[Any, np.ndarray], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome | None:
-    """The outcome of one episode per key, each a function of its own key and task and of the policy alone.
+    """The outcome of one episode per key, each a function of its own keys and task and of the policy alone.
 
     None where `stop_requested` (`runtime/preempt.py`), asked before each chunk, said so meanwhile.
 
     Args:
         execute: How many actions of each chunk are carried out before the policy is asked again.
+        policy_keys: Of the policy's noise, one per episode, where several attempts are to begin in the same state; by
+            default `keys`, of which there are separate streams for environment and policy.
         max_steps: Control steps before an episode counts as failed; the environment's own by default.
         history: Observations that the policy sees, the last control steps' and the present one's; before the beginning
             the first one repeats. With more than one they have the axis `o`.
@@ -65,7 +68,7 @@ def rollout(
     """
     limit = env.max_steps if max_steps is None else max_steps
     states = env.reset(row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks))
-    policy_keys = row_randomness.for_purpose(keys, "env/policy")
+    policy_keys = row_randomness.for_purpose(keys if policy_keys is None else policy_keys, "env/policy")
     done = np.zeros(len(tasks), bool)
     steps = np.full(len(tasks), limit)
     seen = collections.deque([env.observe(states)] * history, maxlen=history)

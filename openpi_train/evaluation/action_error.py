@@ -14,7 +14,7 @@ import numpy as np
 from openpi_train.evaluation.base import Evaluated, Measure, Running, TrainerView
 from openpi_train.evaluation.sums import Sums
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.objectives.sampling import sample_chunks, sample_keys
+from openpi_train.sampling.base import sample_keys
 from openpi_train.types import ActionBatch
 
 
@@ -68,7 +68,7 @@ def action_error(trainer: TrainerView, num_steps: int, params: Params, frozen: P
         model: Any = merge_module(trainer.graphdef, params)
         keys = sample_keys(trainer.seed, start + batch.row)
         chunk = batch.actions.shape[1:]
-        actions = sample_chunks(trainer.objective, model, batch.observation, keys, num_steps, chunk)
+        actions = trainer.objective.action_sampler.chunks(model, batch.observation, keys, num_steps, chunk)
         mask = _own_elements(batch)
         return (mask * jnp.square(actions.astype(jnp.float32) - batch.actions)).sum(), mask.sum()
 

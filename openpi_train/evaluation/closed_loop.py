@@ -27,7 +27,6 @@ from openpi_train.evaluation.base import Evaluated, Measure, Running, StoppedErr
 from openpi_train.fields import as_json
 from openpi_train.models.base import as_policy
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.objectives.sampling import sample_chunks
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR
@@ -87,7 +86,7 @@ class MeshPolicy:
             model: Any = merge_module(trainer.graphdef, params)
             observation, data = batch
             keys = jax.random.wrap_key_data(data)
-            return sample_chunks(trainer.objective, model, observation, keys, self._num_steps, chunk)
+            return trainer.objective.action_sampler.chunks(model, observation, keys, self._num_steps, chunk)
 
         return trainer.devices.rows(share, params, (observation, key_data), None)
 

@@ -1,7 +1,7 @@
 """The config of a diffusion policy (Chi et al. 2023): cameras, sizes, and which network denoises.
 
 Defaults are RoboTwin's (`policy/DP/diffusion_policy/config/robot_dp_14.yaml`, branch stable_2.0), names are
-diffusion_policy's where it has them. Read next: `diffusion_policy_network.py`.
+diffusion_policy's where it has them. Read next: `denoisers.py`, `diffusion_policy_network.py`.
 """
 
 import dataclasses
@@ -17,41 +17,13 @@ from flax import nnx
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
 from openpi_train.models.base import PolicyConfig, RowTransform
+from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
-from openpi_train.nn.denoising_mlp import DenoisingMlp, mlp_flops
-from openpi_train.nn.denoising_transformer import DenoisingTransformer, transformer_flops
+from openpi_train.nn.denoising_mlp import mlp_flops
+from openpi_train.nn.denoising_transformer import transformer_flops
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features, resnet_activations, resnet_flops
-from openpi_train.nn.unet1d import ConditionalUnet1d, unet_flops
+from openpi_train.nn.unet1d import unet_flops
 from openpi_train.types import ActionBatch, action_batch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnetSizes:
-    """Sizes of the 1-D UNet."""
-
-    # Width of each level; the horizon is halved from one to the next.
-    widths: tuple[int, ...] = (256, 512, 1024)
-    # Steps that a convolution sees.
-    kernel_size: int = 5
-    # Groups of the group norms.
-    num_groups: int = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerSizes:
-    """Sizes of the transformer (defaults: diffusion_policy's image tasks)."""
-
-    width: int = 256
-    depth: int = 8
-    num_heads: int = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MlpSizes:
-    """Sizes of the residual MLP."""
-
-    width: int = 512
-    depth: int = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,20 +87,8 @@ class DiffusionPolicyConfig(PolicyConfig):
                 f"that {self.action_horizon - self.n_obs_steps + 1} can be executed, not n_action_steps "
                 f"{self.n_action_steps}"
             )
-        unit = 2 ** (len(self.unet.widths) - 1)
-        if self.denoiser == "unet" and self.action_horizon % unit:
-            problems.append(
-                f"action_horizon {self.action_horizon} must be a multiple of {unit}: a UNet of {len(self.unet.widths)} "
-                "levels halves it from one to the next"
-            )
-        if self.transformer.width % (2 * self.transformer.num_heads):
-            problems.append(
-                f"transformer.width {self.transformer.width} is not a multiple of twice its "
-                f"{self.transformer.num_heads} heads"
-            )
-        groups = self.unet.num_groups
-        if any(width % groups or width % 8 for width in self.unet.widths):
-            problems.append(f"unet.widths {self.unet.widths} must be multiples of num_groups {groups} and of 8")
+        for denoiser in (self.transformer, self.unet, self.mlp):
+            problems += denoiser.problems(self.action_horizon if denoiser is self.network else None)
         if any(width % 16 for width in self.encoder_widths):
             problems.append(f"encoder_widths {self.encoder_widths} must be multiples of 16, the channels of a group")
         if len(set(self.instructions)) < len(self.instructions):
@@ -168,45 +128,19 @@ class DiffusionPolicyConfig(PolicyConfig):
         """The number of the instruction, where there are several."""
         return 1 if self.instructions else None
 
+    @property
+    def network(self) -> Denoiser:
+        """The sizes of the network that denoises."""
+        return {"unet": self.unet, "transformer": self.transformer, "mlp": self.mlp}[self.denoiser]
+
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
         encoders = {
             name: ResNet18(self.pooling, widths=self.encoder_widths, num_keypoints=self.num_keypoints, rngs=rngs)
             for name in names
         }
-        return DiffusionPolicy(encoders, self._build_denoiser(rngs), self.num_diffusion_steps, len(self.instructions))
-
-    def _build_denoiser(self, rngs: nnx.Rngs) -> ConditionalUnet1d | DenoisingTransformer | DenoisingMlp:
-        if self.denoiser == "unet":
-            return ConditionalUnet1d(
-                self.action_dim,
-                self.n_obs_steps * self.condition_width,
-                widths=self.unet.widths,
-                kernel_size=self.unet.kernel_size,
-                num_groups=self.unet.num_groups,
-                step_width=self.diffusion_step_embed_dim,
-                rngs=rngs,
-            )
-        if self.denoiser == "mlp":
-            return DenoisingMlp(
-                self.action_dim,
-                self.n_obs_steps * self.condition_width,
-                horizon=self.action_horizon,
-                width=self.mlp.width,
-                depth=self.mlp.depth,
-                step_width=self.diffusion_step_embed_dim,
-                rngs=rngs,
-            )
-        return DenoisingTransformer(
-            self.action_dim,
-            self.condition_width,
-            horizon=self.action_horizon,
-            num_obs_steps=self.n_obs_steps,
-            width=self.transformer.width,
-            depth=self.transformer.depth,
-            num_heads=self.transformer.num_heads,
-            rngs=rngs,
-        )
+        denoiser = self.network.build(self, rngs)
+        return DiffusionPolicy(encoders, denoiser, self.num_diffusion_steps, len(self.instructions))
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
         if sorted(cameras) != sorted(self.cameras):

@@ -1,6 +1,6 @@
 """The network of a diffusion policy: images and states of the last steps to a condition, noisy actions to cleaner ones.
 
-Read next: `diffusion_policy.py`, which describes and builds it, `objectives/diffusion.py`, which trains and samples it.
+Read next: `diffusion_policy.py`, which describes and builds it, `objectives/diffusion.py`, which trains it.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.denoising_mlp import DenoisingMlp
-from openpi_train.nn.denoising_transformer import DenoisingTransformer
+from openpi_train.models.denoisers import DenoisingNetwork
 from openpi_train.nn.resnet import ResNet18
 from openpi_train.nn.siglip import float_images
-from openpi_train.nn.unet1d import ConditionalUnet1d
 from openpi_train.types import Observation
 
 
@@ -31,7 +29,7 @@ class DiffusionPolicy(nnx.Module):
     def __init__(
         self,
         encoders: Mapping[str, ResNet18],
-        denoiser: ConditionalUnet1d | DenoisingTransformer | DenoisingMlp,
+        denoiser: DenoisingNetwork,
         num_diffusion_steps: int,
         num_instructions: int = 0,
     ):
@@ -40,7 +38,7 @@ class DiffusionPolicy(nnx.Module):
         self.num_diffusion_steps, self.num_instructions = num_diffusion_steps, num_instructions
 
     @jax.named_scope("encode")
-    def encode(self, observation: Observation) -> Float[Array, "b o e"]:
+    def context(self, observation: Observation) -> Float[Array, "b o e"]:
         """What the denoiser is told of each observation step: features of every camera, sorted by slot, a one among
         zeros for the instruction, then the state.
 
@@ -60,28 +58,20 @@ class DiffusionPolicy(nnx.Module):
         return jnp.concatenate([*features, state], axis=-1)
 
     def denoise(
-        self, condition: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]
+        self, context: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]
     ) -> Float[Array, "b r h a"]:
         """What the network was trained to tell of `noisy_actions` at a diffusion step, float32; r draws of each row."""
         b, draws = step.shape
-        repeated = jnp.repeat(condition, draws, axis=0)
+        repeated = jnp.repeat(context, draws, axis=0)
         found = self.denoiser(noisy_actions.reshape(b * draws, *noisy_actions.shape[2:]), step.reshape(-1), repeated)
         return found.reshape(noisy_actions.shape)
 
     def velocity(
-        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self,
+        seen: Observation | Float[Array, "b o e"],
+        noisy_actions: Float[Array, "b r h a"],
+        time: Float[Array, "b r"],
     ) -> Float[Array, "b r h a"]:
-        """For flow matching: d x_t / d t; `time` is 1 at noise and 0 at actions."""
-        return self.denoise(self.encode(observation), noisy_actions, time * self.num_diffusion_steps)
-
-    def sample_actions(
-        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
-    ) -> Float[Array, "b h a"]:
-        """Where the flow leads from `noise`, by Euler steps, with a network that flow matching trained."""
-        condition, size = self.encode(observation), 1.0 / num_steps
-
-        def euler(index, actions):
-            time = jnp.full((len(actions), 1), self.num_diffusion_steps * (1.0 - index * size))
-            return actions - size * self.denoise(condition, actions[:, None], time)[:, 0]
-
-        return jax.lax.fori_loop(0, num_steps, euler, noise.astype(jnp.float32))
+        """For flow matching: d x_t / d t, given an observation or its context; `time` is 1 at noise, 0 at actions."""
+        context = self.context(seen) if isinstance(seen, Observation) else seen
+        return self.denoise(context, noisy_actions, time * self.num_diffusion_steps)

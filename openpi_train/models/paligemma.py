@@ -5,21 +5,16 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
-from openpi_train.models.base import RowTransform
 from openpi_train.models.paligemma_network import PaliGemmaFlow
+from openpi_train.models.row_text import PromptText
 from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.lora import merge_lora
-from openpi_train.sharding.tensor import check_sizes
-from openpi_train.types import ActionBatch
 
 _BACKBONE = "backbone/"
 # What `--freeze` takes beside patterns.
@@ -41,24 +36,14 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
 
-    # Width of state and actions; shorter ones are padded with zeros.
-    action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 50
     # The most tokens of a prompt; rows are as long as the run's longest prompt.
     max_token_len: int = 48
-    # Named sizes of the language model: gemma_2b, dummy, or a form with _lora.
-    paligemma_variant: str = "gemma_2b"
-    # Sizes of the language model that differ from its variant's.
-    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
     # Named sizes of the flow head.
     head_variant: str = "gemma_300m"
     # Sizes of the flow head that differ from its variant's.
     head: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Tokens that the language model knows; at least as many as the tokenizer has.
-    vocab_size: int = 257_152
-    # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
-    image_size: int = 224
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size)
@@ -81,9 +66,8 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         }
 
     @property
-    def prompt_length(self) -> int:
-        """Prompt tokens of a row, padding included."""
-        return self.max_token_len if self.used_token_len is None else self.used_token_len
+    def text(self) -> PromptText:
+        return PromptText(limit=self.max_token_len, with_state=False)
 
     def build(self, rngs: nnx.Rngs) -> PaliGemmaFlow:
         return PaliGemmaFlow(
@@ -98,35 +82,6 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
             attention=self.attention,
             rngs=rngs,
         )
-
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
-        return prompted.batch_spec(
-            batch_size,
-            cameras,
-            image_size=self.image_size,
-            prompt_length=self.prompt_length,
-            action_horizon=self.action_horizon,
-            action_dim=self.action_dim,
-        )
-
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        return prompted.transforms(
-            tokenizer,
-            image_size=self.image_size,
-            prompt_limit=self.max_token_len,
-            prompt_length=self.prompt_length,
-            action_dim=self.action_dim,
-            state_in_prompt=False,
-        )
-
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
-        """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
-        used = prompted.fitted_length(tokenizer, prompts, prompt_limit=self.max_token_len, state_in_prompt=False)
-        return self.with_text_length(used)
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        del num_state_dims
-        return min(tokenizer.longest_prompt(prompt), self.max_token_len)
 
     def public_name(self, path: str) -> str:
         """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""
@@ -157,30 +112,16 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
 
-    def without_lora(self) -> "PaliGemmaFlowConfig":
-        """The config of the model that `merge_lora` gives the parameters of."""
-        plain = dataclasses.replace(self.language, lora_attention_rank=0, lora_mlp_rank=0)
-        return dataclasses.replace(self, language=plain)
-
-    def merge_lora(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """All parameters by path, LoRA's additions folded into the weights."""
-        scale = self.decoders["language"].lora.attention_scale
-        return merge_lora(
-            params,
-            lambda name: 1.0 if "/mlp/" in name else scale,
-            lambda name: -3 if name.endswith("/output") else None,
-        )
+    def decoder_of(self, path: str) -> GemmaConfig:
+        del path  # the head has no low-rank factors
+        return self.decoders["language"]
 
     def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
         """Tokens of one row: images and prompt in the backbone, `draws` noisy chunks in the head."""
         return cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length, draws * self.action_horizon
 
-    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
-        """Tokens of present images and of prompts, states and noisy actions."""
-        observation = batch.observation
-        images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
-        others = (draws * self.action_horizon + 1) * batch.row.shape[0]
-        return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum() + others
+    def num_suffix_tokens(self, draws: int) -> int:
+        return draws * self.action_horizon + 1
 
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs for one row, two per multiply-add, in matrix products only."""
@@ -218,17 +159,15 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         stacks = self._stacks(cameras, draws)
         return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
-    def check_tensor(self, tensor_devices: int) -> list[str]:
+    @property
+    def shared_sizes(self) -> dict[str, int]:
         language, head = self.decoders.values()
-        sizes = {
+        return {
             "language.num_heads": language.num_heads,
             "language.mlp_dim": language.mlp_dim,
             "head.num_heads": head.num_heads,
             "head.mlp_dim": head.mlp_dim,
-            "siglip.num_heads": self.siglip.num_heads,
-            "siglip.mlp_dim": self.siglip.mlp_dim,
         }
-        return check_sizes(sizes, tensor_devices)
 
     def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""

@@ -29,6 +29,9 @@ from openpi_train.types import Observation
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
 _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
 
+# Keys and values of the head's layers, and which of these tokens count.
+Context = tuple[Cache, Bool[Array, "b c"]]
+
 
 class PaliGemma(nnx.Module):
     """Images and a prompt to the language model's last activations, `dtype`."""
@@ -118,7 +121,7 @@ class FlowHead(nnx.Module):
 
     def read(
         self, activations: Float[Array, "b p d"], valid: Bool[Array, "b p"], state: Float[Array, "b s"]
-    ) -> tuple[Cache, Bool[Array, "b c"]]:
+    ) -> Context:
         """Keys and values of every layer for these activations, then for the state; and which count."""
         tokens = self.context_norm(activations, None)[0]
         tokens = jnp.concatenate([tokens, self.state_proj(state)[:, None].astype(self.dtype)], axis=1)  # b c d
@@ -173,22 +176,15 @@ class PaliGemmaFlow(nnx.Module):
             head, context_width=language.width, action_dim=action_dim, action_horizon=action_horizon, **shared
         )
 
+    def context(self, observation: Observation) -> Context:
+        """What the head reads of images, prompt and state: the backbone runs here, and nowhere else."""
+        return self.head.read(*self.backbone(observation), observation.state)
+
     def velocity(
-        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self, seen: Observation | Context, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> Float[Array, "b r h a"]:
-        """d x_t / d t at `noisy_actions` = x_t, in float32; `time` is 1 at noise and 0 at actions."""
-        return self.head(noisy_actions, time, *self.head.read(*self.backbone(observation), observation.state))
+        """d x_t / d t at `noisy_actions` = x_t, in float32, given an observation or its context.
 
-    def sample_actions(
-        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
-    ) -> Float[Array, "b h a"]:
-        """Actions that the flow leads to from `noise`, by `num_steps` Euler steps; the backbone runs once."""
-        context = self.head.read(*self.backbone(observation), observation.state)
-        step_size = -1.0 / num_steps
-
-        def euler(_, carry):
-            actions, time = carry
-            velocity = self.head(actions[:, None], jnp.broadcast_to(time, (len(actions), 1)), *context)
-            return actions + step_size * velocity[:, 0], time + step_size
-
-        return jax.lax.fori_loop(0, num_steps, euler, (noise.astype(jnp.float32), jnp.float32(1.0)))[0]
+        `time` is 1 at noise and 0 at actions.
+        """
+        return self.head(noisy_actions, time, *(self.context(seen) if isinstance(seen, Observation) else seen))

@@ -5,21 +5,16 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
-from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_network import Pi0
+from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
 from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.lora import merge_lora
-from openpi_train.sharding.tensor import check_sizes
-from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +27,6 @@ class Pi0Config(prompted.PromptedConfig):
 
     # The flow time steers the action expert's norms, the state is spelled out in the prompt (pi0.5).
     pi05: bool = False
-    # Width of state and actions; shorter ones are padded with zeros.
-    action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 50
     # The most tokens of a prompt; None means 48, 200 with `pi05`, or 300, the chunk's tokens among them, if insulated.
@@ -46,18 +39,10 @@ class Pi0Config(prompted.PromptedConfig):
     knowledge_insulation: bool = False
     # With it, a FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
-    # Named sizes of the language expert: gemma_2b, gemma_300m, dummy, or a form with _lora.
-    paligemma_variant: str = "gemma_2b"
     # Named sizes of the action expert.
     action_expert_variant: str = "gemma_300m"
-    # Sizes of the language expert that differ from its variant's.
-    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
     # Sizes of the action expert that differ from its variant's.
     action_expert: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Tokens that the language expert knows; at least as many as the tokenizer has.
-    vocab_size: int = 257_152
-    # Height and width of the images in pixels.
-    image_size: int = 224
 
     def __post_init__(self):
         language, action = self.experts.values()
@@ -85,11 +70,6 @@ class Pi0Config(prompted.PromptedConfig):
         }
 
     @property
-    def prompt_length(self) -> int:
-        """Prompt tokens of a row, padding included."""
-        return self.prompt_limit if self.used_token_len is None else self.used_token_len
-
-    @property
     def prompt_limit(self) -> int:
         """`max_token_len` with its default filled in."""
         if self.max_token_len is not None:
@@ -97,6 +77,20 @@ class Pi0Config(prompted.PromptedConfig):
         if self.knowledge_insulation:
             return 300
         return 200 if self.pi05 else 48
+
+    @property
+    def text(self) -> RowText:
+        said: Any = {"limit": self.prompt_limit, "with_state": self.state_in_prompt}
+        if not self.knowledge_insulation:
+            return PromptText(**said)
+        return PromptAndChunkText(
+            form="pi05",
+            fast_tokenizer=self.fast_tokenizer,
+            vocab_size=self.vocab_size,
+            action_horizon=self.action_horizon,
+            action_dim=self.action_dim,
+            **said,
+        )
 
     @property
     def state_in_prompt(self) -> bool:
@@ -145,50 +139,6 @@ class Pi0Config(prompted.PromptedConfig):
             )
         return problems
 
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
-        return prompted.batch_spec(
-            batch_size,
-            cameras,
-            image_size=self.image_size,
-            prompt_length=self.prompt_length,
-            action_horizon=self.action_horizon,
-            action_dim=self.action_dim,
-            token_masks=self.knowledge_insulation,
-        )
-
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        sizes: Any = {
-            "image_size": self.image_size,
-            "prompt_length": self.prompt_length,
-            "action_dim": self.action_dim,
-        }
-        if self.knowledge_insulation:
-            fast: Any = {"form": "pi05", "vocab_size": self.vocab_size}
-            return prompted.action_token_transforms(tokenizer, self.fast_tokenizer, **fast, **sizes)
-        return prompted.transforms(
-            tokenizer, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, **sizes
-        )
-
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
-        """This config with rows as long as the longest of these prompts; padding is masked and takes up no position."""
-        said = 0
-        if self.knowledge_insulation:
-            said = prompted.most_action_tokens(tokenizer, self.action_horizon, self.action_dim)
-        used = prompted.fitted_length(
-            tokenizer, prompts, prompt_limit=self.prompt_limit, state_in_prompt=self.state_in_prompt, more=said
-        )
-        return self.with_text_length(used)
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        frame = prompted.frame_tokens(tokenizer) if self.knowledge_insulation else 0
-        return min(tokenizer.longest_prompt(prompt, self._dims_in_prompt(num_state_dims)) + frame, self.prompt_limit)
-
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer) if self.knowledge_insulation else None
-
-    def _dims_in_prompt(self, num_state_dims: int) -> int | None:
-        return num_state_dims if self.state_in_prompt else None
-
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
 
@@ -204,37 +154,21 @@ class Pi0Config(prompted.PromptedConfig):
         parts = path.split("/")
         if parts[0] != "transformer" or parts[-1] in ("lora_a", "lora_b"):
             return False
-        expert = "action" if "action" in parts else "language"
-        return self.experts[expert].lora.enabled
+        return self.decoder_of(path).lora.enabled
 
-    def without_lora(self) -> "Pi0Config":
-        """The config of the model that `merge_lora` gives the parameters of."""
+    def without_lora(self) -> prompted.PromptedConfig:
+        return dataclasses.replace(super().without_lora(), action_expert=self.action_expert.without_lora())
 
-        def plain(overrides: GemmaOverrides) -> GemmaOverrides:
-            return dataclasses.replace(overrides, lora_attention_rank=0, lora_mlp_rank=0)
-
-        return dataclasses.replace(self, language=plain(self.language), action_expert=plain(self.action_expert))
-
-    def merge_lora(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
-
-        def scale(name: str) -> float:
-            expert = "action" if "/action/" in name else "language"
-            return 1.0 if "/mlp/" in name else self.experts[expert].lora.attention_scale
-
-        return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
+    def decoder_of(self, path: str) -> GemmaConfig:
+        return self.experts["action" if "action" in path.split("/") else "language"]
 
     def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
         """Tokens of one row: in the prefix (images, prompt) and in the suffix (state, `draws` noisy chunks)."""
         prefix = cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length
         return prefix, draws * self.action_horizon + (0 if self.pi05 else 1)
 
-    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
-        """Tokens of present images and of prompts, states and noisy actions."""
-        observation = batch.observation
-        images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
-        suffix = self.num_tokens(0, draws)[1] * batch.row.shape[0]
-        return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum() + suffix
+    def num_suffix_tokens(self, draws: int) -> int:
+        return draws * self.action_horizon + (0 if self.pi05 else 1)
 
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs for one row, two per multiply-add, in matrix products only, as a training step computes them.
@@ -299,16 +233,14 @@ class Pi0Config(prompted.PromptedConfig):
         stacks = self._stacks(cameras, draws)
         return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
-    def check_tensor(self, tensor_devices: int) -> list[str]:
+    @property
+    def shared_sizes(self) -> dict[str, int]:
         language, action = self.experts.values()
-        sizes = {
+        return {
             "num_heads": language.num_heads,
             "language.mlp_dim": language.mlp_dim,
             "action_expert.mlp_dim": action.mlp_dim,
-            "siglip.num_heads": self.siglip.num_heads,
-            "siglip.mlp_dim": self.siglip.mlp_dim,
         }
-        return check_sizes(sizes, tensor_devices)
 
     def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""

@@ -5,21 +5,17 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
-from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
+from openpi_train.models.row_text import PromptAndChunkText
 from openpi_train.nn.activations import Stack
-from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.lora import merge_lora
-from openpi_train.sharding.tensor import check_sizes
+from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.types import ActionBatch
 
 
@@ -44,14 +40,6 @@ class Pi0FastConfig(prompted.PromptedConfig):
     decoding: Decoding = "as_trained"
     # The camera slots over which positions count, whether a robot fills them or not.
     camera_slots: tuple[str, ...] = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
-    # Named sizes of the language model: gemma_2b, dummy, or a form with _lora.
-    paligemma_variant: str = "gemma_2b"
-    # Sizes of the language model that differ from its variant's.
-    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-    # Tokens that the model knows; the last are FAST's, and 128 more.
-    vocab_size: int = 257_152
-    # Height and width of the images in pixels.
-    image_size: int = 224
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
@@ -67,9 +55,16 @@ class Pi0FastConfig(prompted.PromptedConfig):
         return self.language.apply(self.paligemma_variant)
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of a row beside those of images, padding included."""
-        return self.max_token_len if self.used_token_len is None else self.used_token_len
+    def text(self) -> PromptAndChunkText:
+        return PromptAndChunkText(
+            form="pi0_fast",
+            limit=self.max_token_len,
+            with_state=True,
+            fast_tokenizer=self.fast_tokenizer,
+            vocab_size=self.vocab_size,
+            action_horizon=self.action_horizon,
+            action_dim=self.action_dim,
+        )
 
     @property
     def normalization(self) -> Literal["z_score", "quantile"]:
@@ -98,43 +93,7 @@ class Pi0FastConfig(prompted.PromptedConfig):
                 f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.camera_slots)}: rename the "
                 "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
             )
-        return prompted.batch_spec(
-            batch_size,
-            cameras,
-            image_size=self.image_size,
-            prompt_length=self.prompt_length,
-            action_horizon=self.action_horizon,
-            action_dim=self.action_dim,
-            token_masks=True,
-        )
-
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
-        return prompted.action_token_transforms(
-            tokenizer,
-            self.fast_tokenizer,
-            form="pi0_fast",
-            image_size=self.image_size,
-            prompt_length=self.prompt_length,
-            vocab_size=self.vocab_size,
-            action_dim=self.action_dim,
-        )
-
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> prompted.PromptedConfig:
-        """This config with rows as long as any of these prompts and any chunk can be."""
-        used = prompted.fitted_length(
-            tokenizer,
-            prompts,
-            prompt_limit=self.max_token_len,
-            state_in_prompt=True,
-            more=prompted.most_action_tokens(tokenizer, self.action_horizon, self.action_dim),
-        )
-        return self.with_text_length(used)
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        return tokenizer.longest_prompt(prompt.lower(), num_state_dims) + prompted.frame_tokens(tokenizer)
-
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        return prompted.chunk_tokenizer(self.fast_tokenizer, tokenizer)
+        return super().batch_spec(batch_size, cameras)
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)
@@ -153,30 +112,13 @@ class Pi0FastConfig(prompted.PromptedConfig):
         root, *_, leaf = path.split("/")
         return self.sizes.lora.enabled and root == "transformer" and leaf not in ("lora_a", "lora_b")
 
-    def without_lora(self) -> "Pi0FastConfig":
-        """The config of the model that `merge_lora` gives the parameters of."""
-        plain = dataclasses.replace(self.language, lora_attention_rank=0, lora_mlp_rank=0)
-        return dataclasses.replace(self, language=plain)
-
-    def merge_lora(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
-        scale = self.sizes.lora.attention_scale
-        return merge_lora(
-            params,
-            lambda name: 1.0 if "/mlp/" in name else scale,
-            lambda name: -3 if name.endswith("/output") else None,
-        )
+    def decoder_of(self, path: str) -> GemmaConfig:
+        del path
+        return self.sizes
 
     def num_tokens(self, cameras: int) -> int:
         """Tokens of one row that the language model reads: images and prompt but for its last."""
         return cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length - 1
-
-    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
-        """Tokens of present images and of prompts."""
-        del draws
-        observation = batch.observation
-        images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
-        return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum()
 
     def flops_per_row(self, cameras: int, draws: int = 1) -> float:
         """Forward FLOPs for one row, two per multiply-add, in matrix products only, the scores of tokens included."""
@@ -204,14 +146,9 @@ class Pi0FastConfig(prompted.PromptedConfig):
         stacks = self._stacks(cameras)
         return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        sizes = {
-            "num_heads": self.sizes.num_heads,
-            "language.mlp_dim": self.sizes.mlp_dim,
-            "siglip.num_heads": self.siglip.num_heads,
-            "siglip.mlp_dim": self.siglip.mlp_dim,
-        }
-        return check_sizes(sizes, tensor_devices)
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        return {"num_heads": self.sizes.num_heads, "language.mlp_dim": self.sizes.mlp_dim}
 
     def _stacks(self, cameras: int) -> list[tuple[Stack, int, int]]:
         """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""

@@ -3,7 +3,7 @@
 Follows openpi's `models/pi0_fast.py` at 15a9616. Where we differ: an absent camera has no tokens (and keeps its
 positions, over which training counts), and decoding by default continues at the positions of training.
 
-Read next: `pi0_fast.py`, which describes and builds this, `decoding.py`, `objectives/next_token.py`.
+Read next: `pi0_fast.py`, which describes and builds this, `sampling/decoding.py`, `objectives/next_token.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from openpi_train.models.decoding import Prompt, choose_at, choose_likeliest, decode
 from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.attention import Attention, order_mask
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat
 from openpi_train.nn.siglip import Siglip, SiglipConfig
+from openpi_train.sampling.decoding import Prompt, choose_at, choose_likeliest, decode
 from openpi_train.types import Observation
 
 # The token that ends a chunk: PaliGemma's end of text.

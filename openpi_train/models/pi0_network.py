@@ -21,13 +21,19 @@ from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
 from openpi_train.nn.siglip import Siglip, SiglipConfig
-from openpi_train.types import Observation
+from openpi_train.types import Observation, pytree
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
 _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
 
-# The prefix's keys and values; what the suffix's tokens see, of both; and their positions.
-Context = tuple[Cache, Bool[Array, "b t s"], Int[Array, "b t"]]
+
+@pytree
+class Context:
+    """What the suffix is given of an observation: the prefix's keys and values, which of them it sees, the state."""
+
+    cache: Cache
+    visible: Bool[Array, "b p"]
+    state: Float[Array, "b s"]
 
 
 class Pi0(nnx.Module):
@@ -88,19 +94,37 @@ class Pi0(nnx.Module):
             self.action_time_mlp_out = linear(width, width)
         self.action_out_proj = linear(width, action_dim)
 
+    def context(self, observation: Observation) -> Context:
+        """What every velocity for this observation is given of it: the prefix's pass, without what only trains."""
+        tokens, mask, positions, visible = self.prefix(observation)
+        cache = self.transformer.keys_and_values({"language": tokens}, positions, mask)
+        return self.context_of(cache, visible, observation)
+
+    def context_of(self, cache: Cache, visible: Bool[Array, "b p"], observation: Observation) -> Context:
+        """The context with these keys and values; insulated, no gradient goes back through them."""
+        cache = jax.lax.stop_gradient(cache) if self.insulated else cache
+        return Context(cache=cache, visible=visible, state=observation.state)
+
     def velocity(
-        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self, seen: Observation | Context, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> Float[Array, "b r h a"]:
         """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix and see only theirs.
 
-        `time` is 1 at noise and 0 at actions.
+        `time` is 1 at noise and 0 at actions. Given an observation, and not its context, prefix and suffix go through
+        the layers together, which costs less to train.
         """
-        if self.insulated:
-            return self.velocity_and_log_probs(observation, noisy_actions, time)[0]
-        if self.fixed_prefix:
-            return self.velocity_given(self.cached_prefix(observation, time.shape[1]), observation, noisy_actions, time)
-        outputs = self.outputs(observation, noisy_actions, time, wanted=("action",))
-        return self.read_out(outputs["action"], noisy_actions.shape)
+        if isinstance(seen, Observation):
+            if not (self.insulated or self.fixed_prefix):
+                outputs = self.outputs(seen, noisy_actions, time, wanted=("action",))
+                return self.read_out(outputs["action"], noisy_actions.shape)
+            seen = self.context(seen)
+        mask, positions = self.layout(seen.visible, time.shape[1])
+        of_suffix = slice(seen.visible.shape[1], None)
+        suffix, condition = self.embed_suffix(seen.state, noisy_actions, time)
+        result = self.transformer(
+            {"action": suffix}, positions[:, of_suffix], mask[:, of_suffix], condition, seen.cache
+        )
+        return self.read_out(result["action"], noisy_actions.shape)
 
     def velocity_and_log_probs(
         self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
@@ -110,13 +134,9 @@ class Pi0(nnx.Module):
         The language expert runs first, for its own tokens; the action expert then attends to the keys and values that
         this made, and no gradient goes back through them.
         """
-        prefix, mask, positions = self.prefix(observation, time.shape[1])
-        num_prefix = prefix.shape[1]
-        outputs, cache = self.transformer.with_keys_and_values(
-            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
-        )
-        context = jax.lax.stop_gradient(cache), mask[:, num_prefix:], positions[:, num_prefix:]
-        velocity = self.velocity_given(context, observation, noisy_actions, time)
+        tokens, mask, positions, visible = self.prefix(observation)
+        outputs, cache = self.transformer.with_keys_and_values({"language": tokens}, positions, mask)
+        velocity = self.velocity(self.context_of(cache, visible, observation), noisy_actions, time)
         said = outputs["language"][:, -observation.prompt_tokens.shape[1] : -1]
         return velocity, *self.transformer.log_probs(said, observation.prompt_tokens[:, 1:])
 
@@ -137,50 +157,17 @@ class Pi0(nnx.Module):
         tokens = {"language": prefix, "action": suffix}
         return self.transformer(tokens, positions, mask, condition, wanted=wanted)
 
-    def sample_actions(
-        self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
-    ) -> Float[Array, "b h a"]:
-        """Actions that the flow leads to from `noise`, by `num_steps` Euler steps; the prefix is computed once."""
-        context = self.cached_prefix(observation, num_draws=1)
-        step_size = -1.0 / num_steps
-
-        def euler(_, carry):
-            actions, time = carry
-            times = jnp.broadcast_to(time, (len(actions), 1))
-            velocity = self.velocity_given(context, observation, actions[:, None], times)
-            return actions + step_size * velocity[:, 0], time + step_size
-
-        actions, _ = jax.lax.fori_loop(0, num_steps, euler, (noise.astype(jnp.float32), jnp.float32(1.0)))
-        return actions
-
-    def cached_prefix(self, observation: Observation, num_draws: int) -> Context:
-        """What the suffix, with so many draws, is given of the prefix: none of it depends on the suffix."""
-        prefix, mask, positions = self.prefix(observation, num_draws)
-        num_prefix = prefix.shape[1]
-        cache = self.transformer.keys_and_values(
-            {"language": prefix}, positions[:, :num_prefix], mask[:, :num_prefix, :num_prefix]
-        )
-        return cache, mask[:, num_prefix:], positions[:, num_prefix:]
-
-    def velocity_given(
-        self,
-        context: Context,
-        observation: Observation,
-        noisy_actions: Float[Array, "b r h a"],
-        time: Float[Array, "b r"],
-    ) -> Float[Array, "b r h a"]:
-        """`velocity`, the prefix having been computed before."""
-        cache, mask, positions = context
-        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
-        result = self.transformer({"action": suffix}, positions, mask, condition, cache)
-        return self.read_out(result["action"], noisy_actions.shape)
-
     def prefix(
-        self, observation: Observation, num_draws: int
-    ) -> tuple[Float[Array, "b p d"], Bool[Array, "b t t"], Int[Array, "b t"]]:
-        """The prefix's tokens; and, for these and a suffix of so many draws, which token sees which, and positions."""
-        prefix, valid = self.embed_prefix(observation)
-        return prefix, *self.layout(valid, num_draws, causal_tokens(observation, prefix.shape[1]))
+        self, observation: Observation
+    ) -> tuple[Float[Array, "b p d"], Bool[Array, "b p p"], Int[Array, "b p"], Bool[Array, "b p"]]:
+        """The prefix's tokens, which of them sees which, their positions, and which of them the suffix sees.
+
+        Causal tokens end the prefix: each sees what is before it, and only those after it see it.
+        """
+        tokens, valid = self.embed_prefix(observation)
+        causal = causal_tokens(observation, tokens.shape[1])
+        causal = jnp.zeros_like(valid) if causal is None else causal
+        return tokens, order_mask(valid, causal), _places(valid), valid & ~causal
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
@@ -202,15 +189,12 @@ class Pi0(nnx.Module):
         tokens = self.action_time_mlp_out(hidden).reshape(flat)
         return jnp.concatenate([self.state_proj(state)[:, None], tokens], axis=1), {}
 
-    def layout(
-        self, prefix_mask: Bool[Array, "b p"], num_draws: int, causal: Bool[Array, "b p"] | None = None
-    ) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
+    def layout(self, prefix_mask: Bool[Array, "b p"], num_draws: int) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
         """Which token sees which, and every token's position, over prefix and suffix.
 
         The prefix sees itself; the state also the prefix; an action both and the actions of its own draw. Masked
         prefix tokens are seen by none and take up no position, and all draws stand at the same positions: so neither
-        an absent camera nor another draw can change a velocity. Causal tokens end the prefix: each sees what is before
-        it, and only those after it see it.
+        an absent camera nor another draw can change a velocity.
         """
         b, num_prefix = prefix_mask.shape
         num_state = 0 if self.adaptive else 1
@@ -223,16 +207,16 @@ class Pi0(nnx.Module):
             *(num_state + step for _ in range(num_draws) for step in range(self.action_horizon)),
         ]
 
-        seen = prefix_mask if causal is None else prefix_mask & ~causal
-        mask = block_mask(jnp.concatenate([seen, jnp.ones((b, len(offset)), bool)], axis=1), block, branch)
-        if causal is not None:
-            mask = mask.at[:, :num_prefix, :num_prefix].set(order_mask(prefix_mask, causal))
-        start = seen.sum(axis=1, keepdims=True, dtype=jnp.int32)
-        place = jnp.cumsum(prefix_mask, axis=1, dtype=jnp.int32) - 1
-        return mask, jnp.concatenate([place, start + jnp.asarray(offset, jnp.int32)], axis=1)
+        mask = block_mask(jnp.concatenate([prefix_mask, jnp.ones((b, len(offset)), bool)], axis=1), block, branch)
+        start = prefix_mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        return mask, jnp.concatenate([_places(prefix_mask), start + jnp.asarray(offset, jnp.int32)], axis=1)
 
     @jax.named_scope("action_head")
     def read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:
         """The velocity, of the given shape, from the action expert's last activations."""
         b, draws, horizon, _ = shape
         return self.action_out_proj(suffix[:, -draws * horizon :]).reshape(b, draws, horizon, -1)
+
+
+def _places(valid: Bool[Array, "b p"]) -> Int[Array, "b p"]:
+    return jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1

@@ -4,8 +4,8 @@ Read next: `pi0.py`, `pi0_fast.py` and `paligemma.py`, whose configs call the fi
 call the last.
 """
 
+import abc
 import dataclasses
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -13,25 +13,36 @@ from typing import Annotated, Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import tyro
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.data.text_lengths import rounded
 from openpi_train.fields import setting
 from openpi_train.models.base import PolicyConfig, RowTransform
+from openpi_train.models.row_text import RowText
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.layers import Remat, RematChoice
+from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
 from openpi_train.nn.vocabulary import CHUNK_TOKENS
+from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedConfig(PolicyConfig):
     """What the configs of these models have in common: how they compute, and the length of their rows' text."""
 
+    # Width of state and actions; shorter ones are padded with zeros.
+    action_dim: int = 32
+    # Named sizes of the language model: gemma_2b, gemma_300m, dummy, or a form with _lora.
+    paligemma_variant: str = "gemma_2b"
+    # Sizes of the language model that differ from its variant's.
+    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+    # Tokens that the language model knows: at least as many as the tokenizer has; FAST's are the last but 128.
+    vocab_size: int = 257_152
+    # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
+    image_size: int = 224
     # The tokens of a row, set when a run opens its data; None: max_token_len.
     used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
     # Names of `parameter_groups` in which nothing trains, set when a run is laid out.
@@ -64,98 +75,95 @@ class PromptedConfig(PolicyConfig):
         names = get_args(Remat) if self.remat == "auto" else (self.remat,)
         return {name: dataclasses.replace(self, remat=name) for name in names}
 
+    @property
+    @abc.abstractmethod
+    def text(self) -> RowText:
+        """What the text of a row is."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a row beside those of images, padding included."""
+        return self.text.limit if self.used_token_len is None else self.used_token_len
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        masks = ["prompt_mask", *(TOKEN_MASKS if self.text.token_masks else ())]
+        return action_batch(
+            {
+                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
+                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
+                "state": spec(jnp.float32, self.action_dim),
+                "prompt_tokens": spec(jnp.int32, self.prompt_length),
+                **{name: spec(jnp.bool_, self.prompt_length) for name in masks},
+                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.action_horizon),
+                "dim_mask": spec(jnp.bool_, self.action_dim),
+                "row": spec(jnp.int32),
+            }
+        )
+
+    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+        # Imported here: image libraries are only needed where rows are made.
+        from openpi_train.data.transforms import PadDims, ResizeImages
+
+        tokenize = self.text.tokenize(tokenizer, self.prompt_length)
+        return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
+
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PromptedConfig":
+        """This config with rows as long as any of these prompts needs; padding is masked and takes up no position."""
+        return self.with_text_length(self.text.fitted_length(tokenizer, prompts))
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
+
+    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
+        """Tokens of present images and of prompts, and those behind them."""
+        seen, others = batch.observation, self.num_suffix_tokens(draws) * batch.row.shape[0]
+        images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
+        return images * self.siglip.num_tokens(self.image_size) + seen.prompt_mask.sum() + others
+
+    def num_suffix_tokens(self, draws: int) -> int:
+        """Tokens of a row behind images and prompt: of its state and of so many noisy chunks (default: none)."""
+        del draws
+        return 0
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return self.text.chunk_tokenizer(tokenizer)
+
     def with_text_length(self, length: int) -> "PromptedConfig":
         return dataclasses.replace(self, used_token_len=length)
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
+        return check_sizes({**self.shared_sizes, **siglip}, tensor_devices)
+
+    @property
+    @abc.abstractmethod
+    def shared_sizes(self) -> dict[str, int]:
+        """The sizes of its decoders that devices share out, by flag."""
+
+    @abc.abstractmethod
+    def decoder_of(self, path: str) -> GemmaConfig:
+        """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
+
+    def without_lora(self) -> "PromptedConfig":
+        """The config of the model that `merge_lora` gives the parameters of."""
+        return dataclasses.replace(self, language=self.language.without_lora())
+
+    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
+
+        def scale(name: str) -> float:
+            return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale
+
+        return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
 
     def training_only(self, trained: Collection[str]) -> "PromptedConfig":
         groups = self.parameter_groups.items()
         fixed = (name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained))
         return dataclasses.replace(self, fixed_groups=tuple(fixed))
-
-
-def batch_spec(
-    batch_size: int,
-    cameras: Sequence[str],
-    *,
-    image_size: int,
-    prompt_length: int,
-    action_horizon: int,
-    action_dim: int,
-    token_masks: bool = False,
-) -> ActionBatch:
-    """The batch as a tree of `jax.ShapeDtypeStruct`; state and actions are both `action_dim` wide."""
-
-    def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-    return action_batch(
-        {
-            **{f"image/{slot}": spec(jnp.uint8, image_size, image_size, 3) for slot in cameras},
-            **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-            "state": spec(jnp.float32, action_dim),
-            "prompt_tokens": spec(jnp.int32, prompt_length),
-            "prompt_mask": spec(jnp.bool_, prompt_length),
-            **{name: spec(jnp.bool_, prompt_length) for name in TOKEN_MASKS if token_masks},
-            "actions": spec(jnp.float32, action_horizon, action_dim),
-            "action_mask": spec(jnp.bool_, action_horizon),
-            "dim_mask": spec(jnp.bool_, action_dim),
-            "row": spec(jnp.int32),
-        }
-    )
-
-
-def transforms(
-    tokenizer: Any, *, image_size: int, prompt_limit: int, prompt_length: int, action_dim: int, state_in_prompt: bool
-) -> tuple[RowTransform, ...]:
-    """The host steps from a normalised row to the arrays of `batch_spec`."""
-    # Imported here: image and tokenizer libraries are only needed where rows are made.
-    from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
-
-    return (
-        ResizeImages(image_size),
-        TokenizePrompt(tokenizer, prompt_limit, state_in_prompt, prompt_length),
-        PadDims(action_dim),
-    )
-
-
-def action_token_transforms(
-    tokenizer: Any,
-    fast_tokenizer: str,
-    *,
-    form: Literal["pi0_fast", "pi05"],
-    image_size: int,
-    prompt_length: int,
-    vocab_size: int,
-    action_dim: int,
-) -> tuple[RowTransform, ...]:
-    """The host steps of a model that also says chunks as FAST tokens. Raises ValueError where these are words, too."""
-    from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
-    from openpi_train.data.transforms import PadDims, ResizeImages
-
-    fast = chunk_tokenizer(fast_tokenizer, tokenizer)
-    check_vocabulary(tokenizer, fast, vocab_size)
-    return (
-        ResizeImages(image_size),
-        TokenizeActionPrompt(tokenizer, fast, vocab_size, prompt_length, action_dim, form),
-        PadDims(action_dim),
-    )
-
-
-def frame_tokens(tokenizer: Any) -> int:
-    """The tokens around those of a chunk, with which a prompt goes on."""
-    return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))
-
-
-def most_action_tokens(tokenizer: Any, action_horizon: int, action_dim: int) -> int:
-    """The most tokens that a prompt can go on with: a chunk of two bytes per number, each a token, and its frame."""
-    return frame_tokens(tokenizer) + 2 * action_horizon * action_dim
-
-
-def chunk_tokenizer(fast_tokenizer: str, tokenizer: Any) -> Any:
-    """The FAST processor of this name; read once."""
-    from openpi_train.data.fast import load_fast
-
-    return load_fast(fast_tokenizer, offline=tokenizer.offline)
 
 
 def scores_flops(tokens: int, width: int, vocab_size: int) -> float:
@@ -166,17 +174,6 @@ def scores_flops(tokens: int, width: int, vocab_size: int) -> float:
 def scores_bytes(tokens: int, vocab_size: int) -> float:
     """Bytes of a row's scores and of their gradient, float32; of a chunk's where there are more tokens."""
     return 2.0 * 4 * min(tokens, CHUNK_TOKENS) * vocab_size
-
-
-def fitted_length(
-    tokenizer: Any, prompts: Iterable[tuple[str, int]], *, prompt_limit: int, state_in_prompt: bool, more: int = 0
-) -> int:
-    """Tokens of a row that the longest of these prompts and `more` need, at most `prompt_limit`."""
-    lengths = [more + tokenizer.longest_prompt(text, dims if state_in_prompt else None) for text, dims in prompts]
-    longest = max(lengths, default=prompt_limit)
-    used = rounded(longest, prompt_limit)
-    logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, prompt_limit)
-    return used
 
 
 def embed_prefix(

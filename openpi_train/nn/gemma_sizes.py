@@ -91,6 +91,10 @@ class GemmaOverrides:
     # Whether alpha is divided by the rank's square root.
     lora_rslora: bool | None = None
 
+    def without_lora(self) -> "GemmaOverrides":
+        """These, of a decoder without low-rank factors."""
+        return dataclasses.replace(self, lora_attention_rank=0, lora_mlp_rank=0)
+
     def apply(self, variant: str) -> GemmaConfig:
         """The sizes of `variant` with these changes. Raises ValueError for an unknown variant."""
         if variant not in VARIANTS:

@@ -1,8 +1,8 @@
-"""Denoising diffusion on action chunks: the loss and the samplers of diffusion policies (Chi et al. 2023).
+"""Denoising diffusion on action chunks: the loss of diffusion policies (Chi et al. 2023).
 
 A diffusion step is drawn evenly, noise is added to the actions accordingly, and the network is to predict it (or the
 actions, or a velocity): the mean squared error of that. Steps outside the episode, which repeat its first or last
-action, count, as in diffusion_policy. Read next: `noise_schedule.py`.
+action, count, as in diffusion_policy. Read next: `sampling/noise_schedule.py`.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from openpi_train.keys import for_purpose
+from openpi_train.keys import draw_noise, for_purpose
 from openpi_train.nn.augment import Augmentation, NoAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, draw_noise, element_mask
-from openpi_train.objectives.noise_schedule import NoiseSchedule
-from openpi_train.types import ActionBatch, Observation
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, element_mask
+from openpi_train.sampling.denoising import DenoisingSampler
+from openpi_train.sampling.noise_schedule import NoiseSchedule
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,10 @@ class Diffusion(Objective):
     def draws_per_row(self) -> int:
         """The draws of noise and diffusion step."""
         return self.num_draws
+
+    @property
+    def action_sampler(self) -> DenoisingSampler:
+        return DenoisingSampler(augmentation=self.augmentation, noise_schedule=self.noise_schedule, kind=self.sampler)
 
     def element_mask(self, batch: ActionBatch) -> Float[Array, "b h a"]:
         """1 where an element of `actions` counts, else 0."""
@@ -77,28 +82,7 @@ class Diffusion(Objective):
         """The loss for given noise and diffusion steps; the observation is used as it is."""
         actions, schedule = batch.actions[:, None], self.noise_schedule  # b 1 h a
         noisy = schedule.add_noise(actions, noise, step)
-        predicted = model.denoise(model.encode(batch.observation), noisy, step.astype(jnp.float32))
+        predicted = model.denoise(model.context(batch.observation), noisy, step.astype(jnp.float32))
         error = jnp.square(predicted.astype(jnp.float32) - schedule.target(actions, noise, step))  # b r h a
         loss = (error * self.element_mask(batch)[:, None]).sum() / norms["elements"]
         return loss, {"loss": loss}
-
-    def as_evaluated(self, observation: Observation) -> Observation:
-        """With the augmentation's fixed form."""
-        return self.augmentation(observation, None)
-
-    def sample_actions(
-        self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"], num_steps: int
-    ) -> Float[Array, "b h a"]:
-        """Normalised actions from `noise`, by the sampler; the observation is encoded once. DDPM draws from `keys`."""
-        condition = model.encode(self.as_evaluated(observation))
-        walk = getattr(self.noise_schedule, self.sampler)(num_steps)
-
-        def predict(noisy, step):
-            times = jnp.full((len(noisy), 1), step, jnp.float32)
-            return model.denoise(condition, noisy[:, None], times)[:, 0].astype(jnp.float32)
-
-        def draw(index):
-            at_step = jax.vmap(lambda key: jax.random.fold_in(key, index))(for_purpose(keys, "denoising"))
-            return draw_noise(at_step, *noise.shape[1:])
-
-        return walk.walk(predict, noise.astype(jnp.float32), draw)

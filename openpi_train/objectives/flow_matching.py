@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from openpi_train.keys import for_purpose
-from openpi_train.nn.augment import Augmentation, ImageAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, draw_noise, element_mask
-from openpi_train.types import ActionBatch, Observation
+from openpi_train.keys import draw_noise, for_purpose
+from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
+from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, element_mask
+from openpi_train.sampling.flow import FlowSampler
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,14 +83,18 @@ class FlowMatching(Objective):
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean squared velocity error."""
-        if self.augment:
-            batch = augmented(batch, self.augmentation, keys if train else None)
+        batch = augmented(batch, self.used_augmentation, keys if train else None)
         noise, time = self.draw(batch, keys)
         return self.loss_at(model, batch, norms, noise, time)
 
-    def as_evaluated(self, observation: Observation) -> Observation:
-        """With the augmentation's fixed form."""
-        return self.augmentation(observation, None) if self.augment else observation
+    @property
+    def used_augmentation(self) -> Augmentation:
+        """`augmentation`, or none without `augment`."""
+        return self.augmentation if self.augment else NoAugmentation()
+
+    @property
+    def action_sampler(self) -> FlowSampler:
+        return FlowSampler(augmentation=self.used_augmentation)
 
     @jax.named_scope("loss")
     def loss_at(

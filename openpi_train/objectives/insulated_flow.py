@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Key
 from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.next_token import NextToken
-from openpi_train.types import ActionBatch, Observation
+from openpi_train.sampling.flow import FlowSampler
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,7 @@ class InsulatedFlow(Objective):
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the weighted sum, and of its parts."""
-        if self.flow.augment:
-            batch = augmented(batch, self.flow.augmentation, keys if train else None)
+        batch = augmented(batch, self.flow.used_augmentation, keys if train else None)
         noise, time = self.flow.draw(batch, keys)
         noisy, wanted = self.flow.path(batch.actions, noise, time)
         policy: Any = model
@@ -72,6 +72,6 @@ class InsulatedFlow(Objective):
         loss = self.flow_weight * flow_loss + self.token_weight * token_loss
         return loss, metrics | {"loss": loss, "flow_loss": flow_loss, "token_loss": token_loss}
 
-    def as_evaluated(self, observation: Observation) -> Observation:
-        """As its flow does."""
-        return self.flow.as_evaluated(observation)
+    @property
+    def action_sampler(self) -> FlowSampler:
+        return self.flow.action_sampler

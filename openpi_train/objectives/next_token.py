@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
-from openpi_train.nn.augment import Augmentation, ImageAugmentation
+from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
 from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
-from openpi_train.types import ActionBatch, Observation
+from openpi_train.sampling.base import OwnSampler
+from openpi_train.types import ActionBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,18 @@ class NextToken(Objective):
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean cross entropy, and of the share of tokens that are the likeliest."""
-        if self.augment:
-            batch = augmented(batch, self.augmentation, keys if train else None)
+        batch = augmented(batch, self.used_augmentation, keys if train else None)
         policy: Any = model
         return self.loss_of(batch, norms, *policy.token_log_probs(batch.observation))
 
-    def as_evaluated(self, observation: Observation) -> Observation:
-        """With the augmentation's fixed form."""
-        return self.augmentation(observation, None) if self.augment else observation
+    @property
+    def used_augmentation(self) -> Augmentation:
+        """`augmentation`, or none without `augment`."""
+        return self.augmentation if self.augment else NoAugmentation()
+
+    @property
+    def action_sampler(self) -> OwnSampler:
+        return OwnSampler(augmentation=self.used_augmentation)
 
     @jax.named_scope("loss")
     def loss_of(

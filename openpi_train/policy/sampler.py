@@ -1,4 +1,4 @@
-"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `objectives/sampling.py`.
+"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `sampling/base.py`.
 
 Rows are filled up to a batch size, and prompts to a length, that a program was compiled for; what a row gets does not
 depend on the others of its batch.
@@ -17,7 +17,9 @@ from openpi_train.data.opened import row_spec
 from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.base import Objective
-from openpi_train.objectives.sampling import sample_chunks, sample_keys
+from openpi_train.sampling.base import ActionSampler, sample_keys
+from openpi_train.sampling.flow import as_flow
+from openpi_train.sampling.real_time_chunking import Guide
 from openpi_train.sharding.mesh import FSDP, REPLICA
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
@@ -134,8 +136,11 @@ class Sampler:
             seen, draws, *towards = batch
             keys = sample_keys(self.seed, draws)
             module = merge_module(graphdef, params)
-            guides = (towards[0], towards[1]) if towards else None
-            return sample_chunks(self.objective, module, seen, keys, self.num_steps, chunk, guides)
+            sampler: ActionSampler = self.objective.action_sampler
+            if towards:
+                guide = Guide(target=towards[0], weights=towards[1])
+                sampler = dataclasses.replace(as_flow(sampler), guide=guide)
+            return sampler.chunks(module, seen, keys, self.num_steps, chunk)
 
         devices = Devices(self.plan, model.compute_dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)

@@ -34,6 +34,7 @@ from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.sampling.flow import as_flow
 from openpi_train.tools import figures, open_loop
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ def _begin(request: Request, policy: Policy, config: ClosedLoop) -> Callable[[],
     if request.ensemble is not None and request.real_time_delay is not None:
         raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
     if request.real_time_delay is not None:
-        policy.sampler.objective.check_flow()
+        as_flow(policy.sampler.objective.action_sampler)
         real_time = functools.partial(
             ActingInRealTime, policy, config.env, delay=request.real_time_delay, execute=execute
         )

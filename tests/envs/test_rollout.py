@@ -106,6 +106,33 @@ def test_a_rows_randomness_does_not_depend_on_its_batch():
     assert len(set(seen["alone"])) == 4
 
 
+class Somewhere(Counter):
+    """Episodes begin where their key says."""
+
+    def reset(self, keys, tasks):
+        return np.asarray(jax.vmap(jax.random.uniform)(keys)), np.asarray(tasks)
+
+
+def test_attempts_from_one_state_differ_by_the_policys_keys_alone():
+    def attempt(*keys, **more):
+        draws, starts = [], []
+
+        def act(observation, keys):
+            starts.append(np.asarray(observation.state)[:, 0].tolist())
+            draws.append(np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (1, 1)))(keys))[:, 0, 0].tolist())
+            return np.zeros((2, 1, 1))
+
+        rollout(act, Somewhere(), *keys, np.array([12, 12]), execute=1, max_steps=3, **more)
+        return starts[0], draws
+
+    first, other = keys_of(2), keys_of(2, seed=1)
+    start, draws = attempt(first)
+    assert attempt(first, policy_keys=first) == (start, draws)
+    assert attempt(first, policy_keys=other) == (start, attempt(other)[1])
+    assert attempt(other, policy_keys=first) == (attempt(other)[0], draws)
+    assert start != attempt(other)[0] and draws != attempt(other)[1]
+
+
 def test_chunks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"shape \(2, 1, 7\); 2 episodes need \(2, horizon, 1\)"):
         rollout(lambda *_: np.ones((2, 1, 7)), Counter(), keys_of(2), np.array([5, 5]), execute=1)

@@ -14,6 +14,7 @@ import pytest
 from golden_case import FLOAT32, assert_same_prefix, flow_cases, load_case, root_mean_square
 
 from openpi_train.interop.openpi import parameter_shapes
+from openpi_train.sampling.flow import FlowSampler
 
 pytestmark = pytest.mark.usefixtures("golden")
 
@@ -167,8 +168,11 @@ def test_sampled_actions_equal_openpi(case):
     assert names
     for name in names:
         num_steps = int(name.rpartition("_")[2])
-        sample = jax.jit(lambda params, n=num_steps: case.model(params).sample_actions(case.observation, noise, n))
-        assert_like_openpi(case, name, sample(case.params))
+
+        def sample(params, num_steps=num_steps):
+            return FlowSampler().sample(case.model(params), case.observation, noise, None, num_steps)
+
+        assert_like_openpi(case, name, jax.jit(sample)(case.params))
 
 
 def test_frozen_parameters_equal_openpis_freeze_filters(golden):

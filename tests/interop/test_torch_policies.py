@@ -21,6 +21,7 @@ from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD
 from openpi_train.interop.torch_policy import layouts_of
 from openpi_train.models import pi0_network
 from openpi_train.nn.params import merge_module
+from openpi_train.sampling.flow import FlowSampler
 
 FLOW = ["lerobot_pi0", "lerobot_pi05", "openpi_torch_pi0", "openpi_torch_pi05"]
 ALL = [*FLOW, "lerobot_pi0_fast"]
@@ -51,7 +52,7 @@ def compiled(config, encoding):
 
     def outputs(params, observation, noisy, time, noise):
         model = merge_module(graphdef, params)
-        return model.velocity(observation, noisy, time), model.sample_actions(observation, noise, 4)
+        return model.velocity(observation, noisy, time), FlowSampler().sample(model, observation, noise, None, 4)
 
     graphdef = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
     return jax.jit(outputs)

@@ -14,6 +14,7 @@ from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch, Observation
 
 ROWS = 4
@@ -96,14 +97,14 @@ def test_sizes_that_do_not_go_together_are_refused(change, message):
 @pytest.mark.slow
 def test_a_shared_encoder_is_one_and_an_absent_camera_counts_for_nothing(model):
     observation = rows().observation
-    encode = jax.jit(lambda observation: model.encode(observation))
-    features = encode(observation)
+    context = jax.jit(lambda observation: model.context(observation))
+    features = context(observation)
     assert features.shape == (ROWS, 2, 2 * 16 + 2) and list(model.encoders) == ["shared"]
     images = dict(observation.images, wrist=observation.images["front"])
-    same = encode(dataclasses.replace(observation, images=images))
+    same = context(dataclasses.replace(observation, images=images))
     np.testing.assert_array_equal(same[..., :16], same[..., 16:32])
     masks = dict(observation.image_masks, wrist=jnp.zeros(ROWS, bool))
-    absent = encode(dataclasses.replace(observation, image_masks=masks))
+    absent = context(dataclasses.replace(observation, image_masks=masks))
     assert not absent[..., 16:32].any() and (absent[..., :16] == features[..., :16]).all()
     own = nnx.eval_shape(lambda: dataclasses.replace(CONFIG, share_encoder=False).build(nnx.Rngs(0)))
     assert sorted(own.encoders) == ["front", "wrist"]
@@ -159,7 +160,9 @@ def test_sampling_follows_the_row_keys_and_ends_within_the_limits(model):
     batch, objective = rows(), Diffusion(augmentation=CROP)
     keys = row_keys(0, 0, batch.row)
     noise = jax.random.normal(jax.random.key(1), batch.actions.shape)
-    sample = jax.jit(lambda observation, noise, keys: objective.sample_actions(model, observation, noise, keys, 5))
+    sample = jax.jit(
+        lambda observation, noise, keys: objective.action_sampler.sample(model, observation, noise, keys, 5)
+    )
     found = sample(batch.observation, noise, keys)
     assert found.shape == batch.actions.shape and float(jnp.abs(found).max()) <= 1 + 1e-6
     other = sample(batch.observation, noise, keys.at[0].set(keys[1]))
@@ -203,7 +206,7 @@ def test_a_policy_from_states_alone_tells_instructions_apart():
     observation = Observation(
         images={}, image_masks={}, state=state, prompt_tokens=tokens, prompt_mask=jnp.ones((ROWS, 1), bool)
     )
-    np.testing.assert_array_equal(model.encode(observation)[:, 0], np.hstack([np.eye(3)[[0, 1, 2, 2]], state]))
+    np.testing.assert_array_equal(model.context(observation)[:, 0], np.hstack([np.eye(3)[[0, 1, 2, 2]], state]))
     for unknown in ({"prompt": "lit"}, {}):
         with pytest.raises(ValueError, match=r"does not know the instruction .*; it knows 'lift', 'push', 'turn': set"):
             number(unknown)
@@ -227,7 +230,7 @@ def test_flow_time_is_the_diffusion_step_and_sampling_goes_from_one_to_zero():
     np.testing.assert_allclose(found[:, 0], np.broadcast_to(time[..., None], noise.shape), rtol=1e-6)
     # The Euler sum of dx/dt = t from 1 to 0, which takes each step's beginning.
     for num_steps in (1, 4):
-        found = model.sample_actions(observation, noise, num_steps)
+        found = FlowSampler().sample(model, observation, noise, None, num_steps)
         np.testing.assert_allclose(found, noise - (num_steps + 1) / (2 * num_steps), rtol=0, atol=1e-6)
 
 

@@ -13,6 +13,7 @@ from test_pi0 import LORA, SIZES, SLOTS, built, draw_shapes, draws, observation
 
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.keys import row_keys
+from openpi_train.models import pi0_network
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
@@ -22,6 +23,7 @@ from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import GIB, predict
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import lay_out
@@ -94,7 +96,7 @@ def test_draws_that_share_a_context_give_what_each_gives_alone(tiny):
 def test_sampling_equals_euler_steps_of_the_velocity(tiny):
     graph, params, velocity = tiny
     seen, noise = observation(TINY), draws(TINY, 1)[0][:, 0]
-    sample = jax.jit(lambda params: merge_module(graph, params).sample_actions(seen, noise, 3))
+    sample = jax.jit(lambda params: FlowSampler().sample(merge_module(graph, params), seen, noise, None, 3))
     # Time is summed in float32, as the sampler does: its shortest period turns one bit of it into 1e-4 of an angle.
     actions, time, step = noise, np.float32(1.0), np.float32(-1 / 3)
     for _ in range(3):
@@ -157,9 +159,8 @@ def test_the_head_is_pi05s_action_expert_on_another_context(tiny):
     @jax.jit
     def both(own, others):
         head, expert = merge_module(graph, own).head, merge_module(whole, others)
-        mask, positions = (x[:, 4:] for x in expert.layout(valid, 2))
-        given = expert.velocity_given((cache, mask, positions), observation(TINY), noisy, time)
-        return head(noisy, time, cache, valid), given
+        context = pi0_network.Context(cache=cache, visible=valid, state=observation(TINY).state)
+        return head(noisy, time, cache, valid), expert.velocity(context, noisy, time)
 
     found, expected = both(params, {**others, **shared})
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

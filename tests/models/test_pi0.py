@@ -16,6 +16,7 @@ from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch, Observation, flatten_rows
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -186,7 +187,7 @@ def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
     config, graph, params, velocity = tiny
     seen = observation(config)
     noise = draws(config, 1)[0][:, 0]
-    sample = jax.jit(lambda params: merge_module(graph, params).sample_actions(seen, noise, 3))
+    sample = jax.jit(lambda params: FlowSampler().sample(merge_module(graph, params), seen, noise, None, 3))
     # Time is summed in float32, as the sampler does: its shortest period turns one bit of it into 1e-4 of an angle.
     actions, time, step = noise, np.float32(1.0), np.float32(-1 / 3)
     for _ in range(3):

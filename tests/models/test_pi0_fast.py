@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from test_pi0 import LORA, SIZES, SLOTS, TINY, built, draws, observation, product_flops
 
 from openpi_train import registry
-from openpi_train.models.decoding import choose_likeliest, decode
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
@@ -22,6 +21,8 @@ from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.decoding import choose_likeliest, decode
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch
 
 FAST = Pi0FastConfig(
@@ -250,7 +251,11 @@ def test_insulation_and_the_tokens_to_be_said_change_no_velocity(insulated):
     # The sums of attention run over fewer zeros: float32 rounding.
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
     noise = inputs[0][:, 0]
-    sample = jax.jit(lambda params, seen: merge_module(models(INSULATED), params).sample_actions(seen, noise, 2))
+
+    @jax.jit
+    def sample(params, seen):
+        return FlowSampler().sample(merge_module(models(INSULATED), params), seen, noise, None, 2)
+
     np.testing.assert_allclose(sample(params, seen), sample(params, prompt), rtol=1e-4, atol=1e-5)
 
 

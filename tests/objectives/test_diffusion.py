@@ -22,8 +22,9 @@ from openpi_train.data.translation import Translation
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
-from openpi_train.objectives.noise_schedule import NoiseSchedule, Walk
 from openpi_train.robots.robotwin import RoboTwin
+from openpi_train.sampling.base import Chain
+from openpi_train.sampling.noise_schedule import NoiseSchedule, Walk
 from openpi_train.types import ActionBatch, Observation, action_batch
 
 CROP = RandomCrop(height=given.CROP[0], width=given.CROP[1])
@@ -123,12 +124,12 @@ def test_losses_are_those_of_diffusion_policy(recorded, denoiser, prediction):
 class GivenWalk(Walk):
     """A walk with the recording's fresh noise."""
 
-    def walk(self, predict, start, draw):
+    def walk(self, predict, start, draw, keep=False):
         del draw
         fresh = jnp.stack(
             [jnp.asarray(given.values(f"fresh {index}", start.shape)) for index in range(len(self.steps))]
         )
-        return super().walk(predict, start, lambda index: fresh[index])
+        return super().walk(predict, start, lambda index: fresh[index], keep)
 
 
 class GivenNoise(NoiseSchedule):
@@ -154,7 +155,7 @@ def test_samples_are_those_of_diffusion_policy(recorded, denoiser, prediction, s
 
     @jax.jit
     def sample(observation):
-        return objective.sample_actions(model, observation, start, keys, num_steps)
+        return objective.action_sampler.sample(model, observation, start, keys, num_steps)
 
     found, name = np.asarray(sample(rows().observation)), f"{denoiser}/{prediction}/{sampler}"
     # The first steps multiply the network's rounding by what the signal is short of: in float32 torch itself is up to
@@ -181,7 +182,7 @@ def drawn(keys, num_draws, num_steps=100):
 class Spy(nnx.Module, pytree=False):
     """In place of a policy: keeps what it is asked, and always answers with zeros."""
 
-    def encode(self, observation):
+    def context(self, observation):
         self.observation = observation
         return jnp.zeros((len(observation.state), 1, 1))
 
@@ -267,15 +268,15 @@ def test_ddpm_draws_fresh_noise_for_each_row_and_step():
     class Watched(GivenNoise):
         def ddpm(self, num_steps):
             class Watch(Walk):
-                def walk(self, predict, start, draw):
+                def walk(self, predict, start, draw, keep=False):
                     seen.extend(draw(index) for index in range(num_steps))
-                    return start
+                    return Chain(time=jnp.zeros((len(start), 0)), noisy=start[:, None])
 
             return Watch(**vars(super().ddpm(num_steps)))
 
     keys = jax.random.split(jax.random.key(2), given.ROWS)
     start = jnp.zeros((given.ROWS, *CHUNK))
-    Diffusion(noise_schedule=Watched()).sample_actions(Spy(), rows().observation, start, keys, 5)
+    Diffusion(noise_schedule=Watched()).action_sampler.sample(Spy(), rows().observation, start, keys, 5)
     for index, fresh in enumerate(seen):
         expected = [jax.random.normal(jax.random.fold_in(key, index), CHUNK) for key in keys_for(keys, "denoising")]
         np.testing.assert_array_equal(fresh, jnp.stack(expected))

@@ -17,7 +17,9 @@ from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
-from openpi_train.objectives.noise_schedule import NoiseSchedule
+from openpi_train.sampling.flow import FlowSampler
+from openpi_train.sampling.noise_schedule import NoiseSchedule
+from openpi_train.sampling.real_time_chunking import Guide
 from openpi_train.types import ActionBatch, Observation
 
 B, H, A, T = 2, 3, 2, 4
@@ -42,8 +44,9 @@ class Grey(nnx.Module):
     def seen(self, observation):
         return observation.images["base_0_rgb"].mean((1, 2, 3))  # b
 
-    def velocity(self, observation, noisy, time):
-        return jnp.broadcast_to(self.seen(observation)[:, None, None, None], noisy.shape)
+    def velocity(self, seen, noisy, time):
+        seen = self.seen(seen) if isinstance(seen, Observation) else seen
+        return jnp.broadcast_to(seen[:, None, None, None], noisy.shape)
 
     def token_log_probs(self, observation):
         seen = jnp.broadcast_to(self.seen(observation)[:, None], (B, T - 1))
@@ -52,7 +55,7 @@ class Grey(nnx.Module):
     def velocity_and_log_probs(self, observation, noisy, time):
         return self.velocity(observation, noisy, time), *self.token_log_probs(observation)
 
-    def encode(self, observation):
+    def context(self, observation):
         return self.seen(observation)
 
     def denoise(self, seen, noisy, step):
@@ -113,7 +116,9 @@ def loss_of(objective, train):
 
 def sampled(objective):
     noise = jnp.zeros((B, H, A))
-    return np.asarray(objective.sample_actions(Grey(), batch().observation, noise, KEYS, 2))
+    found = np.asarray(objective.action_sampler.sample(Grey(), batch().observation, noise, KEYS, 2))
+    # A flow: two Euler steps of a constant velocity from time 1 to 0.
+    return -found if isinstance(objective.action_sampler, FlowSampler) else found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,8 +136,9 @@ def test_sampling_sees_what_evaluation_sees(name):
 @pytest.mark.parametrize("name", ["flow", "insulated"])
 def test_guided_sampling_sees_what_evaluation_sees(name):
     noise, nothing = jnp.zeros((B, H, A)), jnp.zeros((B, H, A))
-    found = CASES[name][0].sample_towards(Grey(), batch().observation, noise, 2, nothing, nothing)
-    # Two Euler steps of a constant velocity from time 1 to 0.
+    guide = Guide(target=nothing, weights=nothing)
+    sampler = dataclasses.replace(CASES[name][0].action_sampler, guide=guide)
+    found = sampler.sample(Grey(), batch().observation, noise, KEYS, 2)
     np.testing.assert_allclose(found, np.full((B, H, A), -LEFT), rtol=1e-6)
 
 

@@ -19,11 +19,11 @@ from flax import nnx
 from openpi_train.data.windows import WindowShape
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
-from openpi_train.objectives.real_time_chunking import prefix_weights
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
+from openpi_train.sampling.real_time_chunking import prefix_weights
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 
@@ -147,16 +147,13 @@ class Gaussian(nnx.Module):
     def __init__(self, config, rngs):
         self.spread = nnx.Param(jnp.full(1, 0.5))
 
+    def context(self, observation):
+        return observation
+
     def velocity(self, observation, noisy, time):
         t, mean = time[:, :, None, None], observation.state[:, None, None]
         slope = (1 - t) * self.spread[...] ** 2 / ((1 - t) ** 2 * self.spread[...] ** 2 + t**2)
         return (noisy - mean - slope * (noisy - (1 - t) * mean)) / t
-
-    def sample_actions(self, observation, noise, num_steps):
-        for number in range(num_steps):
-            time = jnp.full((len(noise), 1), 1 - number / num_steps)
-            noise = noise - self.velocity(observation, noise[:, None], time)[:, 0] / num_steps
-        return noise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

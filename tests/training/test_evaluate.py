@@ -22,8 +22,8 @@ from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
-from openpi_train.objectives.noise_schedule import NoiseSchedule
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
@@ -61,7 +61,7 @@ class Seeing(nnx.Module):
     def velocity_and_log_probs(self, observation, noisy, time):
         return self.velocity(observation, noisy, time), *self.token_log_probs(observation)
 
-    def encode(self, observation):
+    def context(self, observation):
         return observation
 
     def denoise(self, observation, noisy, step):
@@ -187,9 +187,14 @@ def action_error(objective, model, rows):
     keys = jnp.stack([key_of(row, "validation/sample") for row in range(count)])
     noise = jnp.asarray(drawn(lambda key: jax.random.normal(key, rows.actions.shape[1:]), count, "validation/sample"))
     if isinstance(objective, Diffusion):  # whose sampler has its own tests
-        chunks = objective.sample_actions(model, rows.observation, noise, keys, NUM_SAMPLE_STEPS)
-    else:
+        chunks = objective.action_sampler.sample(model, rows.observation, noise, keys, NUM_SAMPLE_STEPS)
+    elif isinstance(objective, NextToken):
         chunks = model.sample_actions(rows.observation, noise, NUM_SAMPLE_STEPS)
+    else:
+        chunks = noise
+        for number in range(NUM_SAMPLE_STEPS):
+            time = jnp.full((count, 1), 1 - number / NUM_SAMPLE_STEPS)
+            chunks = chunks - model.velocity(rows.observation, chunks[:, None], time)[:, 0] / NUM_SAMPLE_STEPS
     return mean((chunks - rows.actions) ** 2, rows.action_mask[:, :, None] & rows.dim_mask[:, None])
 
 
@@ -238,7 +243,8 @@ class RecordedConfig(toy.LinearConfig):
 )
 def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, expected):
     config, plan = RecordedConfig(shift=shift), Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
-    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED, ema=None)
+    objective = toy.FlowThatSamplesItself()
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective, seed=SEED, ema=None)
     rows = toy.batch(6)
     actions = jnp.broadcast_to(jnp.arange(1.0, 4.0)[:, None] * jnp.arange(1.0, 5.0), rows.actions.shape)
     seen = dataclasses.replace(rows.observation, state=actions.reshape(6, -1))

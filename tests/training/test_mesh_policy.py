@@ -50,7 +50,9 @@ class NextConfig(toy.LinearConfig):
 )
 def test_each_chunk_is_relative_to_the_present_state_and_begins_at_the_present_step(first_action, expected):
     plan = Plan(mesh=make_mesh(1, jax.devices()[:2]), strategy="replicated")
-    trainer, layout = make_trainer(NextConfig(), plan, AdamW(), LRSchedule(), ema=None)
+    trainer, layout = make_trainer(
+        NextConfig(), plan, AdamW(), LRSchedule(), objective=toy.FlowThatSamplesItself(), ema=None
+    )
     translation = following.translation(WindowShape(horizon=HORIZON, first_action=first_action))
     config = ClosedLoop(env=following.Follow(), episodes_per_device=2)
     policy = MeshPolicy(trainer, translation, config, num_sample_steps=1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.models.decoding import choose_at
+from openpi_train.sampling.decoding import choose_at
 
 SCORES = np.array([1.0, 0.0, -1.0, 2.0])
 ROWS = 20_000

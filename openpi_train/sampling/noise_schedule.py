@@ -2,17 +2,18 @@
 
 Numbers are those of diffusers' `DDPMScheduler` and `DDIMScheduler` (0.42.1; Ho et al. 2020, Nichol & Dhariwal 2021,
 Song et al. 2021) with diffusion_policy's settings: `variance_type` fixed_small, `timestep_spacing` leading, offset
-0, `set_alpha_to_one`, eta 0. Read next: `diffusion.py`, which trains and samples with it.
+0, `set_alpha_to_one`, eta 0. Read next: `denoising.py`, and `objectives/diffusion.py`, which trains with it.
 """
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from openpi_train.sampling.base import Chain, walk
 
 Numbers = Float[Array | np.ndarray, "..."]
 Prediction = Literal["epsilon", "sample", "v_prediction"]
@@ -160,13 +161,16 @@ class Walk:
         eps = row[2] * noisy + row[3] * prediction
         return row[4] * clean + row[5] * noisy + row[6] * eps + row[7] * noise
 
-    def walk(self, predict, start: Float[Array, "*b"], draw) -> Float[Array, "*b"]:
-        """All steps from `start`. `predict(noisy, step)` asks the network, `draw(index)` gives fresh noise."""
-        visited, table = jnp.asarray(self.steps), jnp.asarray(self.table, jnp.float32)
-        fresh = self.table[:, 7].any()
+    def walk(self, predict: Any, start: Float[Array, "b h a"], draw: Any, keep: bool = False) -> Chain:
+        """The chain of all steps from `start`; without `keep` only its end.
 
-        def step(index, noisy):
+        `predict(noisy, step)` asks the network, `draw(index)` gives fresh noise.
+        """
+        table, fresh = jnp.asarray(self.table, jnp.float32), self.table[:, 7].any()
+
+        def step(noisy, index, visited):
             noise = draw(index) if fresh else jnp.zeros_like(noisy)
-            return self.step(table[index], noisy, predict(noisy, visited[index]), noise)
+            after: Any = self.step(table[index], noisy, predict(noisy, visited), noise)
+            return after
 
-        return jax.lax.fori_loop(0, len(self.steps), step, start)
+        return walk(step, start, self.steps.astype(np.float32), keep)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from diffusion_fixtures.fixed_values import model_output, values
 
-from openpi_train.objectives.noise_schedule import NoiseSchedule
+from openpi_train.sampling.noise_schedule import NoiseSchedule
 
 SCHEDULES = ("squaredcos_cap_v2", "linear")
 
@@ -60,11 +60,12 @@ def test_samplers_walk_as_diffusers_do(recorded, name, prediction):
 
 @pytest.mark.parametrize(("sampler", "num_steps"), [("ddpm", 100), ("ddim", 8), ("ddim", 100)])
 def test_who_knows_the_noise_finds_the_actions_within_the_limit(sampler, num_steps):
-    clean = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (4, 3)), jnp.float32)
+    clean = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 2, 3)), jnp.float32)
     kept = jnp.asarray(NoiseSchedule().alphas_cumprod, jnp.float32)
 
     def knows(noisy, step):
-        return (noisy - jnp.sqrt(kept[step]) * clean) / jnp.sqrt(1 - kept[step])
+        share = kept[step.astype(int)][:, None, None]
+        return (noisy - jnp.sqrt(share) * clean) / jnp.sqrt(1 - share)
 
     def draw(index):
         return jax.random.normal(jax.random.fold_in(jax.random.key(1), index), clean.shape)
@@ -72,7 +73,7 @@ def test_who_knows_the_noise_finds_the_actions_within_the_limit(sampler, num_ste
     start = jax.random.normal(jax.random.key(0), clean.shape)
     for limit in (1.0, 0.5):
         schedule = NoiseSchedule(clip_sample_range=limit)
-        found = getattr(schedule, sampler)(num_steps).walk(knows, start, draw)
+        found = getattr(schedule, sampler)(num_steps).walk(knows, start, draw).actions
         # The noise of step 0 has a share of 6e-4: its rounding, and no more, is left.
         np.testing.assert_allclose(found, clean.clip(-limit, limit), atol=1e-6)
 

@@ -1,6 +1,6 @@
 """Tokens one after the other from a language model, in one loop that is compiled: a token costs one token's work.
 
-Read next: `pi0_fast_network.py`, which says what the prompt is.
+Read next: `models/pi0_fast_network.py`, which says what the prompt is.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ Black, Galliker, Levine 2025, "Real-Time Execution of Action Chunking Flow Polic
 is computed, `delay` actions of the one before are carried out. The new chunk is inpainted: its first `delay` actions
 are to be those, and the overlap behind them counts less and less, so that it neither jumps nor ignores what it sees.
 The flow's velocity is corrected by the gradient of the weighted distance between where it leads and that target
-(equations 2 to 5). Time runs from 1 (noise) to 0 (actions) here, as in `flow_matching.py`: the paper's tau is 1 - t.
+(equations 2 to 5). Time runs from 1 (noise) to 0 (actions) here: the paper's tau is 1 - t. Read next: `flow.py`.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from openpi_train.types import pytree
+
 # Noisy actions [b, h, a] and times [b] to velocities [b, h, a].
 Velocity = Callable[[Float[Array, "b h a"], Float[Array, " b"]], Float[Array, "b h a"]]
 # The paper's clip of the guidance: with few denoising steps more of it diverges.
 MAX_GUIDANCE = 5.0
+
+
+@pytree
+class Guide:
+    """Where chunks are to lead, and how much each of their numbers is to be the target's (`prefix_weights`)."""
+
+    target: Float[Array, "b h a"]
+    weights: Float[Array, "b h a"]
 
 
 def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, " h"]:
@@ -41,11 +51,10 @@ def guided_velocity(
     velocity: Velocity,
     actions: Float[Array, "b h a"],
     time: Float[Array, " b"],
-    target: Float[Array, "b h a"],
-    weights: Float[Array, "b h a"],
+    guide: Guide,
     max_guidance: float = MAX_GUIDANCE,
 ) -> Float[Array, "b h a"]:
-    """The velocity, corrected towards where the flow would lead to `target` (equations 2 to 4)."""
+    """The velocity, corrected towards where the flow would lead to the target (equations 2 to 4)."""
     t = time[:, None, None]
 
     def destination(actions):
@@ -53,24 +62,7 @@ def guided_velocity(
         return actions - t * found, found
 
     leads_to, pull_back, plain = jax.vjp(destination, actions, has_aux=True)
-    (correction,) = pull_back(weights * (target - leads_to))
+    (correction,) = pull_back(guide.weights * (guide.target - leads_to))
     # (1 - tau) / (tau r^2) with r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2): infinite at both ends, and clipped.
     strength = jnp.minimum((t**2 + (1 - t) ** 2) / jnp.maximum(t * (1 - t), 1e-12), max_guidance)
     return plain - strength * correction
-
-
-def sample_towards(
-    velocity: Velocity,
-    noise: Float[Array, "b h a"],
-    num_steps: int,
-    target: Float[Array, "b h a"],
-    weights: Float[Array, "b h a"],
-    max_guidance: float = MAX_GUIDANCE,
-) -> Float[Array, "b h a"]:
-    """Where the guided flow leads from `noise`, in `num_steps` Euler steps."""
-
-    def euler(number, actions):
-        time = jnp.full(len(actions), 1 - number / num_steps, jnp.float32)
-        return actions - guided_velocity(velocity, actions, time, target, weights, max_guidance) / num_steps
-
-    return jax.lax.fori_loop(0, num_steps, euler, noise.astype(jnp.float32))

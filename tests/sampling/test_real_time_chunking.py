@@ -4,12 +4,15 @@ There E[action | x_t] = (1 - t) x / (t^2 + (1 - t)^2), so the velocity is (x - E
 guided velocity is (x - target) / t, which leads to the target exactly.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.objectives.real_time_chunking import guided_velocity, prefix_weights, sample_towards
+from openpi_train.sampling.flow import euler
+from openpi_train.sampling.real_time_chunking import Guide, guided_velocity, prefix_weights
 
 SHAPE = (2, 5, 3)
 NOISE, TARGET = (jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp.float32) for seed in (0, 1))
@@ -17,6 +20,10 @@ NOISE, TARGET = (jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), jnp
 
 def expected(x, t):
     return (1 - t) * x / (t**2 + (1 - t) ** 2)
+
+
+def guide(weights):
+    return Guide(target=TARGET, weights=weights)
 
 
 def velocity(actions, time):
@@ -27,13 +34,13 @@ def velocity(actions, time):
 @pytest.mark.parametrize("t", [0.9, 0.5, 0.2])
 def test_with_full_weights_and_no_clip_the_velocity_points_at_the_target(t):
     times = jnp.full(2, t)
-    guided = guided_velocity(velocity, NOISE, times, TARGET, jnp.ones(SHAPE), max_guidance=1e9)
+    guided = guided_velocity(velocity, NOISE, times, guide(jnp.ones(SHAPE)), max_guidance=1e9)
     np.testing.assert_allclose(guided, (NOISE - TARGET) / t, rtol=2e-5, atol=2e-5)
 
 
 def test_the_clip_and_a_weight_scale_the_correction():
     t, weight = 0.9, 0.3
-    guided = guided_velocity(velocity, NOISE, jnp.full(2, t), TARGET, jnp.full(SHAPE, weight), max_guidance=2.0)
+    guided = guided_velocity(velocity, NOISE, jnp.full(2, t), guide(jnp.full(SHAPE, weight)), max_guidance=2.0)
     slope = (1 - t) / (t**2 + (1 - t) ** 2)
     correction = 2.0 * weight * (TARGET - expected(NOISE, t)) * slope
     np.testing.assert_allclose(guided, velocity(NOISE, jnp.full(2, t)) - correction, rtol=1e-5, atol=1e-5)
@@ -41,7 +48,12 @@ def test_the_clip_and_a_weight_scale_the_correction():
 
 def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_been():
     weights = jnp.zeros(SHAPE).at[:, :2].set(1.0)
-    sample = jax.jit(lambda weights: sample_towards(velocity, NOISE, 10, TARGET, weights, max_guidance=1e9))
+
+    @jax.jit
+    def sample(weights):
+        guided = functools.partial(guided_velocity, velocity, guide=guide(weights), max_guidance=1e9)
+        return euler(guided, NOISE, 10).actions
+
     found, free = sample(weights), sample(jnp.zeros(SHAPE))
     np.testing.assert_allclose(found[:, :2], TARGET[:, :2], atol=1e-5)
     np.testing.assert_array_equal(found[:, 2:], free[:, 2:])

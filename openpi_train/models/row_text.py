@@ -1,0 +1,109 @@
+"""What the text of a row is: the prompt alone, or the prompt and then the chunk, said as FAST tokens.
+
+Read next: `prompted.py`, whose configs have one of these, `data/action_prompt.py`.
+"""
+
+import abc
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from openpi_train.data.text_lengths import rounded
+from openpi_train.models.base import RowTransform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowText(abc.ABC):
+    """How a row's text is made, and how long it gets."""
+
+    # Whether rows say which tokens come one by one, and which are to be predicted.
+    token_masks: ClassVar[bool] = False
+
+    # The most tokens.
+    limit: int
+    # Whether the prompt holds the discretised state.
+    with_state: bool
+
+    @abc.abstractmethod
+    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+        """The host step that makes a normalised row's tokens, `length` of them, padding included."""
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """What makes a chunk's tokens; None where there are none (default)."""
+        del tokenizer
+
+    def most_chunk_tokens(self, tokenizer: Any) -> int:
+        """The most tokens that a prompt can go on with (default: none)."""
+        del tokenizer
+        return 0
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens with this instruction, but for those of the chunk (`PolicyConfig.prompt_tokens`)."""
+        return min(self.longest_prompt(tokenizer, prompt, num_state_dims), self.limit)
+
+    def fitted_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+        """Tokens that the longest of these prompts needs, each with its robot's state dims; at most `limit`."""
+        more = self.most_chunk_tokens(tokenizer)
+        lengths = [more + self.longest_prompt(tokenizer, text, dims) for text, dims in prompts]
+        longest = max(lengths, default=self.limit)
+        used = rounded(longest, self.limit)
+        logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.limit)
+        return used
+
+    def longest_prompt(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens of this instruction, whatever the state."""
+        return tokenizer.longest_prompt(prompt, num_state_dims if self.with_state else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptText(RowText):
+    """The prompt alone."""
+
+    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+        # Imported here: tokenizer libraries are only needed where rows are made.
+        from openpi_train.data.transforms import TokenizePrompt
+
+        return TokenizePrompt(tokenizer, self.limit, self.with_state, length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptAndChunkText(RowText):
+    """The prompt, then the chunk of `fast_tokenizer`, in the words of pi0-FAST or of the insulated pi0.5."""
+
+    token_masks = True
+
+    form: Literal["pi0_fast", "pi05"]
+    fast_tokenizer: str
+    vocab_size: int
+    action_horizon: int
+    action_dim: int
+
+    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+        """As in `RowText`. Raises ValueError where action tokens are words, too."""
+        from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
+
+        fast = self.chunk_tokenizer(tokenizer)
+        check_vocabulary(tokenizer, fast, self.vocab_size)
+        return TokenizeActionPrompt(tokenizer, fast, self.vocab_size, length, self.action_dim, self.form)
+
+    def most_chunk_tokens(self, tokenizer: Any) -> int:
+        """A chunk of two bytes per number, each a token, and its frame."""
+        return self._frame(tokenizer) + 2 * self.action_horizon * self.action_dim
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        if self.form == "pi0_fast":  # which writes instructions small, and cuts what is too long with a warning
+            return self.longest_prompt(tokenizer, prompt.lower(), num_state_dims) + self._frame(tokenizer)
+        return min(self.longest_prompt(tokenizer, prompt, num_state_dims) + self._frame(tokenizer), self.limit)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """The FAST processor; read once."""
+        from openpi_train.data.fast import load_fast
+
+        return load_fast(self.fast_tokenizer, offline=tokenizer.offline)
+
+    def _frame(self, tokenizer: Any) -> int:
+        """The tokens around those of the chunk."""
+        return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))

@@ -1,0 +1,61 @@
+"""Actions that a flow leads to from noise, by Euler steps; freely, or guided (`real_time_chunking.py`).
+
+Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.base import ActionSampler, Chain, FlowModel, walk
+from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlowSampler(ActionSampler):
+    """Euler steps of the model's velocity, corrected towards the target of `guide` where there is one."""
+
+    guide: Guide | None = None
+
+    def chain(self, model, observation, noise, keys, num_steps, keep=True):
+        del keys
+        flow: FlowModel = model
+        context = flow.context(self.seen(observation))
+
+        def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
+            return flow.velocity(context, actions[:, None], time[:, None])[:, 0].astype(jnp.float32)
+
+        def guided(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
+            return (
+                velocity(actions, time) if self.guide is None else guided_velocity(velocity, actions, time, self.guide)
+            )
+
+        return euler(guided, noise, num_steps, keep)
+
+
+def euler(velocity: Velocity, noise: Float[Array, "b h a"], num_steps: int, keep: bool = False) -> Chain:
+    """The chain from `noise` in equal Euler steps; without `keep` only its end."""
+    step_size = -1.0 / num_steps
+
+    def step(actions, index, time):
+        return actions + step_size * velocity(actions, time)
+
+    return walk(step, noise, flow_times(num_steps), keep)
+
+
+def flow_times(num_steps: int) -> Float[np.ndarray, " steps"]:
+    """The time before each Euler step: 1, 1 - 1 / `num_steps`, ..., summed up in float32 as in openpi's sampler."""
+    return np.cumsum([1.0] + [-1.0 / num_steps] * (num_steps - 1), dtype=np.float32)
+
+
+def as_flow(sampler: ActionSampler) -> FlowSampler:
+    """The sampler, where a flow is to be guided. Raises UsageError where it follows none."""
+    if not isinstance(sampler, FlowSampler):
+        raise UsageError(
+            f"real-time chunking guides a flow by its velocity, and {type(sampler).__name__}, which this policy's "
+            "objective needs, follows none; leave out --real-time-delay, or join chunks with --ensemble"
+        )
+    return sampler
