@@ -1,4 +1,4 @@
-"""The config of pi0 and pi0.5: sizes, published names, frozen parameters, host steps and FLOP counts.
+"""The config of pi0 and pi0.5: sizes, published names, frozen parameters and host steps.
 
 Field names and defaults are openpi's where openpi has the field. Read next: `pi0_network.py` (the network itself),
 `pi0_names.py`, `nn/gemma.py` for the variants.
@@ -15,7 +15,6 @@ from jaxtyping import Array, Int
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_network import Pi0
-from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.sharding.tensor import check_sizes
@@ -224,80 +223,12 @@ class Pi0Config(prompted.PromptedConfig):
 
         return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
 
-    def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
-        """Tokens of one row: in the prefix (images, prompt) and in the suffix (state, `draws` noisy chunks)."""
-        prefix = cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length
-        return prefix, draws * self.action_horizon + (0 if self.pi05 else 1)
-
     def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
         """Tokens of present images and of prompts, states and noisy actions."""
         observation = batch.observation
         images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
-        suffix = self.num_tokens(0, draws)[1] * batch.row.shape[0]
+        suffix = (draws * self.action_horizon + (0 if self.pi05 else 1)) * batch.row.shape[0]
         return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum() + suffix
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only, as a training step computes them.
-
-        Args:
-            cameras: camera slots that the run fills.
-            draws: flow draws that share the row's prefix.
-        """
-        return self._flops_of_all_outputs(cameras, draws) - self.dead_prefix_flops(cameras, draws)
-
-    def dead_prefix_flops(self, cameras: int, draws: int = 1) -> float:
-        """What openpi computes beyond `flops_per_row`: the prefix in the last layer, past its keys and values."""
-        if self.knowledge_insulation:
-            return 0.0
-        language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
-        seen = prefix if self.fixed_prefix else prefix + suffix
-        attention = 4 * seen * language.num_heads * language.head_dim
-        return prefix * (language.other_flops + attention)
-
-    def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
-        language, action = self.experts.values()
-        prefix, suffix = self.num_tokens(cameras, draws)
-        pairs = (prefix + suffix) ** 2
-        said = 0.0
-        if self.knowledge_insulation or self.fixed_prefix:
-            pairs -= prefix * suffix
-        if self.knowledge_insulation:
-            said = prompted.scores_flops(self.prompt_length - 1, language.width, self.vocab_size)
-        attention = 4 * pairs * language.num_heads * language.head_dim * language.depth
-        width, steps = action.width, draws * self.action_horizon
-        heads = 2 * steps * self.action_dim * width  # multiply-adds
-        if self.pi05:
-            num_norms = 2 * action.depth + 1
-            heads += draws * width * width * (2 + 3 * num_norms)
-        else:
-            heads += self.action_dim * width + steps * 3 * width * width
-        return (
-            cameras * self.siglip.flops(self.image_size, language.width)
-            + prefix * language.flops_per_token()
-            + suffix * action.flops_per_token()
-            + attention
-            + said
-            + 2 * heads
-        )
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        itemsize, total = self.compute_dtype.itemsize, 0.0
-        if self.knowledge_insulation:
-            total += prompted.scores_bytes(self.prompt_length - 1, self.vocab_size)
-        if self.fixed_prefix:
-            language = self.experts["language"]
-            cached = 2 * language.depth * language.num_kv_heads * language.head_dim
-            total += itemsize * cached * self.num_tokens(cameras)[0]
-        for stack, attended_tokens, times in self._stacks(cameras, draws):
-            total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
-        return total
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """An upper estimate: the last language layer makes less. Not counted: gradients of low-rank factors."""
-        itemsize = self.compute_dtype.itemsize
-        stacks = self._stacks(cameras, draws)
-        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         language, action = self.experts.values()
@@ -309,14 +240,3 @@ class Pi0Config(prompted.PromptedConfig):
             "siglip.mlp_dim": self.siglip.mlp_dim,
         }
         return check_sizes(sizes, tensor_devices)
-
-    def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
-        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        (language, action), (prefix, suffix) = self.experts.values(), self.num_tokens(cameras, draws)
-        tokens = self.siglip.num_tokens(self.image_size)
-        seen = prefix if self.fixed_prefix else prefix + suffix
-        return [
-            (Stack.of_decoder(language, prefix, has_backward=not self.fixed_prefix), seen, 1),
-            (Stack.of_decoder(action, suffix), prefix + suffix, 1),
-            (Stack.of_tower(self.siglip, tokens, has_backward="vision" not in self.fixed_groups), tokens, cameras),
-        ]

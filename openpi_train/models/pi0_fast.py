@@ -1,4 +1,4 @@
-"""The config of pi0-FAST: sizes, published names, frozen parameters, host steps and FLOP counts.
+"""The config of pi0-FAST: sizes, published names, frozen parameters and host steps.
 
 Field names and defaults are openpi's where openpi has the field. Read next: `pi0_fast_network.py`,
 `data/action_prompt.py` for what a row's tokens are, `docs/pi0_fast.md`.
@@ -16,7 +16,6 @@ from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
 from openpi_train.models.base import RowTransform
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
-from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.sharding.tensor import check_sizes
@@ -167,42 +166,12 @@ class Pi0FastConfig(prompted.PromptedConfig):
             lambda name: -3 if name.endswith("/output") else None,
         )
 
-    def num_tokens(self, cameras: int) -> int:
-        """Tokens of one row that the language model reads: images and prompt but for its last."""
-        return cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length - 1
-
     def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
         """Tokens of present images and of prompts."""
         del draws
         observation = batch.observation
         images = sum((mask.sum() for mask in observation.image_masks.values()), start=jnp.int32(0))
         return images * self.siglip.num_tokens(self.image_size) + observation.prompt_mask.sum()
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only, the scores of tokens included."""
-        del draws
-        sizes, tokens = self.sizes, self.num_tokens(cameras)
-        return (
-            cameras * self.siglip.flops(self.image_size, sizes.width)
-            + tokens * sizes.flops_per_token()
-            + 4 * tokens**2 * sizes.num_heads * sizes.head_dim * sizes.depth
-            + prompted.scores_flops(self.prompt_length - 1, sizes.width, self.vocab_size)
-        )
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        del draws
-        itemsize = self.compute_dtype.itemsize
-        return prompted.scores_bytes(self.prompt_length - 1, self.vocab_size) + sum(
-            times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
-            for stack, attended_tokens, times in self._stacks(cameras)
-        )
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        del draws
-        itemsize = self.compute_dtype.itemsize
-        stacks = self._stacks(cameras)
-        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         sizes = {
@@ -212,11 +181,3 @@ class Pi0FastConfig(prompted.PromptedConfig):
             "siglip.mlp_dim": self.siglip.mlp_dim,
         }
         return check_sizes(sizes, tensor_devices)
-
-    def _stacks(self, cameras: int) -> list[tuple[Stack, int, int]]:
-        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        tokens, image = self.num_tokens(cameras), self.siglip.num_tokens(self.image_size)
-        return [
-            (Stack.of_decoder(self.sizes, tokens), tokens, 1),
-            (Stack.of_tower(self.siglip, image, has_backward="vision" not in self.fixed_groups), image, cameras),
-        ]

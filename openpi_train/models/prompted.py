@@ -21,7 +21,6 @@ from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
-from openpi_train.nn.vocabulary import CHUNK_TOKENS
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
 
 logger = logging.getLogger(__name__)
@@ -155,16 +154,6 @@ def chunk_tokenizer(fast_tokenizer: str, tokenizer: Any) -> Any:
     from openpi_train.data.fast import load_fast
 
     return load_fast(fast_tokenizer, offline=tokenizer.offline)
-
-
-def scores_flops(tokens: int, width: int, vocab_size: int) -> float:
-    """Forward FLOPs of scoring the vocabulary for so many tokens; above a chunk of them they are scored twice."""
-    return 2.0 * tokens * width * vocab_size
-
-
-def scores_bytes(tokens: int, vocab_size: int) -> float:
-    """Bytes of a row's scores and of their gradient, float32; of a chunk's where there are more tokens."""
-    return 2.0 * 4 * min(tokens, CHUNK_TOKENS) * vocab_size
 
 
 def fitted_length(
