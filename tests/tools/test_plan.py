@@ -142,7 +142,8 @@ def test_a_tensor_group_shares_out_layers_and_what_they_keep_of_a_row():
         64,
     )
     assert two.layout.memory(1).total < 0.6 * one.layout.memory(1).total
-    assert two.policy.activation_bytes_per_row < 0.75 * one.policy.activation_bytes_per_row
+    # Of the residual stream, the norms and the one key head each has all.
+    assert 0.5 < two.policy.activation_bytes_per_row / one.policy.activation_bytes_per_row < 0.8
     # Keys and values, of one head, are computed by both.
     assert one.policy.flops_per_row < two.policy.flops_per_row < 1.02 * one.policy.flops_per_row
     summed = 64 * two.policy.summed_bytes_per_row  # an all-reduce of two sends as much
