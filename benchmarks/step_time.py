@@ -82,7 +82,8 @@ class Program:
     def __init__(self, trial: Trial, slots: Sequence[str]):
         self.trial, self.slots = trial, slots
         self.step = trial.compile_step(slots)
-        self.executed_flops = trial.executed_flops(slots)
+        self.executed_flops = trial.step_flops(slots)
+        self.model_flops = trial.step_flops(slots, recomputed=False)
 
     @property
     def size_mib(self) -> float:
@@ -124,9 +125,7 @@ def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell
             samples.append(seconds)
     own, other = (Spread(tuple(samples)) for samples in times)
     experiment = ours.trial.experiment
-    # The model's own work, forward and twice that backward, as `mfu` counts it.
-    flops = experiment.model.flops_per_row(len(ours.slots), experiment.objective.draws_per_row)
-    flops *= 3 * experiment.batch_size
+    flops = ours.model_flops  # as `mfu` counts them
     peak = peak_flops(jax.devices()[0].device_kind)
     return [
         len(ours.slots),

@@ -99,11 +99,12 @@ class Trial:
             rows["prompt_mask"] &= np.arange(rows["prompt_mask"].shape[1]) < prompt_tokens
         return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
 
-    def executed_flops(self, slots: Sequence[str]) -> float:
-        """FLOPs of all products in one step, recomputation included, counted in the traced program."""
+    def step_flops(self, slots: Sequence[str], *, recomputed: bool = True) -> float:
+        """FLOPs of all products in one step, with recomputation or without, counted in the traced program."""
         layout, model = self.prepared.layout, self.experiment.model
         spec = model.batch_spec(self.experiment.batch_size, slots)
-        return product_flops(jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec).jaxpr)
+        traced = jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec)
+        return product_flops(traced.jaxpr, recomputed=recomputed)
 
 
 def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:

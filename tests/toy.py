@@ -66,12 +66,6 @@ class LinearConfig(PolicyConfig):
     def transforms(self, tokenizer):
         return ()
 
-    def flops_per_row(self, cameras, draws=1):
-        return 4.0 * self.action_dim**2 * self.action_horizon * draws
-
-    def activation_bytes_per_row(self, cameras, draws=1, tensor_devices=1):
-        return 4.0 * self.action_dim * self.action_horizon * draws
-
     def frozen(self, path):
         return self.low_rank and path != "adapter_lora"
 

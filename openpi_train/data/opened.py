@@ -209,7 +209,7 @@ def in_text_lengths(
         shares_of_rows(tokens, rows.mixture.weights.tolist()),
         rounded(int(max(of_samples.max() for of_samples in tokens)), model.prompt_length),
         batch_size=batch_size,
-        cost=lambda length: model.with_text_length(length).flops_per_row(len(data.cameras), draws),
+        cost=lambda length: _tokens_of_a_row(model.with_text_length(length), data.cameras, draws),
         most=most,
     )
     if lengths == (model.prompt_length,):
@@ -217,6 +217,14 @@ def in_text_lengths(
     shorter = {length: row_spec(model.with_text_length(length).batch_spec(1, data.cameras)) for length in lengths}
     train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tuple(tokens)), shorter)
     return dataclasses.replace(data, train=train)
+
+
+def _tokens_of_a_row(model: Any, cameras: Sequence[str], draws: int) -> float:
+    """By which lengths of text are compared: all tokens of a full row, images and noisy actions too."""
+    import jax  # only the main process comes here
+
+    row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.batch_spec(1, cameras))
+    return float(model.num_tokens_seen(row, draws) or 1)
 
 
 def write_missing(config: DataConfig) -> None:

@@ -51,7 +51,7 @@ def choose_lengths(
 ) -> tuple[int, ...]:
     """At most `most` lengths, ascending up to `longest`, that make the expected cost of a batch the least.
 
-    Args: `shares` is the share of rows with so many tokens at most; `cost(length)` that of a row (of any unit). Rows
+    Args: `shares` is the share of rows with so many tokens at most; `cost(length)` what a row costs, in any unit. Rows
     are taken as drawn independently: a batch fits a length with the share of rows that do, to the power of its size.
     """
     sizes = sorted({rounded(tokens, longest) for tokens in shares} - {longest})
@@ -74,7 +74,7 @@ def choose_lengths(
     if len(best) > 1:
         saved = 1 - expected(best) / costs[longest]
         logger.info(
-            "text: batches have %s tokens, as their rows need, which saves about %.0f %% of the work "
+            "text: batches have %s tokens, as their rows need, which saves about %.0f %% of the tokens "
             "(--data.text-lengths 1: always %d)",
             *(" or ".join(map(str, best)), 100 * saved, longest),
         )

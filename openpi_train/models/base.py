@@ -45,32 +45,10 @@ class ModelConfig(abc.ABC):
     def training_only(self, trained: Collection[str]) -> "ModelConfig":
         """This config for a run in which these parameters, by path, train and no others (default: the same).
 
-        It computes the same, without work for gradients that nothing asks for, and says what that costs.
+        It computes the same, without work for gradients that nothing asks for.
         """
         del trained
         return self
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float | None:
-        """Forward FLOPs for one row, two per multiply-add; `draws` flow draws share the row's prefix.
-
-        None (default): they are counted in the traced step.
-        """
-        del cameras, draws
-        return None
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float | None:
-        """Bytes that a training step keeps for one row between forward and backward, an estimate from shapes.
-
-        On one device; each of `tensor_devices` has its share of the heads and of the wide layers. None (default): what
-        jax's derivative of the loss keeps (`planning/residuals.py`).
-        """
-        del cameras, draws, tensor_devices
-        return None
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes of the activations that a training step sums over a tensor group for one row."""
-        del cameras, draws, tensor_devices
-        return 0.0
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""

@@ -5,7 +5,6 @@ diffusion_policy's where it has them. Read next: `denoisers.py`, `diffusion_poli
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,10 +18,7 @@ from openpi_train.data.windows import WindowShape
 from openpi_train.models.base import PolicyConfig, RowTransform
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
-from openpi_train.nn.denoising_mlp import mlp_flops
-from openpi_train.nn.denoising_transformer import transformer_flops
-from openpi_train.nn.resnet import Pooling, ResNet18, num_features, resnet_activations, resnet_flops
-from openpi_train.nn.unet1d import unet_flops
+from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 from openpi_train.types import ActionBatch, action_batch
 
 
@@ -181,38 +177,3 @@ class DiffusionPolicyConfig(PolicyConfig):
             NumberPrompt(self.instructions) if self.instructions else NoPrompt(),
             ExactDims(self.action_dim, self.used_state_dim),
         )
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs in convolutions and matrix products, of images as they are stored (crops take less)."""
-        images = cameras * self.n_obs_steps * resnet_flops(self.image_height, self.image_width, self.encoder_widths)
-        sizes = self.action_horizon, self.action_dim, self.n_obs_steps * self.condition_width
-        if self.denoiser == "unet":
-            one = unet_flops(*sizes, self.unet.widths, self.unet.kernel_size, self.diffusion_step_embed_dim)
-        elif self.denoiser == "mlp":
-            one = mlp_flops(*sizes, self.mlp.width, self.mlp.depth, self.diffusion_step_embed_dim)
-        else:
-            one = transformer_flops(
-                self.action_horizon,
-                self.action_dim,
-                self.condition_width,
-                self.n_obs_steps,
-                self.transformer.width,
-                self.transformer.depth,
-            )
-        return images + draws * one
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes of what convolutions and norms read, in float32."""
-        del tensor_devices
-        images = (
-            cameras * self.n_obs_steps * resnet_activations(self.image_height, self.image_width, self.encoder_widths)
-        )
-        if self.denoiser == "unet":
-            levels = [self.action_horizon / 2**level * width for level, width in enumerate(self.unet.widths)]
-            chunk = 24.0 * math.fsum(levels)
-        elif self.denoiser == "mlp":
-            chunk = 4.0 * (1 + self.mlp.depth) * self.mlp.width
-        else:
-            sizes = self.transformer
-            chunk = sizes.depth * (self.action_horizon + self.n_obs_steps) * 20.0 * sizes.width
-        return 4.0 * (images + draws * chunk)

@@ -13,7 +13,6 @@ from flax import nnx
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.paligemma_network import PaliGemmaFlow
 from openpi_train.models.row_text import PromptText
-from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 _BACKBONE = "backbone/"
@@ -116,48 +115,8 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         del path  # the head has no low-rank factors
         return self.decoders["language"]
 
-    def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
-        """Tokens of one row: images and prompt in the backbone, `draws` noisy chunks in the head."""
-        return cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length, draws * self.action_horizon
-
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only."""
-        language, head = self.decoders.values()
-        prefix, actions = self.num_tokens(cameras, draws)
-        context = prefix + 1  # and the state
-
-        def attention(sizes: GemmaConfig, queries: int, keys: int) -> int:
-            return 4 * queries * keys * sizes.num_heads * sizes.head_dim * sizes.depth
-
-        keys_and_values = 4 * context * language.width * head.num_kv_heads * head.head_dim * head.depth
-        norms_and_time = draws * head.width**2 * (2 + 3 * (2 * head.depth + 1))
-        ends = 2 * actions * self.action_dim * head.width + self.action_dim * language.width
-        return (
-            cameras * self.siglip.flops(self.image_size, language.width)
-            + prefix * language.flops_per_token()
-            + attention(language, prefix, prefix)
-            + keys_and_values
-            + actions * head.flops_per_token()
-            + attention(head, actions, context + actions)
-            + 2.0 * (norms_and_time + ends)
-        )
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        itemsize, total = self.compute_dtype.itemsize, 0.0
-        for stack, attended_tokens, times in self._stacks(cameras, draws):
-            total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
-        head, context = self.decoders["head"], self.num_tokens(cameras)[0] + 1
-        return total + itemsize * 2 * context * head.num_kv_heads * head.head_dim * head.depth
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """An estimate: what the layers add up, and not the gradient of the context's keys."""
-        itemsize = self.compute_dtype.itemsize
-        stacks = self._stacks(cameras, draws)
-        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
     @property
     def shared_sizes(self) -> dict[str, int]:
@@ -168,14 +127,3 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
             "head.num_heads": head.num_heads,
             "head.mlp_dim": head.mlp_dim,
         }
-
-    def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
-        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        language, head = self.decoders.values()
-        prefix, actions = self.num_tokens(cameras, draws)
-        tokens = self.siglip.num_tokens(self.image_size)
-        return [
-            (Stack.of_decoder(language, prefix, has_backward="backbone" not in self.fixed_groups), prefix, 1),
-            (Stack.of_decoder(head, actions), prefix + 1 + actions, 1),
-            (Stack.of_tower(self.siglip, tokens, has_backward="vision" not in self.fixed_groups), tokens, cameras),
-        ]

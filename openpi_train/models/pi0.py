@@ -13,7 +13,6 @@ from flax import nnx
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
-from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 
@@ -162,76 +161,8 @@ class Pi0Config(prompted.PromptedConfig):
     def decoder_of(self, path: str) -> GemmaConfig:
         return self.experts["action" if "action" in path.split("/") else "language"]
 
-    def num_tokens(self, cameras: int, draws: int = 1) -> tuple[int, int]:
-        """Tokens of one row: in the prefix (images, prompt) and in the suffix (state, `draws` noisy chunks)."""
-        prefix = cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length
-        return prefix, draws * self.action_horizon + (0 if self.pi05 else 1)
-
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + (0 if self.pi05 else 1)
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only, as a training step computes them.
-
-        Args:
-            cameras: camera slots that the run fills.
-            draws: flow draws that share the row's prefix.
-        """
-        return self._flops_of_all_outputs(cameras, draws) - self.dead_prefix_flops(cameras, draws)
-
-    def dead_prefix_flops(self, cameras: int, draws: int = 1) -> float:
-        """What openpi computes beyond `flops_per_row`: the prefix in the last layer, past its keys and values."""
-        if self.knowledge_insulation:
-            return 0.0
-        language, (prefix, suffix) = self.experts["language"], self.num_tokens(cameras, draws)
-        seen = prefix if self.fixed_prefix else prefix + suffix
-        attention = 4 * seen * language.num_heads * language.head_dim
-        return prefix * (language.other_flops + attention)
-
-    def _flops_of_all_outputs(self, cameras: int, draws: int) -> float:
-        language, action = self.experts.values()
-        prefix, suffix = self.num_tokens(cameras, draws)
-        pairs = (prefix + suffix) ** 2
-        said = 0.0
-        if self.knowledge_insulation or self.fixed_prefix:
-            pairs -= prefix * suffix
-        if self.knowledge_insulation:
-            said = prompted.scores_flops(self.prompt_length - 1, language.width, self.vocab_size)
-        attention = 4 * pairs * language.num_heads * language.head_dim * language.depth
-        width, steps = action.width, draws * self.action_horizon
-        heads = 2 * steps * self.action_dim * width  # multiply-adds
-        if self.pi05:
-            num_norms = 2 * action.depth + 1
-            heads += draws * width * width * (2 + 3 * num_norms)
-        else:
-            heads += self.action_dim * width + steps * 3 * width * width
-        return (
-            cameras * self.siglip.flops(self.image_size, language.width)
-            + prefix * language.flops_per_token()
-            + suffix * action.flops_per_token()
-            + attention
-            + said
-            + 2 * heads
-        )
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        itemsize, total = self.compute_dtype.itemsize, 0.0
-        if self.knowledge_insulation:
-            total += prompted.scores_bytes(self.prompt_length - 1, self.vocab_size)
-        if self.fixed_prefix:
-            language = self.experts["language"]
-            cached = 2 * language.depth * language.num_kv_heads * language.head_dim
-            total += itemsize * cached * self.num_tokens(cameras)[0]
-        for stack, attended_tokens, times in self._stacks(cameras, draws):
-            total += times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
-        return total
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """An upper estimate: the last language layer makes less. Not counted: gradients of low-rank factors."""
-        itemsize = self.compute_dtype.itemsize
-        stacks = self._stacks(cameras, draws)
-        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
 
     @property
     def shared_sizes(self) -> dict[str, int]:
@@ -241,14 +172,3 @@ class Pi0Config(prompted.PromptedConfig):
             "language.mlp_dim": language.mlp_dim,
             "action_expert.mlp_dim": action.mlp_dim,
         }
-
-    def _stacks(self, cameras: int, draws: int) -> list[tuple[Stack, int, int]]:
-        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        (language, action), (prefix, suffix) = self.experts.values(), self.num_tokens(cameras, draws)
-        tokens = self.siglip.num_tokens(self.image_size)
-        seen = prefix if self.fixed_prefix else prefix + suffix
-        return [
-            (Stack.of_decoder(language, prefix, has_backward=not self.fixed_prefix), seen, 1),
-            (Stack.of_decoder(action, suffix), prefix + suffix, 1),
-            (Stack.of_tower(self.siglip, tokens, has_backward="vision" not in self.fixed_groups), tokens, cameras),
-        ]

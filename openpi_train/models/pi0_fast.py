@@ -14,7 +14,6 @@ from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
-from openpi_train.nn.activations import Stack
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.types import ActionBatch
 
@@ -116,44 +115,6 @@ class Pi0FastConfig(prompted.PromptedConfig):
         del path
         return self.sizes
 
-    def num_tokens(self, cameras: int) -> int:
-        """Tokens of one row that the language model reads: images and prompt but for its last."""
-        return cameras * self.siglip.num_tokens(self.image_size) + self.prompt_length - 1
-
-    def flops_per_row(self, cameras: int, draws: int = 1) -> float:
-        """Forward FLOPs for one row, two per multiply-add, in matrix products only, the scores of tokens included."""
-        del draws
-        sizes, tokens = self.sizes, self.num_tokens(cameras)
-        return (
-            cameras * self.siglip.flops(self.image_size, sizes.width)
-            + tokens * sizes.flops_per_token()
-            + 4 * tokens**2 * sizes.num_heads * sizes.head_dim * sizes.depth
-            + prompted.scores_flops(self.prompt_length - 1, sizes.width, self.vocab_size)
-        )
-
-    def activation_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        """Bytes alive for one row when most are, in the backward pass; an estimate from shapes and `remat`."""
-        del draws
-        itemsize = self.compute_dtype.itemsize
-        return prompted.scores_bytes(self.prompt_length - 1, self.vocab_size) + sum(
-            times * stack.shared(tensor_devices).bytes(self.used_remat, itemsize, attended_tokens)
-            for stack, attended_tokens, times in self._stacks(cameras)
-        )
-
-    def tensor_bytes_per_row(self, cameras: int, draws: int = 1, tensor_devices: int = 1) -> float:
-        del draws
-        itemsize = self.compute_dtype.itemsize
-        stacks = self._stacks(cameras)
-        return sum(times * stack.summed_bytes(self.used_remat, itemsize, tensor_devices) for stack, _, times in stacks)
-
     @property
     def shared_sizes(self) -> dict[str, int]:
         return {"num_heads": self.sizes.num_heads, "language.mlp_dim": self.sizes.mlp_dim}
-
-    def _stacks(self, cameras: int) -> list[tuple[Stack, int, int]]:
-        """Its stacks of layers, with the tokens that every token may look at, and how often each runs for a row."""
-        tokens, image = self.num_tokens(cameras), self.siglip.num_tokens(self.image_size)
-        return [
-            (Stack.of_decoder(self.sizes, tokens), tokens, 1),
-            (Stack.of_tower(self.siglip, image, has_backward="vision" not in self.fixed_groups), image, cameras),
-        ]

@@ -24,7 +24,6 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
-from openpi_train.nn.vocabulary import CHUNK_TOKENS
 from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
 
@@ -164,16 +163,6 @@ class PromptedConfig(PolicyConfig):
         groups = self.parameter_groups.items()
         fixed = (name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained))
         return dataclasses.replace(self, fixed_groups=tuple(fixed))
-
-
-def scores_flops(tokens: int, width: int, vocab_size: int) -> float:
-    """Forward FLOPs of scoring the vocabulary for so many tokens; above a chunk of them they are scored twice."""
-    return 2.0 * tokens * width * vocab_size
-
-
-def scores_bytes(tokens: int, vocab_size: int) -> float:
-    """Bytes of a row's scores and of their gradient, float32; of a chunk's where there are more tokens."""
-    return 2.0 * 4 * min(tokens, CHUNK_TOKENS) * vocab_size
 
 
 def embed_prefix(

@@ -56,9 +56,3 @@ class DenoisingMlp(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.outputs(jax.nn.mish(x)).reshape(noisy.shape)
-
-
-def mlp_flops(horizon: int, action_dim: int, condition_width: int, width: int, depth: int, step_width: int) -> float:
-    """Forward FLOPs for one chunk, two per multiply-add, in linear layers."""
-    chunk = horizon * action_dim
-    return 2.0 * width * (2 * chunk + step_width + condition_width + depth * width)

@@ -112,13 +112,3 @@ class DenoisingTransformer(nnx.Module):
         masks = (place >= jnp.arange(x.shape[1]), place >= other - 1)
         x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x, seen, masks), None), x, remat="none")
         return self.outputs(self.last_norm(x))
-
-
-def transformer_flops(
-    horizon: int, action_dim: int, condition_width: int, num_obs_steps: int, width: int, depth: int
-) -> float:
-    """Forward FLOPs for one chunk, two per multiply-add, in matrix products."""
-    seen = 1 + num_obs_steps
-    layer = horizon * (6 + 8) * width**2 + seen * 2 * width**2 + 2 * horizon * (horizon + seen) * width
-    ends = 2 * horizon * action_dim * width + num_obs_steps * condition_width * width + seen * 8 * width**2
-    return 2.0 * (depth * layer + ends)

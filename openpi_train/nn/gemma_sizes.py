@@ -33,25 +33,6 @@ class GemmaConfig:
             problems.append(f"{name}: head_dim {self.head_dim} and width {self.width} must be even")
         return problems
 
-    def flops_per_token(self) -> float:
-        """Forward FLOPs of one token in the weights of all layers, two per multiply-add, without adaptive norms."""
-        return self.depth * (self.key_value_flops + self.other_flops)
-
-    @property
-    def key_value_flops(self) -> float:
-        """Forward FLOPs of one token in the key and value weights of one layer."""
-        keys = self.num_kv_heads * self.head_dim
-        low_rank = self.lora.attention_rank * (2 * self.num_kv_heads * self.width + 2 * keys)
-        return float(2 * (2 * self.width * keys + low_rank))
-
-    @property
-    def other_flops(self) -> float:
-        """Forward FLOPs of one token in the other weights of one layer: query, output, feed-forward."""
-        heads = self.num_heads * self.head_dim
-        low_rank = self.lora.attention_rank * (self.num_heads * self.width + heads + heads + self.width)
-        low_rank += self.lora.mlp_rank * 3 * (self.width + self.mlp_dim)
-        return float(2 * (2 * self.width * heads + 3 * self.width * self.mlp_dim + low_rank))
-
 
 _GEMMA_2B = GemmaConfig(width=2048, depth=18, mlp_dim=16_384, num_heads=8, num_kv_heads=1, head_dim=256)
 _GEMMA_300M = dataclasses.replace(_GEMMA_2B, width=1024, mlp_dim=4096)

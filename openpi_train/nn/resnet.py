@@ -99,28 +99,6 @@ def num_features(pooling: Pooling, widths: Sequence[int], num_keypoints: int) ->
     return widths[-1] if pooling == "average" else 2 * num_keypoints
 
 
-def resnet_flops(height: int, width: int, widths: Sequence[int]) -> float:
-    """Forward FLOPs for one image, two per multiply-add, in the convolutions."""
-    rows, columns = -(-height // 2), -(-width // 2)
-    total, inputs = 2.0 * rows * columns * 49 * 3 * widths[0], widths[0]
-    rows, columns = -(-rows // 2), -(-columns // 2)
-    for stage, outputs in enumerate(widths):
-        if stage:
-            rows, columns = -(-rows // 2), -(-columns // 2)
-            total += 2.0 * rows * columns * inputs * outputs  # the short cut
-        total += 2.0 * rows * columns * 9 * outputs * (inputs + (2 * _BLOCKS - 1) * outputs)
-        inputs = outputs
-    return total
-
-
-def resnet_activations(height: int, width: int, widths: Sequence[int]) -> float:
-    """Numbers that the backward pass reads of one image: inputs of convolutions and of norms."""
-    total = 2.0 * height * width / 4 * widths[0]
-    for stage, outputs in enumerate(widths):
-        total += 4 * _BLOCKS * (height / 4 / 2**stage) * (width / 4 / 2**stage) * outputs
-    return total
-
-
 class SpatialSoftmax(nnx.Module):
     """Keypoints: each of `num_keypoints` maps, softmaxed over the pixels, to its mean place; then a linear layer.
 

@@ -44,14 +44,6 @@ class SiglipConfig:
         """Tokens that one square image of `image_size` pixels becomes."""
         return (image_size // self.patch_size) ** 2
 
-    def flops(self, image_size: int, out_width: int) -> float:
-        """Forward FLOPs for one image, two per multiply-add."""
-        tokens = self.num_tokens(image_size)
-        weights = 4 * self.width**2 + 2 * self.width * self.mlp_dim
-        layer = 2 * tokens * weights + 4 * tokens**2 * self.width
-        ends = 2 * tokens * self.width * (3 * self.patch_size**2 + out_width)
-        return float(self.depth * layer + ends)
-
 
 def float_images(images: UInt8[Array, "*b 3"] | Float[Array, "*b 3"]) -> Float[Array, "*b 3"]:
     """float32 images in [-1, 1] from shipped uint8 ones; float images are taken to be so already."""

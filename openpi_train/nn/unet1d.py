@@ -126,24 +126,3 @@ class ConditionalUnet1d(nnx.Module):
             x = first(jnp.concatenate([x, passed.pop()], axis=-1), condition)
             x = lengthen(second(x, condition))
         return self.outputs(self.last_block(x))
-
-
-def unet_flops(
-    horizon: int, action_dim: int, condition_width: int, widths: Sequence[int], kernel_size: int, step_width: int
-) -> float:
-    """Forward FLOPs for one chunk, two per multiply-add, in convolutions and linear layers."""
-    total = 8.0 * step_width**2
-
-    def block(inputs: int, outputs: int, steps: float) -> float:
-        convs = kernel_size * outputs * (inputs + outputs) + (inputs != outputs) * inputs * outputs
-        return steps * convs + (condition_width + step_width) * 2 * outputs
-
-    for level, (a, b) in enumerate(itertools.pairwise([action_dim, *widths])):
-        steps = horizon / 2**level
-        total += block(a, b, steps) + block(b, b, steps)
-        if level:
-            total += steps * 3 * a**2 + 2 * steps * 4 * a**2 / 2  # to this length and back
-            total += block(2 * b, a, steps) + block(a, a, steps)
-    total += 2 * block(widths[-1], widths[-1], horizon / 2 ** (len(widths) - 1))
-    total += horizon * widths[0] * (kernel_size * widths[0] + action_dim)
-    return 2 * total

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from openpi_train.planning.jaxprs import bodies, devices, turns
+
 # What jax calls the part of a backward pass that `jax.checkpoint` adds to it (jax 0.10.2: `ad_checkpoint.py`).
 _RECOMPUTED = "rematted_computation"
 
@@ -23,10 +25,8 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
             total += 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
         elif equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += _runs(equation) * product_flops(inner, recomputed=recomputed)
+        for body in bodies(equation):
+            total += turns(equation) * devices(equation) * product_flops(body, recomputed=recomputed)
     return total
 
 
@@ -37,11 +37,3 @@ def _convolution_flops(equation: Any) -> float:
     kernel, params = equation.invars[1].aval.shape, equation.params
     weights = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
     return 2 * equation.outvars[0].aval.size * weights / math.prod(params["lhs_dilation"])
-
-
-def _runs(equation: Any) -> int:
-    """How often what is inside runs: once per turn of a loop, and on every device that computes by itself."""
-    if equation.primitive.name == "shard_map":
-        axes = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]  # in jax 0.10.2; elsewhere
-        return math.prod(equation.params["mesh"].shape[axis] for axis in axes)
-    return equation.params.get("length", 1)

@@ -65,13 +65,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A rematerialisation policy's cost per row: FLOPs executed, bytes kept on a device, bytes summed in tensor groups.
+    """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
+    at once on a device, bytes summed in tensor groups.
 
     None: the model has no policies.
     """
 
     remat: str | None
     flops_per_row: float
+    model_flops_per_row: float
     activation_bytes_per_row: float
     summed_bytes_per_row: float = 0.0
 

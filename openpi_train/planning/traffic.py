@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
+from openpi_train.planning.jaxprs import bodies, turns
+from openpi_train.planning.live_bytes import SizeOf
 from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.sharding.strategy import Plan
 
@@ -107,6 +107,16 @@ def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
     return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows
 
 
+def summed_bytes(jaxpr: Any, axis: str, size_of: SizeOf) -> float:
+    """Bytes, by `size_of`, of what a traced program sums over the mesh axis `axis`, in loops as often as they run."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if _KIND_OF.get(equation.primitive.name) == "all-reduce" and axis in equation.params["axes"]:
+            total += sum(size_of(var.aval) for var in equation.outvars)
+        total += turns(equation) * sum(summed_bytes(body, axis, size_of) for body in bodies(equation))
+    return total
+
+
 def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
     """The collectives as the traced program asks for them: XLA for CPUs sends bfloat16 as float32."""
     asked = {(_KIND_OF.get(name), shape) for name, dtype, shape in _asked(jaxpr) if dtype == "bfloat16"}
@@ -126,13 +136,8 @@ def _asked(jaxpr: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         if equation.outvars:
             aval = equation.outvars[0].aval
             yield equation.primitive.name, str(getattr(aval, "dtype", "")), tuple(getattr(aval, "shape", ()))
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _asked(getattr(inner, "jaxpr", inner))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
+        for body in bodies(equation):
+            yield from _asked(body)
 
 
 def _share(devices: int) -> float:

@@ -1,7 +1,7 @@
 """The `plan` verb: what an experiment would need and how fast it would be on devices that are not here.
 
-State is exact (abstract evaluation), FLOPs are counted in the traced step, traffic is the strategies' formula over the
-links, activations are the model's estimate, and for the recommended candidate the compiler's own analysis. Nothing is
+State is exact (abstract evaluation), FLOPs are counted in the traced step, activations are estimated from it, traffic
+is the strategies' formula over the links, and for the recommended candidate the compiler's own analysis. Nothing is
 allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
 """
 
@@ -20,7 +20,7 @@ from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import ahead, plan_text
-from openpi_train.training.prepare import forecasts, step_flops, whole_layout
+from openpi_train.training.prepare import forecasts, whole_layout
 
 # What jax may take of a GPU (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9
@@ -112,18 +112,12 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
         machine=machine,
         num_params=sum(leaf.size for leaf in layout.shapes.params.values()),
         num_frozen=sum(leaf.size for leaf in layout.shapes.frozen.values()),
-        model_flops_per_row=model_flops_per_row(experiment),
+        model_flops_per_row=found[0].policy.model_flops_per_row,
         forecasts=found,
         recommended=chosen,
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
-
-
-def model_flops_per_row(experiment: Experiment) -> float:
-    """Forward and backward of one row, without recomputation, all parameters trained."""
-    forward = experiment.model.flops_per_row(len(experiment.data.cameras), experiment.objective.draws_per_row)
-    return step_flops(experiment, experiment.model, recomputed=False) if forward is None else 3 * forward
 
 
 def _accumulations(experiment: Experiment, num_devices: int) -> list[int]:
@@ -146,7 +140,7 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
     if machine.num_hosts > 1:
         lines.append(f"network: {machine.network_gb_s:g} GB/s out of a host (--network-gb-s), {LINK_SHARE:.0%} reached")
     if sharding.tensor_devices > 1:
-        lines.append("what tensor groups sum: the model's estimate, an upper one")
+        lines.append("what tensor groups sum: counted in the traced step")
     if sharding.offload != "none":
         lines.append(f"host memory: {HOST_LINK_GB_S} GB/s each way (PCIe 4.0 x16), beside nothing but the update")
     return [

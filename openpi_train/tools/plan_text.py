@@ -26,7 +26,7 @@ def tables(report: "Report") -> str:
         f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",
     ]
     state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
-    policies = "Per row (activations: the model's estimate; FLOPs: counted in the traced step, recomputation included):"
+    policies = "Per row, of the traced step (activations: an estimate; FLOPs: counted, recomputation included):"
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
     parts = [
         "\n".join(head),

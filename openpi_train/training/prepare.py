@@ -12,26 +12,24 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
-from openpi_train.keys import row_keys
-from openpi_train.models.base import ModelConfig
-from openpi_train.nn.params import merge_module
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
+from openpi_train.planning.costs import ROWS, TracedGradient, cost
 from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
-from openpi_train.planning.flops import product_flops
 from openpi_train.planning.forecast import Forecast, Layout, Machine, Policy, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
-from openpi_train.planning.residuals import residual_bytes_per_row
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.training.init import StateLayout, lay_out
+from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
@@ -187,8 +185,7 @@ def choose(experiment: Experiment, layout: StateLayout, machine: Machine) -> For
 
     The log says which, why, and what else there was. Where nothing fits it is what needs least memory.
     """
-    counted = len(experiment.model.remat_choices()) > 1
-    found = forecasts(experiment, layout, machine, [experiment.grad_accum], counted=counted)
+    found = forecasts(experiment, layout, machine, [experiment.grad_accum])
     chosen, why = recommend(found)
     logger.info("%s", why)
     if len(found) > 1:
@@ -199,14 +196,14 @@ def choose(experiment: Experiment, layout: StateLayout, machine: Machine) -> For
 
 
 def forecasts(
-    experiment: Experiment, layout: StateLayout, machine: Machine, accumulations: list[int], *, counted: bool = True
+    experiment: Experiment, layout: StateLayout, machine: Machine, accumulations: list[int]
 ) -> list[Forecast]:
     """What every strategy with every rematerialisation policy that the flags leave open needs and takes."""
     costs = layout_costs(experiment, layout, machine)
     batch = experiment.batch_size
     return [
         forecast(machine, cost, policy, batch, accumulations)
-        for cost, policy in itertools.product(costs, policy_costs(experiment, layout, counted=counted))
+        for cost, policy in itertools.product(costs, policy_costs(experiment, layout))
     ]
 
 
@@ -216,60 +213,28 @@ def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) 
     return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
 
 
-def policy_costs(experiment: Experiment, state: StateLayout, *, counted: bool) -> list[Policy]:
-    """What each rematerialisation policy that is left open costs: FLOPs, and the model's estimates of bytes.
+def policy_costs(experiment: Experiment, state: StateLayout) -> list[Policy]:
+    """What a row costs under each rematerialisation policy that is left open, least recomputation first."""
+    choices = experiment.model.remat_choices().items()
+    return [cost(name, traced_gradient(dataclasses.replace(experiment, model=model), state)) for name, model in choices]
 
-    FLOPs are `counted` in the traced step (of a tensor group, on all of its devices together), recomputation included,
-    or, where all of the model trains, its own by its formula.
+
+def traced_gradient(experiment: Experiment, state: StateLayout) -> TracedGradient:
+    """Loss and gradient of one micro-batch, for `state` or for that of another policy, as one device computes them.
+
+    Or one tensor group.
     """
-    cameras, sharding = experiment.data.cameras, experiment.sharding
-    sizes = len(cameras), experiment.objective.draws_per_row, sharding.tensor_devices
-    found = []
-    for name, model in experiment.model.remat_choices().items():
-        model = model.training_only(state.shapes.params)
-        forward, activations = model.flops_per_row(*sizes[:2]), model.activation_bytes_per_row(*sizes)
-        if counted or state.shapes.frozen or forward is None:
-            flops = step_flops(experiment, model)
-        else:
-            flops = 3 * forward
-        policy = Policy(
-            remat=name,
-            flops_per_row=flops,
-            activation_bytes_per_row=max(kept_bytes(experiment, model) if activations is None else activations, 1.0),
-            summed_bytes_per_row=model.tensor_bytes_per_row(*sizes),
-        )
-        found.append(policy)
-    return found
+    model = experiment.model.training_only(state.shapes.params)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
+    whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
+    one = dataclasses.replace(experiment, model=model, grad_accum=1)
+    trainer = make_trainer(one, dataclasses.replace(state, graphdef=graphdef), whole)
 
+    def gradient(state: TrainState, batch: Any) -> Any:
+        return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
-def step_flops(experiment: Experiment, model: ModelConfig, *, recomputed: bool = True) -> float:
-    """FLOPs of a traced step on one row, of a tensor group on all of its devices; with recomputation, or without."""
-    trainer, layout = _one_row(experiment, model)
-    traced = jax.make_jaxpr(trainer.step)(layout.abstract(), experiment.data.batch_spec(model, 1))
-    return product_flops(traced.jaxpr, recomputed=recomputed)
-
-
-def kept_bytes(experiment: Experiment, model: ModelConfig) -> float:
-    """Bytes that each row keeps between forward and backward, by jax's derivative of the loss."""
-    trainer, layout = _one_row(experiment, model)
-
-    def loss(params, inputs):
-        frozen, batch = inputs
-        module = merge_module(trainer.graphdef, {**frozen, **params})
-        return trainer.objective.loss(module, batch, trainer.objective.norms(batch), row_keys(0, 0, batch.row))
-
-    return residual_bytes_per_row(
-        loss, layout.shapes.params, lambda rows: (layout.shapes.frozen, experiment.data.batch_spec(model, rows))
-    )
-
-
-def _one_row(experiment: Experiment, model: ModelConfig) -> tuple[Trainer, StateLayout]:
-    """The step of `model` as it is for the rows of one device, or one tensor group, in one micro-batch."""
-    sharding = dataclasses.replace(experiment.sharding, offload="none")
-    one = dataclasses.replace(experiment, model=model, grad_accum=1, sharding=sharding)
-    whole = planned(one, "replicated", 1, sharding.tensor_devices)
-    layout = whole_layout(one, whole)
-    return make_trainer(one, layout, whole), layout
+    traced = jax.make_jaxpr(gradient)(state.shapes, experiment.data.batch_spec(model, ROWS))
+    return TracedGradient(experiment=one, jaxpr=traced.jaxpr)
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:

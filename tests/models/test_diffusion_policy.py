@@ -14,6 +14,7 @@ from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.planning.flops import product_flops
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch, Observation
 
@@ -249,4 +250,5 @@ def test_the_mlp_is_what_its_parameters_say():
     found = model(*(jnp.asarray(value, jnp.float32) for value in (noisy, step, condition)))
     np.testing.assert_allclose(found, linear(model.outputs, mish(x)).reshape(2, 8, 3), atol=1e-5)
     products = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim == 2)
-    assert STATES.flops_per_row(0, draws=3) == 3 * 2 * products
+    traced = jax.make_jaxpr(model)(*(jnp.asarray(value, jnp.float32) for value in (noisy, step, condition)))
+    assert product_flops(traced.jaxpr) == 2 * 2 * products  # of two rows

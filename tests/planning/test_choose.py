@@ -16,7 +16,7 @@ from openpi_train.planning.memory import GIB, predict
 from openpi_train.planning.traffic import formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
-from openpi_train.training.prepare import choose, whole_layout
+from openpi_train.training.prepare import choose, policy_costs, whole_layout
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,8 @@ def chosen(caplog, gib: float, num_devices: int = 1, **model) -> tuple[str, str 
 def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_says_why(caplog):
     layout = whole_layout(debug, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     state = predict(layout, Plan(mesh=planned_mesh(1, 1), strategy="replicated"), 0, 0, dtype=jnp.float32).total
-    rows = {name: 8 * model.activation_bytes_per_row(1) for name, model in AUTO.remat_choices().items()}
+    costs = policy_costs(dataclasses.replace(debug, model=AUTO), layout)
+    rows = {one.remat: 8 * one.activation_bytes_per_row for one in costs}
     assert rows["none"] > rows["dots"] > rows["attention"] > rows["full"]
     just_enough = (state + rows["attention"] + 1) / USABLE / GIB
     for gib, name in ((100.0, "none"), (just_enough, "attention")):

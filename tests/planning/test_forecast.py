@@ -26,7 +26,7 @@ def layout(strategy: str, gib: int, sent: float) -> Layout:
 
 
 def policy(remat: str, flops: float, gib: float) -> Policy:
-    return Policy(remat=remat, flops_per_row=flops, activation_bytes_per_row=gib * GIB)
+    return Policy(remat=remat, flops_per_row=flops, model_flops_per_row=flops, activation_bytes_per_row=gib * GIB)
 
 
 NONE, FULL = policy("none", 1e12, 4), policy("full", 1.25e12, 1)

@@ -4,10 +4,13 @@ import json
 import re
 from collections.abc import Iterator
 
+import flops_by_hand
 import pytest
 from runs.command import openpi_train
 
 from openpi_train import cli
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.strategy import CUT
@@ -24,11 +27,11 @@ def each_step_is_traced_once() -> Iterator[None]:
     """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
     trace, known = prepare.policy_costs, {}
 
-    def once(experiment, *state, counted):
+    def once(experiment, state):
         what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
-        key = repr((*what, experiment.sharding.tensor_devices, counted))
+        key = repr((*what, experiment.sharding.tensor_devices))
         if key not in known:
-            known[key] = trace(experiment, *state, counted=counted)
+            known[key] = trace(experiment, state)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -111,10 +114,12 @@ def test_a_policy_that_is_given_is_the_only_one_and_its_work_is_counted():
 
 
 @pytest.mark.slow
-def test_pi0_without_recomputation_executes_what_the_models_formula_counts():
+def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
     found = report("pi0_bridge_traj")
     flops = {one.policy.remat: one.policy.flops_per_row / found.model_flops_per_row for one in found.forecasts}
-    assert flops["none"] == pytest.approx(1, rel=1e-3)
+    assert flops["none"] == 1
+    by_hand = 3 * flops_by_hand.pi0(found.experiment.model, 1)  # inputs have no gradient
+    assert found.model_flops_per_row == pytest.approx(by_hand, rel=1e-3)
     assert list(flops) == ["none", "dots", "attention", "full"]
     assert 1 <= flops["dots"] < flops["attention"] < flops["full"] < 4 / 3
 
@@ -137,7 +142,8 @@ def test_a_tensor_group_shares_out_layers_and_what_they_keep_of_a_row():
         64,
     )
     assert two.layout.memory(1).total < 0.6 * one.layout.memory(1).total
-    assert two.policy.activation_bytes_per_row < 0.75 * one.policy.activation_bytes_per_row
+    # Of the residual stream, the norms and the one key head each has all.
+    assert 0.5 < two.policy.activation_bytes_per_row / one.policy.activation_bytes_per_row < 0.8
     # Keys and values, of one head, are computed by both.
     assert one.policy.flops_per_row < two.policy.flops_per_row < 1.02 * one.policy.flops_per_row
     summed = 64 * two.policy.summed_bytes_per_row  # an all-reduce of two sends as much
@@ -197,5 +203,8 @@ def test_every_way_of_training_a_vla_is_planned_and_what_is_frozen_takes_two_byt
     assert whole.optimizer == pytest.approx(2 * whole.params, rel=1e-3)
     assert whole.ema == (whole.params if found.experiment.ema_decay is not None else 0)
     # Forward, forward again, and twice that backward: less where there is nothing to learn.
-    assert found.forecasts[0].policy.flops_per_row <= backward * 4 / 3 * found.model_flops_per_row
+    by_hand = {Pi0Config: flops_by_hand.pi0, Pi0FastConfig: flops_by_hand.pi0_fast}
+    model = found.experiment.model
+    forward = by_hand.get(type(model), flops_by_hand.paligemma)(model, len(found.experiment.data.cameras))
+    assert found.forecasts[0].policy.flops_per_row <= backward * 4 * forward
     assert ("  frozen  " in plan_text.tables(found)) == (frozen > 0)

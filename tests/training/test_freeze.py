@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flops_by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +25,9 @@ CAMERAS = len(debug.data.cameras)
 
 def cost(freeze):
     """What a row of the debug experiment costs, and its model as it is trained."""
-    experiment = dataclasses.replace(debug, model=MODEL, freeze=freeze, batch_size=1)
+    experiment = dataclasses.replace(debug, model=MODEL, freeze=freeze)
     state = prepare.whole_layout(experiment, ONE)
-    (found,) = prepare.policy_costs(experiment, state, counted=True)
+    (found,) = prepare.policy_costs(experiment, state)
     return found, MODEL.training_only(state.shapes.params)
 
 
@@ -36,7 +37,7 @@ def test_no_work_is_done_for_gradients_of_fixed_weights():
     whole, model = cost(None)
     assert model == MODEL
     tower, language = model.siglip, model.experts["language"]
-    image = tower.flops(model.image_size, language.width)
+    image = flops_by_hand.tower(tower, model.image_size, language.width)
     pixels = 2 * tower.num_tokens(model.image_size) * 3 * tower.patch_size**2 * tower.width  # have no gradient anyway
     fixed, model = cost("vision")
     assert model.fixed_groups == ("vision",)
@@ -48,12 +49,13 @@ def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
     whole, _ = cost(None)
     fixed, model = cost("backbone")
     assert model.fixed_groups == ("vision", "language", "backbone")
-    language, (prefix, _) = model.experts["language"], model.num_tokens(CAMERAS)
-    attention = 4 * prefix**2 * language.num_heads * language.head_dim
-    forward = CAMERAS * model.siglip.flops(model.image_size, language.width)
-    forward += prefix * language.flops_per_token() + language.depth * attention
-    forward -= prefix * language.other_flops + attention  # the last layer makes keys and values alone
-    trained = 3 * (model.flops_per_row(CAMERAS) - forward)
+    language, prefix = model.experts["language"], flops_by_hand.prefix_tokens(model, CAMERAS)
+    attention = flops_by_hand.attention(language, prefix, prefix)
+    forward = CAMERAS * flops_by_hand.tower(model.siglip, model.image_size, language.width)
+    forward += prefix * flops_by_hand.token(language) + language.depth * attention
+    # The last layer makes keys and values alone.
+    forward -= prefix * flops_by_hand.all_but_keys_and_values(language) + attention
+    trained = 3 * (flops_by_hand.pi0(model, CAMERAS) - forward)
     # Noise, time and state have no gradient.
     assert fixed.flops_per_row == pytest.approx(forward + trained, rel=2e-3)
     assert fixed.flops_per_row < 0.5 * whole.flops_per_row

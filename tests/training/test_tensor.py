@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import toy
+from openpi_train_configs.debug import debug
 from trainers import make_trainer
 
 from openpi_train.interop.openpi import parameter_shapes
@@ -17,9 +18,10 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import SGD, Adafactor, AdamW, LRSchedule, Muon
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_bytes, tensor_bytes
-from openpi_train.sharding.mesh import FSDP, TENSOR, make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.sharding.mesh import FSDP, TENSOR, make_mesh, planned_mesh
+from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.init import create_state, lay_out
+from openpi_train.training.prepare import policy_costs, whole_layout
 from openpi_train.types import action_batch, flatten_rows
 
 pytestmark = pytest.mark.slow
@@ -172,9 +174,10 @@ def test_a_step_sends_no_more_than_the_formulas_and_a_device_holds_what_the_plan
         step = traced.lower().compile()
     found = as_asked(collectives(step.as_text(), 8), traced.jaxpr)
     of_weights = formula_bytes(trainer.plan, layout.shapes.params, 2, accum)
-    of_rows = tensor_bytes(trainer.plan, WIDE.tensor_bytes_per_row(1, 1, tensor), ROWS * tensor / 8)
+    summed = costs_of_a_row(dataclasses.replace(WIDE, remat="none"), tensor).summed_bytes_per_row
+    of_rows = tensor_bytes(trainer.plan, summed, ROWS * tensor / 8)
     sent = sum(one.sent_bytes for one in found)
-    # The token table is not sent, and the last language layer adds up nothing.
+    # The token table is not sent.
     assert 0.8 * (of_weights + of_rows) < sent < 1.05 * (of_weights + of_rows)
     rows = bytes_per_device(spec, trainer.plan.batch)
     planned = predict(layout, trainer.plan, 0.0, 0).state
@@ -228,14 +231,23 @@ def test_a_size_that_does_not_divide_is_told_with_what_does(tensor, wrong):
     assert not toy.LinearConfig().check_tensor(1) + Pi0Config().check_tensor(8)
 
 
+def costs_of_a_row(config, tensor):
+    """What a row of the debug experiment costs with this model."""
+    experiment = dataclasses.replace(debug, model=config, sharding=ShardingConfig(tensor_devices=tensor))
+    assert experiment.data.cameras == CAMERAS
+    (found,) = policy_costs(experiment, whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated")))
+    return found
+
+
 def test_what_a_device_holds_of_a_row_shrinks_by_its_share_and_full_rematerialisation_sends_more():
-    config = Pi0Config(remat="full")
-    full = [config.activation_bytes_per_row(3, 1, tensor) for tensor in (1, 2, 4)]
-    assert full[0] > full[1] > full[2] > full[0] / 4
-    # Five sums of bfloat16 in each layer; and of the gradients of one head's keys and values.
-    tokens = {"language": 816, "action": 51}
-    expected = sum(2 * 18 * count * (5 * config.experts[name].width + 2 * 256) for name, count in tokens.items())
-    expected += 3 * 2 * 27 * 256 * 5 * 1152
-    assert config.tensor_bytes_per_row(3, 1, 2) == expected
-    dots = Pi0Config(remat="dots").tensor_bytes_per_row(3, 1, 2)
-    assert dots < expected
+    full = [costs_of_a_row(dataclasses.replace(WIDE, remat="full"), tensor) for tensor in (1, 2, 4)]
+    sizes = [one.activation_bytes_per_row for one in full]
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[0] / 4
+    dots = costs_of_a_row(dataclasses.replace(WIDE, remat="dots"), 2)
+    # bfloat16. Four sums in each layer, in the last one none of the 8 tokens of images and prompt; the 4 others are the
+    # state and the actions. The gradients of one head's keys and values, those of all 12 tokens.
+    language, action, tower, keys = 8 * 64, 4 * 32, 4 * 32, 12 * 8
+    kept = 2 * (4 * (5 * language + 6 * action + 6 * tower) + 2 * 6 * keys)
+    # What is computed again is summed again: attention of all layers but the last, of which nothing is.
+    again = 2 * (5 * language + 5 * action + 6 * tower)
+    assert [one.summed_bytes_per_row for one in (full[0], dots, full[1])] == [0, kept, kept + again]

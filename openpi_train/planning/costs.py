@@ -1,0 +1,58 @@
+"""What one row costs a device, read from the traced gradient of a micro-batch. Read next: `live_bytes.py`, `flops.py`.
+
+`training/prepare.py` traces it, for every rematerialisation policy that a run may choose.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from openpi_train.experiment import Experiment
+from openpi_train.planning.flops import product_flops
+from openpi_train.planning.forecast import Policy
+from openpi_train.planning.live_bytes import peak_bytes
+from openpi_train.planning.traffic import summed_bytes
+from openpi_train.sharding.mesh import TENSOR
+
+# Rows of the traced micro-batch. Arrays whose sizes are multiples of this prime belong to rows, others do not.
+ROWS = 8191
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedGradient:
+    """Loss and gradient of `ROWS` rows on one device, or one tensor group: the run's own, under one policy.
+
+    `experiment` has that policy; `jaxpr` is the traced program.
+    """
+
+    experiment: Experiment
+    jaxpr: Any
+
+
+# Who says how many bytes a device needs at once for each row of a micro-batch, beside parameters and gradients: the
+# estimate below, or a compiler.
+ActivationBytes = Callable[[TracedGradient], float]
+
+
+def live_activation_bytes(gradient: TracedGradient) -> float:
+    """By the arrays of the traced program that are alive at once."""
+    return peak_bytes(gradient.jaxpr, bytes_per_row)
+
+
+def cost(
+    remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
+) -> Policy:
+    """What a row costs under the policy of this name."""
+    return Policy(
+        remat=remat,
+        flops_per_row=product_flops(gradient.jaxpr) / ROWS,
+        model_flops_per_row=product_flops(gradient.jaxpr, recomputed=False) / ROWS,
+        activation_bytes_per_row=max(activation_bytes(gradient), 1.0),
+        summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
+    )
+
+
+def bytes_per_row(aval: Any) -> float:
+    """Bytes that an array of this shape and type has for each row; 0 where its size does not go by the rows."""
+    size = getattr(aval, "size", 0)
+    return 0.0 if size % ROWS else size // ROWS * aval.dtype.itemsize

@@ -1,0 +1,29 @@
+"""Traced programs (jaxprs) as what counts in them needs them. Read next: `flops.py`, `live_bytes.py`, `traffic.py`."""
+
+import math
+from typing import Any
+
+import jax
+
+
+def bodies(equation: Any) -> list[Any]:
+    """The jaxprs inside an operation: what it calls, or a loop's turn, or the branches of which it takes one."""
+    leaves = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr)
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
+
+
+def turns(equation: Any) -> int:
+    """How often what is inside runs on a device: 1 where it is no loop, or where nobody knows."""
+    return equation.params.get("length", 1)
+
+
+def devices(equation: Any) -> int:
+    """How many devices run what is inside, each by itself."""
+    if equation.primitive.name != "shard_map":
+        return 1
+    axes = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]  # in jax 0.10.2; elsewhere
+    return math.prod(equation.params["mesh"].shape[axis] for axis in axes)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")

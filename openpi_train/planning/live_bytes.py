@@ -1,0 +1,208 @@
+"""The most memory that the arrays of a traced program take at once. Read next: `training/costs.py`, which asks.
+
+What a compiler does with the program is imitated, not asked: an array is stored where an operation is no arithmetic by
+element, reads it as it lies (a product, a convolution, a loop), or where to keep it takes less than to keep what it is
+made of. All others are made where they are read, as part of the reader.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from openpi_train.planning.jaxprs import bodies
+
+# Bytes of an array of this shape and type that count.
+SizeOf = Callable[[Any], float]
+
+# What lies in memory like its input.
+_VIEWS = frozenset(
+    "bitcast_convert_type copy expand_dims mesh_cast name optimization_barrier pvary pcast reshape sharding_constraint "
+    "squeeze stop_gradient transpose".split()
+)
+# What can be a part of its reader beside arithmetic by element.
+_MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather iota pad rev slice split".split())
+# What looks like arithmetic by element and reads other elements.
+_BY_ITSELF = frozenset(
+    "all_to_all cumlogsumexp cummax cummin cumprod cumsum fft ppermute psum psum_invariant random_bits sort".split()
+)
+# What gives the memory of its first input to its output.
+_IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-add".split())
+
+
+def peak_bytes(jaxpr: Any, size_of: SizeOf) -> float:
+    """The most bytes that what a jaxpr makes takes at once, by `size_of`; its inputs left out."""
+    program = _Program(size_of)
+    known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
+    program.add(jaxpr, known)
+    for var in jaxpr.outvars:
+        program.read(known, var, stored=True)
+    return program.peak()
+
+
+@dataclasses.dataclass(eq=False)
+class _Array:
+    """An array: its bytes; at which operation it is made, and at which it is last read (-1: never).
+
+    `sources`, from which a reader may make it, are None where it is stored in any case.
+    """
+
+    size: float
+    made: int
+    sources: Sequence["_Array"] | None
+    last_read: int = -1
+    first_stored_read: int | None = None
+
+
+@dataclasses.dataclass
+class _Program:
+    """The operations of a jaxpr in their order, those of the functions that it calls in place of the calls."""
+
+    size_of: SizeOf
+    arrays: list[_Array] = dataclasses.field(default_factory=list)
+    # Of every operation whether it ends what can be made by its readers, and the bytes that it takes inside.
+    ends: list[bool] = dataclasses.field(default_factory=list)
+    inside: list[float] = dataclasses.field(default_factory=list)
+    # Inputs whose memory an operation gives to its outputs, where nothing reads them afterwards.
+    given: list[tuple[_Array, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def now(self) -> int:
+        """The number of the next operation."""
+        return len(self.ends)
+
+    def add(self, jaxpr: Any, known: dict[Any, _Array]) -> None:
+        """Append the operations of `jaxpr`, whose inputs are `known`; its arrays are entered there."""
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            inputs = [known[var] for var in equation.invars if not isinstance(var, Literal)]
+            body = _called(equation)
+            if body is not None:
+                own = dict.fromkeys(body.constvars, _Array(0.0, 0, ()))
+                own |= zip(body.invars, [self._array(known, var) for var in equation.invars], strict=True)
+                self.add(body, own)
+                known |= zip(equation.outvars, [self._array(own, var) for var in body.outvars], strict=True)
+            elif name in _VIEWS:
+                known |= zip(equation.outvars, [self._array(known, var) for var in equation.invars], strict=False)
+            elif _is_fused(equation):
+                self._make(known, equation.outvars, tuple(inputs))
+                self._end(False)
+            else:
+                for array in inputs:
+                    self._read(array, stored=not name.startswith(("reduce_", "arg")))
+                if name in _IN_PLACE:
+                    self.given += [(inputs[0], self.now)]
+                if name == "scan":
+                    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+                    inits = equation.invars[consts : consts + carried]
+                    self.given += [(self._array(known, var), self.now) for var in inits]
+                elif name == "while":
+                    consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+                    self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
+                self._make(known, equation.outvars, None)
+                self._end(True, _inside(equation, self.size_of))
+
+    def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
+        """Something reads this array after all operations so far; `stored`: as it lies in memory."""
+        self._read(self._array(known, var), stored)
+
+    def peak(self) -> float:
+        """The most bytes at any operation."""
+        ended = np.cumsum([0, *self.ends, 0])  # how many ends there are before each operation
+        alive = np.zeros(self.now + 2)
+        given = {(id(array), when) for array, when in self.given}
+        for array in reversed(self.arrays):
+            if array.last_read < 0:
+                continue
+            if not self._is_stored(array, ended):
+                for source in array.sources or ():
+                    source.last_read = max(source.last_read, array.last_read)
+                continue
+            made = array.made
+            if array.sources is not None:
+                for source in array.sources:
+                    source.last_read = max(source.last_read, array.made)
+                if not array.sources and array.first_stored_read is not None:
+                    made = array.first_stored_read
+            last = array.last_read - ((id(array), array.last_read) in given)
+            alive[made] += array.size
+            alive[max(last, made) + 1] -= array.size
+        return float((np.cumsum(alive)[: self.now + 1] + np.array([*self.inside, 0.0])).max())
+
+    def _is_stored(self, array: _Array, ended: Any) -> bool:
+        """Whether it is written to memory. What reads it later is known already."""
+        if array.sources is None or array.first_stored_read is not None:
+            return True
+        if ended[array.last_read] == ended[array.made]:
+            return False
+        return sum(source.size for source in array.sources if source.last_read < array.last_read) > array.size
+
+    def _array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
+        return _Array(0.0, 0, ()) if isinstance(var, Literal) else known[var]
+
+    def _read(self, array: _Array, stored: bool) -> None:
+        array.last_read = self.now
+        if stored and array.first_stored_read is None:
+            array.first_stored_read = self.now
+
+    def _make(self, known: dict[Any, _Array], variables: Sequence[Any], sources: Sequence[_Array] | None) -> None:
+        made = {var: _Array(self.size_of(var.aval), self.now, sources) for var in variables}
+        self.arrays += made.values()
+        known |= made
+
+    def _end(self, ends: bool, inside: float = 0.0) -> None:
+        self.ends.append(ends)
+        self.inside.append(inside)
+
+
+def _is_fused(equation: Any) -> bool:
+    """Whether it can be a part of what reads its output: arithmetic by element, and some moves.
+
+    Arithmetic between an array and its sums or means (norms) is left out: XLA fuses it on GPUs and not on CPUs, and to
+    take it as stored is the safe side.
+    """
+    name = equation.primitive.name
+    if name in _MOVES:
+        return True
+    shapes = {getattr(var.aval, "shape", ()) for var in equation.invars} - {()}
+    is_by_element = len(equation.outvars) == 1 and shapes <= {equation.outvars[0].aval.shape}
+    return is_by_element and name not in _BY_ITSELF and not bodies(equation)
+
+
+def _called(equation: Any) -> Any:
+    """The jaxpr that an operation does nothing but call; None where it is not such a one."""
+    found = bodies(equation)
+    if len(found) != 1 or equation.primitive.name in ("scan", "while", "cond"):
+        return None
+    return found[0] if len(found[0].invars) == len(equation.invars) else None
+
+
+def _inside(equation: Any, size_of: SizeOf) -> float:
+    """Bytes that an operation takes beside its inputs and outputs: those of one turn of a loop, or of one branch."""
+    if equation.primitive.name == "scan":
+        consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+        return _loop_bytes(bodies(equation)[0], consts, carried, size_of)
+    if equation.primitive.name == "while":
+        body = equation.params["body_jaxpr"].jaxpr
+        return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), size_of)
+    return max((peak_bytes(body, size_of) for body in bodies(equation)), default=0.0)
+
+
+def _loop_bytes(body: Any, num_consts: int, num_carried: int, size_of: SizeOf) -> float:
+    """Of one turn, beside what the loop is given and gives: what it makes, and its parts of the stacked inputs."""
+    program = _Program(size_of)
+    consts, carried = body.invars[:num_consts], body.invars[num_consts : num_consts + num_carried]
+    known = dict.fromkeys((*body.constvars, *consts), _Array(0.0, 0, ()))
+    known |= {var: _Array(size_of(var.aval), 0, None) for var in carried}
+    known |= {var: _Array(size_of(var.aval), 0, ()) for var in body.invars[num_consts + num_carried :]}
+    program.arrays += [known[var] for var in body.invars[num_consts:]]
+    program.add(body, known)
+    for var in body.outvars[num_carried:]:  # written to its place in the stack as soon as it is there
+        array = known.get(var) if not isinstance(var, Literal) else None
+        if array is not None:
+            array.last_read = max(array.last_read, array.made)
+    for var in body.outvars[:num_carried]:
+        program.read(known, var, stored=True)
+    return max(program.peak() - sum(size_of(var.aval) for var in carried), 0.0)

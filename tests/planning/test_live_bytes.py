@@ -1,0 +1,82 @@
+"""What a traced program holds at once, against what a few lines hold by hand."""
+
+import jax
+import jax.numpy as jnp
+
+from openpi_train.planning.costs import ROWS, bytes_per_row
+from openpi_train.planning.live_bytes import peak_bytes
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def floats_per_row(function, *inputs):
+    """The most float32 numbers that each row takes at once."""
+    return peak_bytes(jax.make_jaxpr(function)(*inputs).jaxpr, bytes_per_row) / 4
+
+
+def test_each_row_keeps_what_its_gradient_needs():
+    def loss(kernel, rows):
+        hidden = jnp.tanh(rows @ kernel)
+        return (hidden * hidden).sum()
+
+    # The product [8], of which tanh is made where it is read, and its gradient [8]; the rows themselves are an input.
+    assert floats_per_row(jax.grad(loss), shape(6, 8), shape(ROWS, 6)) == 8 + 8
+    assert floats_per_row(loss, shape(6, 8), shape(ROWS, 6)) == 8
+
+
+def test_arithmetic_by_element_is_a_part_of_what_reads_it():
+    def chain(rows, kernel):
+        return jnp.exp(rows * 2 + 1) @ kernel
+
+    assert floats_per_row(chain, shape(ROWS, 6), shape(6, 3)) == 6 + 3
+
+
+def test_what_is_needed_later_is_kept_in_the_smaller_form():
+    def narrow(rows, kernel):
+        wide = rows @ kernel  # [8]
+        kept = wide > 0  # 8 bytes, which are 2 numbers
+        return jnp.where(kept, (jnp.tanh(wide) @ kernel.T) @ kernel, 0.0)
+
+    # As tanh is made: the product, tanh of it and the mask. At the last product, [6] to [8], the first is gone.
+    assert floats_per_row(narrow, shape(ROWS, 6), shape(6, 8)) == max(8 + 8 + 2, 6 + 8 + 2)
+
+
+def layers(x, weights, body):
+    return (jax.lax.scan(lambda x, weight: (body(x, weight), None), x, weights)[0] ** 2).sum()
+
+
+def twice(x, weight):
+    return jnp.tanh(jnp.tanh(x @ weight) @ weight)
+
+
+def test_layers_that_are_computed_again_keep_their_inputs_and_the_work_of_one_layer():
+    inputs = shape(ROWS, 8), shape(50, 8, 8)
+
+    def taken(body):
+        return floats_per_row(jax.grad(lambda x, w: layers(x, w, body), argnums=1), *inputs) / 8
+
+    kept, again = taken(twice), taken(jax.checkpoint(twice))
+    # jax keeps of each tanh its value and the derivative.
+    assert 5 * 50 <= kept < 5 * 50 + 10 and 50 <= again < 50 + 10
+
+
+def test_a_loop_has_one_copy_of_what_it_carries_however_long_it_is():
+    def powers(length):
+        return lambda x, weight: jax.lax.fori_loop(0, length, lambda _, x: x @ weight, x)
+
+    # The input is copied once; a turn reads it and writes the next.
+    assert {floats_per_row(powers(n), shape(ROWS, 8), shape(8, 8)) for n in (2, 200)} == {16}
+
+
+def test_branches_take_what_the_larger_one_takes():
+    def branch(x, weight):
+        small, large = lambda x: x.sum(axis=1), lambda x: ((x @ weight) @ weight).sum(axis=1)
+        return jax.lax.cond(True, large, small, x)
+
+    assert floats_per_row(branch, shape(ROWS, 8), shape(8, 8)) == 8 + 8 + 1
+
+
+def test_what_does_not_go_by_rows_is_left_out():
+    assert floats_per_row(lambda weight: weight @ weight, shape(8, 8)) == 0
