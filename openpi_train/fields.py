@@ -10,7 +10,7 @@ from typing import Any
 _LEAST = "least"
 
 
-def at_least(least: float, default: Any = dataclasses.MISSING) -> Any:
+def at_least(least: float, default: Any) -> Any:
     """A dataclass field with a least value. None and strings, where the type has them, are not compared."""
     return dataclasses.field(default=default, metadata={_LEAST: least})
 

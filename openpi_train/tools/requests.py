@@ -63,7 +63,7 @@ class PlanRequest(Request):
     # A name from `list`, or file.py:name.
     experiment: ExperimentName
     # Devices of the run, over all hosts.
-    devices: int = at_least(1)
+    devices: int = at_least(1, dataclasses.MISSING)
     # h200, h100, a100, a100-40gb, rtx4090, ...
     device_kind: str
     # Hosts, with equally many devices each.
