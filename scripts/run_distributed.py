@@ -19,7 +19,7 @@ from pathlib import Path
 # Also from a checkout that is not installed, like `python -m` from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from openpi_train.launch import cli
+from openpi_train.launch import command
 from openpi_train.launch.slurm import in_step, resumed
 from openpi_train.launch.slurm_script import RANK_VARIABLES
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand
@@ -29,16 +29,16 @@ _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
 
 def main(argv: list[str]) -> int:
-    options, arguments = cli.split_arguments(argv)
+    options, arguments = command.split_arguments(argv)
     given = _parser().parse_args(options)
     try:
         if given.mode == "create_slurm":
-            return cli.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
+            return command.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":
             return _inside_slurm(given, arguments)
         if given.rank is not None:
             return _one_process(given, arguments)
-        return cli.main([*_launch(given), "--", *arguments])
+        return command.main([*_launch(given), "--", *arguments])
     except LaunchError as error:
         sys.stderr.write(f"run_distributed: {error}\n")
         return 2

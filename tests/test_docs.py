@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.keys import row_keys
 from openpi_train.serve import main as serve_main
-from openpi_train.tools import convert, doctor, evaluate, evaluate_flags, plan, report, stats
+from openpi_train.tools import convert_checkpoint, doctor, evaluate_policy, plan, report, stats
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
 
@@ -107,11 +108,9 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
-    monkeypatch.setattr(evaluate_flags, "run_guarded", run_guarded)
-    places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], convert: ["main"], doctor: ["main"]}
-    verbs = ["_prepare", "_collect", "_index", "_inspect", "_repack", "_merge", "_convert", "_fit_fast"]
-    places |= {serve_main: ["run", "replay"], plan: ["main"], data_tool: verbs}
-    places |= {evaluate: ["main"], report: ["main"]}
+    places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
+    places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
+    places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)

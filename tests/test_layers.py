@@ -12,7 +12,7 @@ PACKAGE = ROOT / "openpi_train"
 ROWS = (
     {"fields"},
     {"types", "keys", "runtime", "sharding", "launch"},
-    {"nn", "optim", "robots", "envs"},
+    {"command_line", "nn", "optim", "robots", "envs"},
     {"data", "sampling"},
     {"models"},
     {"objectives", "interop"},

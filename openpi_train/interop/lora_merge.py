@@ -1,6 +1,6 @@
 """Low-rank factors folded into a checkpoint's weights, layer by layer: no host holds more than one layer's.
 
-Read next: `nn/lora.py` (the sum), `tools/convert.py` (`--merge-lora`).
+Read next: `nn/lora.py` (the sum), `tools/convert_checkpoint.py` (`--merge-lora`).
 """
 
 import contextlib

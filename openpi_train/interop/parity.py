@@ -1,6 +1,6 @@
 """Whether a converted checkpoint computes what its source does: a probe per capability of a model, on fixed inputs.
 
-Read next: `tools/convert.py`, which writes what is found into `parity.json`.
+Read next: `tools/convert_checkpoint.py`, which writes what is found into `parity.json`.
 """
 
 import math

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -138,7 +138,7 @@ def stop_signals() -> list[signal.Signals]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every form that starts processes on this machine."""
     devices = "make so many CPU devices in each process, use no GPU"
-    parser.add_argument("--devices-per-process", type=at_least_1, help=devices)
+    parser.add_argument("--devices-per-process", type=at_least(1), help=devices)
     parser.add_argument("--dry-run", action="store_true", help="print the processes' command lines, start nothing")
     parser.add_argument("--log-dir", type=Path, help="folder for the processes' output (default: a temporary one)")
     grace = "time to end after another failed (%(default)s s)"
@@ -148,15 +148,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_per_node_options(parser: argparse.ArgumentParser) -> None:
     """How many processes each of several hosts has."""
     count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--gpus-per-node", type=at_least_1, help="one process for each of so many GPUs per host")
-    count.add_argument("--processes-per-node", type=at_least_1, help="processes per host; they share its GPUs equally")
+    count.add_argument("--gpus-per-node", type=at_least(1), help="one process for each of so many GPUs per host")
+    count.add_argument("--processes-per-node", type=at_least(1), help="processes per host; they share its GPUs equally")
 
 
-def at_least_1(text: str) -> int:
-    """The number of an option that counts something which must be there."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads the number of an option that counts something; it does so itself, as this needs no tyro."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return number
 
 
 def seconds(text: str) -> float:

@@ -27,6 +27,7 @@ from openpi_train.launch.processes import (
     add_options,
     add_per_node_options,
     announced,
+    at_least,
     oversee,
 )
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, commands
@@ -65,7 +66,7 @@ def add_parser(forms: Any) -> None:
     parser.add_argument("--ssh-command", default=SSH, help="what connects, instead of: %(default)s")
     supervise.add_option(parser)
     fewer = "go on with the other hosts after one was lost, if so many are left (default: always all)"
-    parser.add_argument("--min-nodes", type=supervise.count, metavar="M", help=fewer)
+    parser.add_argument("--min-nodes", type=at_least(0), metavar="M", help=fewer)
     add_options(parser)
     parser.set_defaults(launch=launch)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.launch.processes import Outcome, stop_signals, tell
+from openpi_train.launch.processes import Outcome, at_least, stop_signals, tell
 
 _PEER_LOST, _PREEMPTED, _INTERRUPTED = 70, 75, 130
 _LONGEST_PAUSE_S = 60.0
@@ -50,18 +50,11 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     """The option of every form that can start a run again."""
     parser.add_argument(
         "--max-restarts",
-        type=count,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="start again so many times after a killed or lost process, or a stop not asked of this launcher (0)",
     )
-
-
-def count(text: str) -> int:
-    """The number of an option that cannot be negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return int(text)
 
 
 def supervise(begin: Callable[[Start], Outcome], start: Start, rules: Rules) -> int:

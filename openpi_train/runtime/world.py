@@ -38,7 +38,8 @@ class WorldFlags:
     """What a user may say on the command line; all three, or none to have it detected."""
 
     coordinator: str | None = None
-    """Address of process 0 as host:port. The port and the one after it must be free there."""
+    """Address of process 0 as host:port. The port and the one after it must be free there. None, as with the next two:
+    detected from RANK.., Slurm, Open MPI or Kubernetes (docs/launching.md)."""
     num_processes: int | None = None
     """Number of processes of the run."""
     process_id: int | None = None

@@ -1,9 +1,9 @@
 """The `serve` verb: load, bind, warm up, serve until SIGTERM. Read next: `server.py`."""
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -19,7 +19,7 @@ from openpi_train.policy.loading import BATCH_SIZES, load_policy
 from openpi_train.policy.policy import Policy
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
-from openpi_train.serve.flags import API_KEY_VARIABLE
+from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 1 << 20
 
 
-def run(flags: argparse.Namespace) -> int:
+def run(flags: ServeRequest) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0."""
     _start()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library than glibc
@@ -44,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
         return _serve(flags, listener, key, tls)
 
 
-def _serve(flags: argparse.Namespace, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None) -> int:
+def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None) -> int:
     from openpi_train.policy.record import Recorder
     from openpi_train.serve.server import Limits, PolicyServer
 
@@ -63,7 +63,7 @@ def _serve(flags: argparse.Namespace, listener: socket.socket, key: str | None, 
         idle_s=flags.idle_s,
         drain_s=flags.drain_s,
     )
-    told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": flags.reset_pose}
+    told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
 
     async def serve() -> bool:
         server = PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
@@ -89,14 +89,14 @@ def _serve(flags: argparse.Namespace, listener: socket.socket, key: str | None, 
     return DONE
 
 
-def replay(flags: argparse.Namespace) -> int:
-    """Ask again what the record holds, and print what came of it. Returns 0 where every answer is the same."""
+def replay(flags: ServeRequest, file: str) -> int:
+    """Ask again what the record in `file` holds; print what came of it. Returns 0 where all answers are the same."""
     _start()
     from openpi_train.policy.record import read_record
 
-    header, _ = read_record(flags.replay)
-    flags.seed, flags.num_sample_steps = header["seed"], header["num_sample_steps"]
-    found = _load(flags, batch_sizes=header["batch_sizes"]).replay(flags.replay)
+    header, _ = read_record(file)
+    flags = dataclasses.replace(flags, seed=header["seed"], num_sample_steps=header["num_sample_steps"])
+    found = _load(flags, batch_sizes=header["batch_sizes"]).replay(file)
     if found.different:
         shown = ", ".join(map(str, found.different[:10]))
         print(f"{len(found.different)} of {found.answers} answers differ: draws {shown}")
@@ -110,16 +110,16 @@ def _start() -> None:
     compile_cache.use(jax.default_backend())
 
 
-def _load(flags: argparse.Namespace, batch_sizes: list[int]) -> Policy:
+def _load(flags: ServeRequest, batch_sizes: list[int]) -> Policy:
     wanted = flags.dataset
     return load_policy(
         flags.checkpoint,
         experiment=flags.experiment,
         dataset=int(wanted) if wanted is not None and wanted.isdecimal() else wanted,
         prompt=flags.prompt,
-        average=not flags.no_average,
+        average=flags.average,
         dtype=flags.dtype,
-        merge_lora=not flags.no_merge_lora,
+        merge_lora=flags.merge_lora,
         num_sample_steps=flags.num_sample_steps,
         batch_sizes=batch_sizes,
         seed=flags.seed,

@@ -15,44 +15,37 @@ from typing import Any
 
 import jax
 
+from openpi_train.command_line import ProcessFlags
 from openpi_train.data import places
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.runtime import agree, logs, session, xla
 from openpi_train.runtime.exits import DONE, USAGE, RunError
-from openpi_train.runtime.world import World, WorldFlags, find_world
+from openpi_train.runtime.world import World, find_world
 from openpi_train.tools import check_disk, check_host, check_run
 from openpi_train.tools.finding import Finding, fail, ok, warn
+from openpi_train.tools.requests import DoctorRequest
 
 DEFAULT_PORT = 29500
 
 
-def main(
-    experiment: Experiment | None,
-    flags: WorldFlags,
-    *,
-    devices_per_process: int | None,
-    hosts: Sequence[str],
-    port: int | None,
-    as_text: bool,
-) -> int:
+def main(request: DoctorRequest, experiment: Experiment | None, process: ProcessFlags) -> int:
     """Look at everything, print a line for each thing, and return 0, or 2 where something failed.
 
-    Every process of the run must call it; process 0 prints for all. `hosts` are others, "name" or "name:port", and
-    `port` the coordinator's.
+    Every process of the run must call it; process 0 prints for all.
     """
     logs.configure(0)
-    world = find_world(flags, os.environ)
+    world = find_world(process, os.environ)
     logs.configure(world.process_index)
     # What these say at INFO is in the report; waits still say what they are for.
     for name in ("runtime.session", "runtime.compile_cache", "data", "training"):
         logging.getLogger(f"openpi_train.{name}").setLevel(logging.WARNING)
-    report = _Report(world, as_text=as_text)
+    report = _Report(world, as_text=not request.json)
     report.add(_place(world))
-    report.add(_host(world, hosts, port))
+    report.add(_host(world, request.hosts, request.port))
     try:
         facts = {"doctor": as_json(experiment) if experiment else "no experiment"}
-        world = session.start(world, facts=facts, devices_per_process=devices_per_process)
+        world = session.start(world, facts=facts, devices_per_process=process.devices_per_process)
         report.add(check_run.devices(_gpus_to_use()))
         report.add(check_run.collectives())
         report.add(check_run.clocks())

@@ -1,6 +1,6 @@
 """Where a conversion writes: a hidden directory beside the target, which gets its name once all of it is there.
 
-Read next: `convert.py`.
+Read next: `convert_checkpoint.py`.
 """
 
 import contextlib

@@ -1,23 +1,22 @@
-"""`data inspect`: a dataset in text and pictures, before it is trained on.
+"""`data inspect`: a dataset in text and pictures, before it is trained on. Read next: `data/summary.py`."""
 
-Read next: `data/summary.py` (the numbers), `contact_sheet.py` (the pictures).
-"""
-
-import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from PIL import Image, ImageDraw
 from rich.table import Table
 
 from openpi_train.data import summary
-from openpi_train.data.source import Source
+from openpi_train.data.source import BadRecord, Source
 from openpi_train.robots.base import Robot
-from openpi_train.tools.contact_sheet import contact_sheet
+from openpi_train.tools.stats import as_text
 
 _EPISODES, _FRAMES, _PROMPTS = 6, 8, 10
+# Pixels of the contact sheet; what cannot be read is red.
+_WIDTH, _GAP, _LABEL = 128, 4, 14
+_BAD = (160, 0, 0)
 
 
 def inspect(name: str, source: Source, robot: Robot | None = None, *, out: Path | None = None) -> str:
@@ -86,7 +85,7 @@ def _numbers(source: Source, robot: Robot | None) -> str:
         for number, dim in enumerate(summary.dims(column, columns[column], names.get(column, ()))):
             values = (f"{value:.4g}" for value in (dim.low, *dim.quantiles, dim.high))
             table.add_row("" if number else column, "" if dim.name == column else dim.name, *values, dim.flag)
-    return _text(table)
+    return as_text(table)
 
 
 def _cameras(source: Source, robot: Robot | None, episodes: Sequence[int]) -> str:
@@ -101,11 +100,48 @@ def _cameras(source: Source, robot: Robot | None, episodes: Sequence[int]) -> st
     for camera, slot in slots.items():
         if camera not in source.cameras:
             table.add_row(f"{camera} ({slot})", "", "", "missing: the robot reads it, the dataset has it not")
-    return _text(table)
+    return as_text(table)
 
 
-def _text(table: Table) -> str:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+def contact_sheet(source: Source, episodes: list[int], frames: int) -> Image.Image:
+    """`frames` pictures of each camera and episode, from the first step to the last; unreadable ones are red."""
+    lines = [(episode, camera) for episode in episodes for camera in source.cameras]
+    height = _thumbnail_height(source, episodes)
+    sheet = Image.new("RGB", (frames * (_WIDTH + _GAP) + _GAP, len(lines) * (height + _LABEL + _GAP) + _GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for line, (episode, camera) in enumerate(lines):
+        top = _GAP + line * (height + _LABEL + _GAP)
+        steps = summary.spread(source, episode, frames)
+        prompt = str(source.prompts[int(source.prompt_index[steps[0]])])
+        draw.text((_GAP, top), _printable(f"episode {episode}, {camera}: {prompt}"), fill="black")
+        for column, step in enumerate(steps):
+            place = (_GAP + column * (_WIDTH + _GAP), top + _LABEL)
+            sheet.paste(_thumbnail(source, step, camera, height), place)
+    return sheet
+
+
+def _thumbnail_height(source: Source, episodes: list[int]) -> int:
+    """The height that fits all cameras' pictures at their common width."""
+    heights = [1]
+    for camera in source.cameras:
+        for episode in episodes:
+            try:
+                frame = source.frames(summary.spread(source, episode, 1), camera)[0]
+            except BadRecord:
+                continue
+            heights.append(round(_WIDTH * frame.shape[0] / frame.shape[1]))
+            break
+    return max(heights)
+
+
+def _thumbnail(source: Source, step: np.int64, camera: str, height: int) -> Image.Image:
+    try:
+        picture = Image.fromarray(source.frames(np.array([step]), camera)[0])
+    except BadRecord:
+        return Image.new("RGB", (_WIDTH, height), _BAD)
+    return picture.resize((_WIDTH, min(height, round(_WIDTH * picture.height / picture.width))))
+
+
+def _printable(text: str) -> str:
+    """The text in the letters that pillow's own font has."""
+    return text.encode("latin-1", "replace").decode("latin-1")

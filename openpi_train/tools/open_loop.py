@@ -1,6 +1,6 @@
 """Open loop: what a policy would have done in held-out episodes against what was done, in the robot's own units.
 
-Read next: `evaluate.py`, which asks; `evaluation/action_error.py` for the same in normalised units while training.
+Read next: `evaluate_policy.py`, which asks; `evaluation/action_error.py` for normalised units, while training.
 """
 
 import dataclasses

@@ -7,24 +7,24 @@ Read next: `report_parts.py`, `page.py`.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from openpi_train import registry
 from openpi_train.data.files import write_text
 from openpi_train.runtime.exits import RunError
 from openpi_train.tools import figures, report_parts
 from openpi_train.tools.page import missing, page, table
+from openpi_train.tools.requests import ReportRequest
 from openpi_train.tools.run_files import Missing, RunFiles
 
 logger = logging.getLogger(__name__)
 
 
-def main(paths: Sequence[Path], out: Path | None, *, with_batches: bool, experiment: str | None = None) -> int:
-    """Write the report of the runs at these paths; print where it lies. Raises UsageError where one is no run."""
+def main(request: ReportRequest) -> int:
+    """Write the report; print where it lies. Raises UsageError where a path is no run's."""
     figures.require_figures()
-    runs = [RunFiles.at(path) for path in paths]
-    target = out or runs[0].path / "report.html"
-    write_text(target, html_of(runs, with_batches=with_batches, experiment=experiment))
+    runs = [RunFiles.at(path) for path in request.runs]
+    target = request.out or runs[0].path / "report.html"
+    write_text(target, html_of(runs, with_batches=request.batches, experiment=request.experiment))
     print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB)")
     return 0
 
@@ -32,18 +32,12 @@ def main(paths: Sequence[Path], out: Path | None, *, with_batches: bool, experim
 def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | None = None) -> str:
     """The page. `experiment` names one whose classes the runs use beside the package's."""
     like = None if experiment is None else registry.load(experiment)
-
-    def batch(run: RunFiles) -> str:
-        from openpi_train.tools.report_batch import sample_batch
-
-        return sample_batch(run, like)
-
     parts: dict[str, Callable[[RunFiles], str]] = {
         "Evaluation": report_parts.evaluations,
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
         "Norm statistics": lambda run: report_parts.norm_stats(run, like),
-        **({"Sample batch": batch} if with_batches else {}),
+        **({"Sample batch": lambda run: report_parts.sample_batch(run, like)} if with_batches else {}),
         "Environment": report_parts.environment,
     }
     sections = {"Summary": _made(lambda: _summary(runs)), "Curves": _made(lambda: report_parts.curves(runs))}

@@ -52,6 +52,11 @@ def _table(title: str, dims: tuple[str, ...], stats: NormStats, notes: dict[str,
         values = [getattr(stats, column) for column in _COLUMNS]
         cells = [f"{np.nan if value is None else value[number]:.4g}" for value in values]
         table.add_row(dim, *cells, notes.get(dim, ""))
+    return as_text(table)
+
+
+def as_text(table: Table) -> str:
+    """A table without colours, as wide as its content needs."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
     with console.capture() as capture:
         console.print(table)

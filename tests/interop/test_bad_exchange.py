@@ -16,7 +16,8 @@ from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.orbax_item import save_item
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools.convert import Request, plan
+from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.requests import ConvertRequest
 
 KEY = "action_in_proj/kernel"
 WITH_LORA = tiny(language=LORA)
@@ -40,7 +41,7 @@ def copy(good, tmp_path) -> Path:
 
 
 def convert(source, target, experiment=TINY, **flags) -> Path:
-    return plan(Request(source=str(source), target=target, outputs=False, **flags), experiment).run()
+    return plan(ConvertRequest(source=str(source), target=target, outputs=False, **flags), experiment).run()
 
 
 def refused(source, target, experiment=TINY, **flags) -> str:

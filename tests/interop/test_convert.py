@@ -17,12 +17,13 @@ from openpi_train.interop.formats import model_params, open_checkpoint
 from openpi_train.interop.parity import compare_outputs
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import UsageError
-from openpi_train.tools.convert import Request, plan
+from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.requests import ConvertRequest
 
 
 def convert(source, target, experiment=TINY, **flags):
     """The result, opened, and its report."""
-    path = plan(Request(source=str(source), target=target, **flags), experiment).run()
+    path = plan(ConvertRequest(source=str(source), target=target, **flags), experiment).run()
     return open_checkpoint(path, experiment.model), json.loads((path / "parity.json").read_text())
 
 
@@ -96,7 +97,7 @@ def test_merged_factors_compute_what_they_did_apart(tmp_path):
     params = made_up(experiment)
     source = write(tmp_path / "5", params)
     path = plan(
-        Request(source=str(source), target=tmp_path / "6", merge_lora=True, target_format="openpi"), experiment
+        ConvertRequest(source=str(source), target=tmp_path / "6", merge_lora=True, target_format="openpi"), experiment
     ).run()
     report = json.loads((path / "parity.json").read_text())
     plain = tiny(language=EXPERT, action_expert=EXPERT)
@@ -105,7 +106,7 @@ def test_merged_factors_compute_what_they_did_apart(tmp_path):
     found = report["outputs"]["velocity"]
     assert found["largest_difference"] < 1e-4 * found["largest_value"]  # sums in another order, in float32
     assert report["parameters"]["largest_difference"] > 0.01  # factors did change the weights
-    merged = plan(Request(source=str(source), target=tmp_path / "7", merge_lora=True), experiment)
+    merged = plan(ConvertRequest(source=str(source), target=tmp_path / "7", merge_lora=True), experiment)
     assert experiment_from_json(merged.wanted.experiment or {}, experiment).model == experiment.model.without_lora()
 
 
@@ -161,7 +162,7 @@ def test_whose_model_it_is_must_be_said(tmp_path, capsys):
 def test_a_result_never_lies_in_its_source(tmp_path, target):
     source = write(tmp_path / "5", made_up())
     with pytest.raises(UsageError, match=r"lies in .*, or around it"):
-        plan(Request(source=str(source), target=tmp_path / target, overwrite=True), TINY)
+        plan(ConvertRequest(source=str(source), target=tmp_path / target, overwrite=True), TINY)
 
 
 def test_a_verb_that_is_stopped_by_ctrl_c_says_so_without_a_traceback(monkeypatch, capsys):

@@ -16,7 +16,8 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored import Stored
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools import convert
+from openpi_train.tools import convert_checkpoint
+from openpi_train.tools.requests import ConvertRequest
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, m
     params = made_up()
     source = write(tmp_path / "5", params)
 
-    request = convert.Request(source=str(source), target=Path("hub:me/tiny"), target_format="lerobot", outputs=False)
-    convert.main(request, TINY, lambda name: TINY, dry_run=False)
+    request = ConvertRequest(source=str(source), target=Path("hub:me/tiny"), target_format="lerobot", outputs=False)
+    convert_checkpoint.main(request, TINY, lambda name: TINY)
     where = capsys.readouterr().out.splitlines()[-1]
     assert where.startswith(f"{fake.url}/me/tiny/commit/")
     assert fake.created[0]["name"] == "tiny" and "private" in str(fake.created[0])

@@ -25,7 +25,8 @@ from openpi_train.interop.tokens import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools.convert import Request, plan
+from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.requests import ConvertRequest
 
 PARAMS = made_up()
 
@@ -39,7 +40,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def convert(source, target, experiment=TINY, **flags) -> Path:
-    return plan(Request(source=str(source), target=Path(target), outputs=False, **flags), experiment).run()
+    return plan(ConvertRequest(source=str(source), target=Path(target), outputs=False, **flags), experiment).run()
 
 
 def test_a_checkpoint_is_found_however_it_is_named(saved, tmp_path, monkeypatch):
@@ -187,9 +188,10 @@ import os, signal, sys
 from pathlib import Path
 from exchanged import TINY
 from openpi_train.interop import ours
-from openpi_train.tools.convert import Request, plan
+from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.requests import ConvertRequest
 ours.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # when all arrays are written
-plan(Request(source=sys.argv[1], target=Path(sys.argv[2]), outputs=False), TINY).run()
+plan(ConvertRequest(source=sys.argv[1], target=Path(sys.argv[2]), outputs=False), TINY).run()
 """
 
 

@@ -18,7 +18,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import Jobs
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from runs.command import ROOT, environment, places
 
-from openpi_train.launch import cli, kubernetes
+from openpi_train.launch import command, kubernetes
 from openpi_train.launch.kubernetes import KubernetesSpec, manifest
 from openpi_train.launch.processes import free_port
 from openpi_train.launch.spec import LaunchError
@@ -163,7 +163,7 @@ def test_every_option_is_in_the_manifest(capsys):
     options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
         --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job"""
-    assert cli.main(["kubernetes", *options.split(), "--", *RUN]) == 0
+    assert command.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
     assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
@@ -261,7 +261,7 @@ def test_a_verb_runs_in_pods_too():
 
 
 def test_the_command_prints_the_manifest_as_yaml(capsys):
-    assert cli.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
+    assert command.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
     out, err = capsys.readouterr()
     expected = KubernetesSpec(**{**vars(PLAIN), "claims": (("data", "/data"),)})
     assert list(yaml.safe_load_all(out)) == manifest(expected)
@@ -274,9 +274,11 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
     kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     out = tmp_path / "run.yaml"
-    assert cli.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
+    assert command.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
     assert not (tmp_path / "applied").exists()
-    assert cli.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, "kubectl's own exit code"
+    assert command.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
+        "kubectl's own exit code"
+    )
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     assert (tmp_path / "applied").read_text() == out.read_text()
     assert capfd.readouterr().out == ""
@@ -284,19 +286,19 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
 
 def test_without_kubectl_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
+    assert command.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
     assert "no kubectl here; write the manifest with --out FILE" in capsys.readouterr().err
 
 
 def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):
-    assert cli.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
+    assert command.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
     assert "no --pvc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "NAME")])
 def test_a_malformed_option_is_named(option, value, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
+        command.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
     assert option in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch.test_cli import EXPERIMENT, run_distributed
 
-from openpi_train.launch import cli
+from openpi_train.launch import command
 from openpi_train.launch.slurm import in_step, resumed
 from openpi_train.launch.slurm_script import SlurmJob, script, time_limit_s
 from openpi_train.launch.spec import LaunchError, LaunchSpec
@@ -16,7 +16,7 @@ SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
 
 
 def dry_run(capsys, *options: str, arguments: list[str] = EXPERIMENT) -> str:
-    assert cli.main([*SMALL, *options, "--dry-run", *arguments]) == 0
+    assert command.main([*SMALL, *options, "--dry-run", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -153,18 +153,18 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     ],
 )
 def test_what_cannot_be_is_refused_with_code_2(options, message, capsys):
-    assert cli.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
+    assert command.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_nodes_without_a_number_of_processes_are_refused(capsys):
-    assert cli.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
+    assert command.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
     assert "say what each node runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["--overwrite", "--no-resume"])
 def test_a_job_that_would_move_its_own_run_aside_is_refused(word, capsys):
-    assert cli.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
+    assert command.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
     assert "would move its own run aside" in capsys.readouterr().err
 
 
@@ -188,11 +188,11 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
     options = [*SMALL, "--output-dir", str(tmp_path / "out")]
     file = tmp_path / "out" / "pi0_bridge_traj_tiny.sh"
     for _ in range(2):
-        assert cli.main([*options, *EXPERIMENT]) == 0
+        assert command.main([*options, *EXPERIMENT]) == 0
     assert capsys.readouterr().out == f"written: {file}\nsubmit it: sbatch {file}\n" * 2
     edited = file.read_text().replace("--nodes=2", "--nodes=3")
     file.write_text(edited)
-    assert cli.main([*options, *EXPERIMENT]) == 0
+    assert command.main([*options, *EXPERIMENT]) == 0
     (aside,) = set(file.parent.iterdir()) - {file}
     assert aside.read_text() == edited
     assert str(aside) in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
 
 def test_submitting_without_slurm_says_what_to_do(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert command.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "submit" in (error := capsys.readouterr().err) and "from a login node" in error
 
 
@@ -209,7 +209,7 @@ def test_a_refusal_of_sbatch_is_shown(capsys, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert cli.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert command.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "invalid partition" in capsys.readouterr().err
 
 

@@ -121,10 +121,10 @@ def launcher(child: str, folder: Path, *options: str, first: str = "") -> subpro
     """`launch local` of one process that runs the Python text `child`; the launcher itself runs `first`."""
     (folder / "openpi_train_child.py").write_text("import os, signal, sys, time\n" + child)
     driver = (
-        f"import sys\nfrom openpi_train.launch import cli, spec, supervise\n{first}\n"
+        f"import sys\nfrom openpi_train.launch import command, spec, supervise\n{first}\n"
         f"program = (sys.executable, {str(folder / 'openpi_train_child.py')!r})\n"
         "spec.LaunchSpec.__init__.__kwdefaults__['program'] = program\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "sys.exit(command.main(sys.argv[1:]))\n"
     )
     words = ["local", "--processes", "1", "--log-dir", str(folder / "output"), *options, "--", "x", "--overwrite"]
     return subprocess.Popen(

@@ -64,12 +64,16 @@ def groups() -> frozenset[str]:
     from openpi_train import objectives
     from openpi_train.objectives.base import Objective
     from openpi_train.optim import OptimizerConfig
-    from openpi_train.serve import flags
+    from openpi_train.serve.request import ServeRequest
 
     for module in pkgutil.iter_modules(objectives.__path__):
         importlib.import_module(f"{objectives.__name__}.{module.name}")
-    # argparse has no public list of a parser's options; `--help` is not a mistake one can make.
-    options = [action.option_strings for action in flags._parser()._actions]
+    # As they are given: a field that is true is one that can be said no to.
+    flags = [
+        f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(ServeRequest)
+        if field.default is not dataclasses.MISSING
+    ]
     return frozenset(
         [
             *(f"promise {number}" for number in range(1, NUM_PROMISES + 1)),
@@ -80,7 +84,7 @@ def groups() -> frozenset[str]:
             *(f"format {name}" for name in FORMATS),
             *(f"checkpoint {name}" for name in CHECKPOINT_PATHS),
             *(f"launcher {name}" for name in LAUNCHERS),
-            *(f"serve {names[-1]}" for names in options if names and "--help" not in names),
+            *(f"serve {flag}" for flag in flags),
         ]
     )
 

@@ -24,7 +24,8 @@ from openpi_train.policy import loading
 from openpi_train.policy.observation import ObservationError, stack_history
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import CheckpointError
-from openpi_train.tools.convert import Request, plan
+from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.requests import ConvertRequest
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +167,8 @@ def test_a_checkpoint_answers_wherever_it_is_copied_to(tmp_path):
     policy = load_policy(moved, devices=jax.devices()[:1])
     assert policy.sampler.model.fast_tokenizer == str(moved / "tokenizer" / "fast")
     again = plan(
-        Request(source=str(moved), target=tmp_path / "again", target_format="ours", outputs=False), made.experiment
+        ConvertRequest(source=str(moved), target=tmp_path / "again", target_format="ours", outputs=False),
+        made.experiment,
     )
     assert (
         load_policy(again.run(), devices=jax.devices()[:1])

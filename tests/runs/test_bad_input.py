@@ -72,9 +72,7 @@ CASES = [
     case("image size", "debug --model.image-size 30", USAGE, "image_size 30", "multiple of siglip.patch_size 16"),
     case("model size", "debug --model.action-dim 0", USAGE, "action_dim 0 must be at least 1"),
     case("draws", "debug --objective.num-flow-draws 0", USAGE, "num_flow_draws 0 must be at least 1"),
-    case(
-        "devices", "debug --devices-per-process 0", USAGE, "--devices-per-process", "'0' is not a number of at least 1"
-    ),
+    case("devices", "debug --devices-per-process 0", USAGE, "--devices-per-process", "0 must be at least 1"),
     case("held-out share", "debug --data.validation-fraction 1.5", USAGE, "1.5 must lie in [0, 1)", "0 holds nothing"),
     case("RANK alone", "debug", USAGE, "RANK=0 but not WORLD_SIZE, MASTER_ADDR", "set them too, or unset", RANK="0"),
     case("file", "HERE/absent.py:try7", USAGE, "absent.py' does not exist", "looked in"),

@@ -1,6 +1,7 @@
 """A small run that acts while it trains, evaluated and reported afterwards: the same on any number of processes."""
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -11,8 +12,10 @@ import pytest
 from command import ROOT, check, openpi_train, train
 from debian import install
 
-from openpi_train.tools import evaluate, report
+from openpi_train.runtime.exits import UsageError
+from openpi_train.tools import evaluate_policy, report
 from openpi_train.tools.page import POLICY
+from openpi_train.tools.requests import EvaluateRequest, ReportRequest
 from openpi_train.tools.run_files import RunFiles
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -74,30 +77,30 @@ def test_eval_on_two_processes_writes_what_one_writes(evaluated, tmp_path):
 
 def test_chunks_may_be_joined_in_two_ways_but_not_in_both(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    request = evaluate.Request(checkpoint=str(trained[0]), experiment=NAME, held_out=0, episodes=2, batch_size=4)
-    plain = outcomes(evaluate.run(_with(request, out=tmp_path / "plain", seed=1)))
+    request = EvaluateRequest(checkpoint=str(trained[0]), experiment=NAME, held_out=0, episodes=2, batch_size=4)
+    plain = outcomes(evaluate_policy.run(_with(request, out=tmp_path / "plain", seed=1)))
     steps = {"plain": [episode["steps"] for episode in plain["episodes"]]}
     for name, option in {"ensemble": {"ensemble": 0.1}, "real_time": {"real_time_delay": 1}}.items():
-        found = outcomes(evaluate.run(_with(request, out=tmp_path / name, seed=1, **option)))
+        found = outcomes(evaluate_policy.run(_with(request, out=tmp_path / name, seed=1, **option)))
         assert found["settings"]["ensemble"] == option.get("ensemble")
         steps[name] = [episode["steps"] for episode in found["episodes"]]
     assert steps["plain"] != steps["ensemble"] and steps["plain"] != steps["real_time"]
-    with pytest.raises(evaluate.UsageError, match="give one of them"):
-        evaluate.run(_with(request, out=tmp_path, ensemble=0.1, real_time_delay=1))
-    with pytest.raises(evaluate.UsageError, match="the delay may be at most 5"):
-        evaluate.run(_with(request, out=tmp_path, real_time_delay=6))
-    with pytest.raises(evaluate.UsageError, match=r"--execute 99: the policy's chunks have \d+ actions"):
-        evaluate.run(_with(request, out=tmp_path, execute=99))
-    with pytest.raises(evaluate.UsageError, match="did you mean tabletop"):
-        evaluate.run(_with(request, out=tmp_path, env="table_top"))
+    with pytest.raises(UsageError, match="give one of them"):
+        evaluate_policy.run(_with(request, out=tmp_path, ensemble=0.1, real_time_delay=1))
+    with pytest.raises(UsageError, match="the delay may be at most 5"):
+        evaluate_policy.run(_with(request, out=tmp_path, real_time_delay=6))
+    with pytest.raises(UsageError, match=r"--execute 99: the policy's chunks have \d+ actions"):
+        evaluate_policy.run(_with(request, out=tmp_path, execute=99))
+    with pytest.raises(UsageError, match="did you mean tabletop"):
+        evaluate_policy.run(_with(request, out=tmp_path, env="table_top"))
 
 
 def _with(request, **changes):
-    return evaluate.dataclasses.replace(request, **changes)
+    return dataclasses.replace(request, **changes)
 
 
 def test_the_report_holds_everything_and_asks_the_network_for_nothing(evaluated, tmp_path):
-    assert report.main([evaluated], tmp_path / "report.html", with_batches=True, experiment=NAME) == 0
+    assert report.main(ReportRequest(runs=(evaluated,), out=tmp_path / "report.html", experiment=NAME)) == 0
     page = (tmp_path / "report.html").read_text()
     for title in ("Training loss", "Held-out loss", "Success in the environment", "Where the time goes"):
         assert f"<figcaption>{title}" in page

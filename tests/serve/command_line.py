@@ -25,7 +25,7 @@ from openpi_train import cli
 from openpi_train.policy import record, wire
 from openpi_train.policy.policy import Policy
 from openpi_train.serve import main, server
-from openpi_train.serve.flags import API_KEY_VARIABLE
+from openpi_train.serve.request import API_KEY_VARIABLE
 
 
 class LoadedStub(StubPolicy, Policy):

@@ -90,8 +90,7 @@ def test_all_processes_of_a_run_look_together(tmp_path):
 
 
 def test_an_experiments_field_without_an_experiment_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        cli.run(["doctor", "--exp-name=x"])
+    assert cli.run(["doctor", "--exp-name=x"]) == USAGE
     assert "--exp-name=x is a field of an experiment: name the experiment first" in capsys.readouterr().err
 
 

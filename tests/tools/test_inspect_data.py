@@ -10,8 +10,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.source import BadRecord
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools import data as data_tool
-from openpi_train.tools.contact_sheet import contact_sheet
-from openpi_train.tools.inspect_data import inspect
+from openpi_train.tools.inspect_data import contact_sheet, inspect
 
 FRONT, WRIST, SIDE = (f"observation/image_{number}" for number in range(3))
 
@@ -69,13 +68,12 @@ def test_the_contact_sheet_holds_the_frames_in_their_places(tmp_path):
 
 
 def test_an_experiments_datasets_are_shown_as_its_robot_reads_them(capsys):
-    given = argparse.Namespace(out=None, what="my_experiment")
     cameras = {"base_0_rgb": FRONT, "left_wrist_0_rgb": "observation/hand"}
     dataset = argparse.Namespace(
         asset="arm", source=FakeData(num_episodes=3, image_height=12, image_width=16), robot=Bridge(cameras=cameras)
     )
-    given.experiment = argparse.Namespace(demonstrations=argparse.Namespace(datasets=(dataset,)))
-    data_tool._inspect(given)
+    experiment = argparse.Namespace(demonstrations=argparse.Namespace(datasets=(dataset,)))
+    assert data_tool.main(["inspect", "my_experiment"], lambda *_: experiment) == 0
     text = capsys.readouterr().out
     assert "5 Hz by its robot" in text and "delta_yaw_rad" in text and "gripper_fraction" in text
     assert "missing: the robot reads it" in line_of(text, "observation/hand (left_wrist_0_rgb)")

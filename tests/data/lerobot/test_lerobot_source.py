@@ -1,6 +1,6 @@
 """The LeRobot source against what the lerobot package itself read from the same files (`fixtures/README.md`)."""
 
-import argparse
+import dataclasses
 import json
 import logging
 import pickle
@@ -132,11 +132,10 @@ def test_the_format_is_detected_from_the_metadata(tmp_path, bridge_sample):
 
 def test_the_data_verb_indexes_it_and_refuses_a_split_which_it_has_not(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
-    given = argparse.Namespace(path=str(FIXTURES / "v21_video"), split="train", on_bad_record="error")
-    assert data_tool._source(given).num_episodes == 3
-    given.split = "val"
+    given = data_tool.Index(path=str(FIXTURES / "v21_video"))
+    assert given.open().num_episodes == 3
     with pytest.raises(ValueError, match="is a LeRobot dataset, which has no splits: leave out --split val"):
-        data_tool._source(given)
+        dataclasses.replace(given, split="val").open()
 
 
 def test_a_fresh_index_is_used_again_and_a_changed_file_is_read_again(broken, caplog):

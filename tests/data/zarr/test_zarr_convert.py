@@ -55,8 +55,7 @@ def test_rows_are_states_pictures_and_the_next_joints_without_the_last_step(reco
     folder, episodes = recordings
     out = tmp_path / "a.zarr"
     words = ["convert", str(folder), str(out), "--cameras", "head_camera", "left_camera", "--chunk-rows", "4"]
-    given = data_tool._parser().parse_args(words)
-    given.run(given)
+    assert data_tool.main(words, lambda *_: None) == 0
     assert "3 episodes, 16 control steps" in capsys.readouterr().out
     root = zarr.open_group(str(out), mode="r", zarr_format=2)
     np.testing.assert_array_equal(root["meta/episode_ends"][:], np.cumsum(np.array(STEPS) - 1))

@@ -72,8 +72,7 @@ def check_union(path):
 def test_a_merge_of_six_stores_is_their_union(six, tmp_path, capsys):
     out = tmp_path / "six_tasks.zarr"
     words = ["merge", *map(str, six), "--out", str(out), "--prompt", "hanging_mug=hang up the mug"]
-    given = data_tool._parser().parse_args(words)
-    given.run(given)
+    assert data_tool.main(words, lambda *_: None) == 0
     said = capsys.readouterr().out
     assert "18 episodes, " in said and "hanging_mug ('hang up the mug')" in said
     check_union(out)

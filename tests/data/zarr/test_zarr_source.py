@@ -1,6 +1,5 @@
 """The zarr source against stores that the zarr package wrote (`stores.py`)."""
 
-import argparse
 import dataclasses
 import logging
 import pickle
@@ -143,11 +142,10 @@ def test_the_format_is_detected_and_shapes_cost_no_index(stores, tmp_path, monke
     assert not (tmp_path / "home").exists()
     with pytest.raises(FileNotFoundError, match="absent does not exist"):
         source_at(str(tmp_path / "absent"))
-    given = argparse.Namespace(path=str(stores["v3.zarr"]), split="train", on_bad_record="error")
-    assert data_tool._source(given).num_episodes == 3
-    given.split = "val"
+    given = data_tool.Index(path=str(stores["v3.zarr"]))
+    assert given.open().num_episodes == 3
     with pytest.raises(ValueError, match="is a Zarr dataset, which has no splits: leave out --split val"):
-        data_tool._source(given)
+        dataclasses.replace(given, split="val").open()
 
 
 def test_a_fresh_index_is_used_again_and_a_changed_store_is_read_again(tmp_path, caplog):

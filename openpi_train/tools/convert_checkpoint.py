@@ -7,6 +7,7 @@ Read next: `interop/formats.py` (the forms), `interop/parity.py` (the comparison
 import dataclasses
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_train.data.files import write_json
+from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop import formats, hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
+from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored import Leaves, Stored
@@ -29,7 +31,7 @@ from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.planning.devices import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
-from openpi_train.tools.push import by_way_of_a_folder
+from openpi_train.tools.requests import ConvertRequest
 from openpi_train.training.checkpoints.meta import check_asset_ids
 from openpi_train.training.rundir import changed_fields, package_versions
 
@@ -42,35 +44,12 @@ _OUTPUTS_BYTES = 6
 _OF_THE_RUN = ("used_token_len", "remat", "attention")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What `convert` was asked for; the fields are its flags.
-
-    `dtype` is the type of floating-point parameters in the result; `norm_stats` a file to put in, under `asset_id`;
-    `asset_id` alone renames the checkpoint's own. A `target` on the hub is pushed to, `public` if it is made by that.
-    """
-
-    source: str
-    target: Path
-    source_format: str | None = None
-    target_format: str | None = None
-    dtype: str | None = None
-    merge_lora: bool = False
-    params_only: bool = False
-    norm_stats: str | None = None
-    asset_id: str | None = None
-    overwrite: bool = False
-    outputs: bool = True
-    public: bool = False
-
-
 def main(
-    request: Request,
+    request: ConvertRequest,
     experiment: Experiment | None,
     recorded: Callable[[Mapping[str, Any]], Experiment],
-    dry_run: bool,
 ) -> int:
-    """Convert, or with `dry_run` only account for every key.
+    """Convert, or only account for every key.
 
     `experiment` None is what the source itself says; `recorded` makes an experiment of that.
     """
@@ -83,21 +62,36 @@ def main(
         experiment = recorded(stored.experiment)
     conversion = plan(request, experiment)
     print(conversion.summary())
-    if not dry_run:
+    if not request.dry_run:
         print(_push(conversion) if hub.is_address(str(request.target)) else conversion.run())
     return 0
 
 
 def _push(conversion: "Conversion") -> str:
-    def convert(folder: Path) -> tuple[Stored, str]:
-        conversion.into(folder).run()
-        return conversion.wanted, conversion.form.name
-
+    """Convert into a folder of its own and push that, with a card that tells of the run; where it now is."""
     request = conversion.request
-    return by_way_of_a_folder(str(request.target), not request.public, convert)
+    address = str(request.target)
+    hub.check_push(address, private=not request.public)
+    with tempfile.TemporaryDirectory(prefix="openpi_train-push-") as folder:
+        target = Path(folder) / "checkpoint"
+        conversion.into(target).run()
+        run = Path(conversion.wanted.where).parent
+        results, environment = (_read_if_there(run / name) for name in ("results.json", "environment.json"))
+        starts = (environment or {}).get("starts")
+        command = ["python", "-m", "openpi_train", *starts[0]["argv"][1:]] if starts else None
+        name = hub.Address.of(address).name
+        card = model_card(conversion.wanted, conversion.form.name, name, results=results, command=command)
+        return hub.push(target, address, card)
 
 
-def plan(request: Request, experiment: Experiment) -> "Conversion":
+def _read_if_there(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None  # of a checkpoint copied out of its run, the card says what the checkpoint itself knows
+
+
+def plan(request: ConvertRequest, experiment: Experiment) -> "Conversion":
     """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
     stored = formats.open_checkpoint(request.source, model, request.source_format)
@@ -150,7 +144,7 @@ def plan(request: Request, experiment: Experiment) -> "Conversion":
 class Conversion:
     """A conversion that nothing stands against: what was opened, and what is to be written."""
 
-    request: Request
+    request: ConvertRequest
     form: formats.Format
     model: ModelConfig
     params: Leaves
@@ -269,7 +263,7 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
         )
 
 
-def _norm_stats(request: Request, stored: Stored) -> dict[str, Any]:
+def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
     """What the result's norm stats are, by asset id."""
     if request.norm_stats is not None:
         if request.asset_id is None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from openpi_train.command_line import ProcessFlags
 from openpi_train.data.files import write_json, write_text
 from openpi_train.data.opened import open_windows
 from openpi_train.envs.base import Env, NoEnv
@@ -33,54 +34,30 @@ from openpi_train.policy.policy import Policy
 from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.runtime.world import find_world
 from openpi_train.sampling.flow import as_flow
 from openpi_train.tools import figures, open_loop
+from openpi_train.tools.requests import EvaluateRequest
 
 logger = logging.getLogger(__name__)
 
 _PLOTTED_EPISODES = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What `eval` was asked for; the fields are its flags, None where the run's own settings hold.
-
-    `episodes` are those per task in the environment, `held_out` the recorded ones; 0 leaves that part out.
-    """
-
-    checkpoint: str
-    experiment: str | None = None
-    dataset: str | None = None
-    env: str | None = None
-    episodes: int | None = None
-    held_out: int = 20
-    execute: int | None = None
-    ensemble: float | None = None
-    real_time_delay: int | None = None
-    max_steps: int | None = None
-    videos: int | None = None
-    seed: int | None = None
-    batch_size: int = 16
-    num_sample_steps: int | None = None
-    average: bool = True
-    out: Path | None = None
-
-
-def main(request: Request, flags: WorldFlags, devices_per_process: int | None) -> int:
+def main(request: EvaluateRequest, process: ProcessFlags) -> int:
     """Evaluate, write it, and print the tables. Every process of the run must call it."""
     logs.configure(0)
-    world = find_world(flags, os.environ)
+    world = find_world(process, os.environ)
     logs.configure(world.process_index)
     facts = {"eval": as_json(dataclasses.replace(request, out=str(request.out)))}
-    session.start(world, facts=facts, devices_per_process=devices_per_process)
+    session.start(world, facts=facts, devices_per_process=process.devices_per_process)
     with phase("evaluating"):
         run(request)
     session.stop()
     return 0
 
 
-def run(request: Request) -> Path:
+def run(request: EvaluateRequest) -> Path:
     """Evaluate in processes that have met. Returns the folder of the results. Every process must call it."""
     figures.require_figures()
     stored, experiment = open_run(request.checkpoint, request.experiment)
@@ -118,7 +95,7 @@ def folder_of(checkpoint: str) -> Path:
     return step.parent / "eval" / step.name
 
 
-def closed_loop_of(request: Request, experiment: Experiment, dataset: int) -> ClosedLoop:
+def closed_loop_of(request: EvaluateRequest, experiment: Experiment, dataset: int) -> ClosedLoop:
     """The experiment's closed loop with what was asked for in its place."""
     given = {
         "env": NoEnv() if request.episodes == 0 else _env(request.env),
@@ -147,7 +124,7 @@ def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
     return experiment.demonstrations.datasets.index(chosen)
 
 
-def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
+def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
         windows = open_windows(experiment.demonstrations, experiment.policy.window)[number].in_split("validation")
         if not len(windows):
@@ -173,7 +150,7 @@ def _in_open_loop(request: Request, policy: Policy, experiment: Experiment, numb
 
 
 def _in_closed_loop(
-    request: Request, policy: Policy, config: ClosedLoop, begin: Callable[[], EnvPolicy], folder: Path
+    request: EvaluateRequest, policy: Policy, config: ClosedLoop, begin: Callable[[], EnvPolicy], folder: Path
 ) -> None:
     recorder = Recorder(config.env, config.num_videos, folder / "videos")
     index, count, size = jax.process_index(), jax.process_count(), config.episodes_per_device
@@ -200,7 +177,7 @@ def _execute(config: ClosedLoop, policy: Policy) -> int:
     return max(1, policy.form.window.num_ahead // 2) if config.execute is None else config.execute
 
 
-def _begin(request: Request, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:
+def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:
     """What makes the policy of a batch of episodes. Raises UsageError for options that do not go together."""
     execute, ahead = _execute(config, policy), policy.form.window.num_ahead
     if config.num_episodes and execute > ahead:
@@ -221,5 +198,5 @@ def _begin(request: Request, policy: Policy, config: ClosedLoop) -> Callable[[],
     return lambda: acting
 
 
-def _settings(request: Request) -> dict[str, Any]:
+def _settings(request: EvaluateRequest) -> dict[str, Any]:
     return as_json(dataclasses.replace(request, out=None))

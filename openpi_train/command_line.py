@@ -1,0 +1,108 @@
+"""A command's flags: the fields of a frozen dataclass, by tyro. Read next: `fields.py`, `cli.py`.
+
+    class Report(Request):
+        '''What the command does.'''
+
+        # What the flag is for.
+        num_rows: int = at_least(1, 20)
+
+Nothing heavy is imported, so that `--help` need not wait for jax.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from openpi_train.fields import at_least, too_small
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.world import WorldFlags
+
+T = TypeVar("T")
+# In a tuple of several: flags without its name before theirs.
+Own = Annotated[T, tyro.conf.arg(name="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command is asked for: a field's comment is the flag's help, `at_least` its limit."""
+
+    def check(self) -> list[str]:
+        """A sentence for every conflict between the fields, with the flag to change."""
+        return []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessFlags(WorldFlags):
+    """Which process of the run this is; no part of the experiment."""
+
+    # CPU devices to make in this process.
+    devices_per_process: int | None = at_least(1, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainFlags(ProcessFlags):
+    """What a training command says beside its experiment's fields."""
+
+    # Print what the run needs, and start nothing.
+    dry_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManyFields(Request):
+    """Flags for many fields of an experiment at once; a field that is given too wins."""
+
+    # A DeepSpeed JSON config: its equivalent is shown and used.
+    deepspeed: str | None = None
+    # adamw, adafactor, lion, muon or sgd, whose fields follow.
+    optimizer: str | None = None
+    # Train on the dataset at this path; its format is detected.
+    dataset: str | None = None
+
+
+def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None) -> T:
+    """What the flags say: a `kind`, a dataclass or a tuple of `Own[dataclass]`; `about` is the help's first paragraph.
+
+    Exits with code 2 for an unknown flag, naming the closest ones, and for a value of another type. Raises UsageError
+    for what `at_least` and `Request.check` forbid.
+    """
+    return _checked(tyro.cli(kind, args=argv, **_options(command, about)))
+
+
+def parse_known(
+    kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None, add_help: bool = True
+) -> tuple[T, list[str]]:
+    """As `parse`, and the words that belong to other flags, in their order."""
+    options = _options(command, about)
+    found, rest = tyro.cli(kind, args=argv, return_unknown_args=True, add_help=add_help, **options)
+    return _checked(found), rest
+
+
+def one_word(convert: Callable[[str], tuple[Any, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
+    """For the annotation of a tuple that `convert` makes of one word, such as values with commas between them."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: convert(words[0]),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+def _options(command: str, about: str | None) -> dict[str, Any]:
+    return {
+        "prog": f"python -m openpi_train {command}",
+        "description": None if about is None else inspect.cleandoc(about),
+    }
+
+
+def _checked(found: T) -> T:
+    problems = []
+    for part in found if isinstance(found, tuple) else (found,):
+        problems += too_small(part)
+        problems += part.check() if isinstance(part, Request) else []
+    if problems:
+        raise UsageError("\n".join(problems))
+    return found

@@ -1,0 +1,197 @@
+"""What each verb but `data` and `serve` can be asked for: its flags. Read next: the module of its name, `data.py`.
+
+They stand apart from what is done, which needs jax: `--help` must not wait for that.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from openpi_train.command_line import Request, one_word
+from openpi_train.fields import at_least
+
+# The experiment of a verb. Flags that are none of the verb's are those of its fields, as in training.
+ExperimentName = Annotated[str, Positional, arg(metavar="EXPERIMENT")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListRequest(Request):
+    """Name every experiment."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatsRequest(Request):
+    """Norm statistics of an experiment's data, per dimension, written where training finds them.
+
+    Columns only: no image is decoded. Any field of the experiment may be set as in training:
+    --data.datasets.0.source.path DIR
+    """
+
+    # A name from `list`, or file.py:name.
+    experiment: ExperimentName
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorRequest(Request):
+    """Look at everything that a run needs; a line per thing: ok, warn or fail, and what to do.
+
+    The exit code is 2 where something failed. With `launch ... -- doctor` all processes of a run look together.
+    Any field of the experiment may be set as in training: doctor debug --checkpoint-base-dir DIR
+    """
+
+    # A name from `list`, or file.py:name; without one only the machine is looked at.
+    experiment: Annotated[str | None, Positional, arg(metavar="EXPERIMENT")] = None
+    # Also reach these hosts, or ports of them.
+    hosts: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B:PORT")] = ()
+    # The coordinator's port, which must be free with the next one (29500).
+    port: int | None = None
+    # Print the findings as JSON.
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest(Request):
+    """What an experiment would need and how fast it would be on other devices, with all that is assumed.
+
+    For every strategy and rematerialisation policy; a strategy that is given is the only one. Nothing is allocated.
+    Exit code 2: nothing fits. Any field of the experiment may be set as in training: plan debug --devices 8
+    --device-kind h100 --batch-size 64
+    """
+
+    # A name from `list`, or file.py:name.
+    experiment: ExperimentName
+    # Devices of the run, over all hosts.
+    devices: int = at_least(1, dataclasses.MISSING)
+    # h200, h100, a100, a100-40gb, rtx4090, ...
+    device_kind: str
+    # Hosts, with equally many devices each.
+    hosts: int = at_least(1, 1)
+    # Memory of a device; None: the kind's.
+    device_gib: float | None = None
+    # GB/s out of one host; 50 are one port of 400 Gb/s.
+    network_gb_s: float = 50.0
+    # Share of the peak FLOP/s while computing.
+    efficiency: float = 0.5
+    # Ask the compiler for its own account of the memory.
+    compile: bool = True
+    # Print the plan as JSON.
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertRequest(Request):
+    """Convert a checkpoint: ours to openpi's form, others' to ours.
+
+    Every key is accounted for, what is written is read again, and its outputs are compared with the source's
+    (TARGET/parity.json). Fields of the experiment's model may be set as in training: --experiment debug
+    --model.action-dim 8. `convert deepspeed FILE` shows what a DeepSpeed config is as flags. More: docs/exchange.md
+    """
+
+    # A checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME.
+    source: Annotated[str, Positional, arg(metavar="SOURCE")]
+    # Directory to make (a step's number suits openpi's trainer), or hub:USER/NAME, which is pushed to.
+    target: Annotated[Path, Positional, arg(metavar="TARGET")]
+    # Form of SOURCE; None: seen from it.
+    source_format: Annotated[str | None, arg(name="from")] = None
+    # Form of TARGET; None: openpi, and of others' files ours.
+    target_format: Annotated[str | None, arg(name="to")] = None
+    # Whose model it is; None: what a run of ours says.
+    experiment: str | None = None
+    # Type of the floating-point parameters in TARGET.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # Fold low-rank adapters into the weights.
+    merge_lora: bool = False
+    # Leave the training state out.
+    params_only: bool = False
+    # A norm_stats.json to put in, as --asset-id.
+    norm_stats: str | None = None
+    # Name of the norm stats in TARGET; without --norm-stats the checkpoint's own are renamed.
+    asset_id: str | None = None
+    # Move what TARGET holds aside.
+    overwrite: bool = False
+    # Compare the models' outputs.
+    outputs: bool = True
+    # A repository that a push makes is for all to see.
+    public: bool = False
+    # Account for every key and write nothing.
+    dry_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedRequest(Request):
+    """Show what every key of a DeepSpeed JSON config is here: a flag, or the reason why there is none.
+
+    Batch sizes and accumulation are checked against each other. A run takes the file as it is: python -m openpi_train
+    debug --exp-name x --deepspeed FILE
+    """
+
+    # The JSON file.
+    file: Annotated[str, Positional, arg(metavar="FILE")]
+    # Devices of the run, to be checked too.
+    devices: int | None = at_least(1, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateRequest(Request):
+    """Evaluate a trained policy: open loop on held-out recorded episodes, and closed loop in an environment.
+
+    Tables are printed; JSON, plots and videos go to eval/<step> in the run's directory. With `launch local
+    --processes N -- eval ...` the episodes are shared out, and every result is the same. None: the run's own setting.
+    """
+
+    # A run's directory (its newest checkpoint), a step's, or another checkpoint.
+    checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
+    # Whose checkpoint it is, where it does not say so itself.
+    experiment: str | None = None
+    # Which dataset's robot acts: a number or asset id.
+    dataset: str | None = None
+    # The environment to act in; None: the experiment's own, if it has one.
+    env: str | None = None
+    # Episodes per task there; 0: no closed loop.
+    episodes: int | None = at_least(0, None)
+    # Recorded episodes; 0: no open loop.
+    held_out: int = at_least(0, 20)
+    # Actions of a chunk that are carried out; None: the run's own number, or half of them.
+    execute: int | None = at_least(1, None)
+    # Temporal ensembling with weights exp(-M i), such as 0.01.
+    ensemble: Annotated[float | None, arg(metavar="M")] = None
+    # Real-time chunking: a chunk takes so many control steps.
+    real_time_delay: int | None = at_least(0, None)
+    # Control steps before an episode has failed.
+    max_steps: int | None = at_least(1, None)
+    # Videos of the first so many episodes.
+    videos: int | None = at_least(0, None)
+    # Of initial states and of the policy's noise there.
+    seed: int | None = None
+    # Episodes at a time per process.
+    batch_size: int = at_least(1, 16)
+    # Denoising steps.
+    num_sample_steps: int | None = at_least(1, None)
+    # Take the parameters' average (EMA), and not the parameters themselves.
+    average: bool = True
+    # Where the results go; None: eval/<step> in the run's directory.
+    out: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportRequest(Request):
+    """Write one HTML file about a run, or about several to compare.
+
+    Curves, time, memory against the plan, norm stats, batches, evaluations with videos, environment. It needs no other
+    file and no network. Runs that are still going may be reported, too.
+    """
+
+    # A run's directory, or several.
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")]
+    # The file; None: report.html in the first run's directory.
+    out: Path | None = None
+    # The runs' own, where it uses classes of yours.
+    experiment: str | None = None
+    # Show the data's sample batch.
+    batches: bool = True
+
+    def check(self) -> list[str]:
+        """A sentence where no run is named."""
+        return [] if self.runs else ["RUN is missing: name the directory of a run, <base>/<experiment>/<name>"]
