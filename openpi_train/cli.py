@@ -147,7 +147,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
 
 def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
     """The given flags behind those that a DeepSpeed config stands for, which are logged."""
-    from openpi_train.interop.deepspeed import translate_file
+    from openpi_train.interop.deepspeed.flags import translate_file
 
     translation = translate_file(file)
     words = translation.before(given)
@@ -219,7 +219,7 @@ def convert_deepspeed(argv: Sequence[str]) -> int:
     parser.add_argument("file", help="the JSON file")
     parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, to be checked too")
     known = parser.parse_args(argv)
-    from openpi_train.interop.deepspeed import translate_file
+    from openpi_train.interop.deepspeed.flags import translate_file
 
     print(translate_file(known.file, known.devices).report())
     return 0

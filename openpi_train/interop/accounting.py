@@ -1,6 +1,6 @@
 """Every key of a checkpoint accounted for: what a model needs against what there is; none dropped, none invented.
 
-Read next: `formats.py`, which opens checkpoints.
+Read next: `checkpoint_formats.py`, which opens checkpoints.
 """
 
 import difflib

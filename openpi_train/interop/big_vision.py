@@ -2,7 +2,7 @@
 
 Such a file is a ZIP of arrays that are not compressed, so each is mapped where it lies. bfloat16, which numpy's format
 does not know, lies in it as two bytes without a meaning ("V2", or "u2"). Names are openpi's, below `params/`.
-Read next: `paligemma.py`, for the same model in Hugging Face's form.
+Read next: `paligemma_torch.py`, for the same model in Hugging Face's form.
 """
 
 import struct
@@ -12,9 +12,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from openpi_train.interop.paligemma import TABLE, without_filling
+from openpi_train.interop.paligemma_torch import TABLE, without_filling
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 

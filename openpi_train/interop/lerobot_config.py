@@ -30,7 +30,7 @@ Step = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class LeRobotPolicy:
     """A type of policies.
 
     Attributes:
@@ -60,22 +60,22 @@ _PUBLISHED = (PUBLISHED, "lerobot/fast-action-tokenizer")
 _FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, _ACTION_TOKENIZER: _PUBLISHED[1]}
 
 # The first that has its parameter is a model's type.
-POLICIES: tuple[Policy, ...] = (
-    Policy(
+POLICIES: tuple[LeRobotPolicy, ...] = (
+    LeRobotPolicy(
         type="pi0",
         has="state_proj/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, "pi0_new_line_processor", _TOKENIZE, _DEVICE, _RELATIVE, _NORMALIZE),
         equal=_DIMS,
     ),
-    Policy(
+    LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, _DEVICE),
         equal=_DIMS,
     ),
-    Policy(
+    LeRobotPolicy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
@@ -86,7 +86,7 @@ POLICIES: tuple[Policy, ...] = (
 )
 
 
-def policy_of(model: PolicyConfig) -> Policy:
+def policy_of(model: PolicyConfig) -> LeRobotPolicy:
     """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
     names = {model.public_name(path) for path in abstract_params(model)}
     for policy in POLICIES:
@@ -136,7 +136,7 @@ def check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         )
 
 
-def policy_config(policy: Policy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
+def policy_config(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
     """The `config.json` of a folder with weights of `dtype`; `dims` are those of `state` and `actions`, if known."""
     size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
     variants = {
@@ -169,7 +169,7 @@ def policy_config(policy: Policy, model: PolicyConfig, dims: Mapping[str, int], 
     }
 
 
-def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The pipelines around the model, by file name without its ending."""
     features = {**config["input_features"], **config["output_features"]}
     # openpi's epsilon, not LeRobot's 1e-8: the model was trained on what that gives.

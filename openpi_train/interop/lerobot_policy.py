@@ -19,7 +19,7 @@ import numpy as np
 from openpi_train.data.files import write_json
 from openpi_train.interop import lerobot_config, safetensors_file
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored, in_memory
+from openpi_train.interop.stored_leaves import Leaves, Stored, in_memory
 from openpi_train.interop.torch_policy import read_params, write_params
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError

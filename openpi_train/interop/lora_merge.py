@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.interop.stored import Index, Leaves, Piece, StoredLeaf, assembled, at_hand
+from openpi_train.interop.stored_leaves import Index, Leaves, Piece, StoredLeaf, assembled, at_hand
 
 _FACTORS = ("/lora_a", "/lora_b")
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored_leaves import Stored
 
 _REPOSITORY = "openpi_train"
 # A checkpoint's form: the library that loads it, and a line that does.

@@ -13,7 +13,7 @@ from typing import Any
 from openpi_train.data.files import write_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored_leaves import Stored
 from openpi_train.interop.torch_policy import read_params, write_params
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import UsageError

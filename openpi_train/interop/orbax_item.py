@@ -17,7 +17,7 @@ import numpy as np
 from openpi_train.data.files import write_json
 from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import (
+from openpi_train.interop.stored_leaves import (
     PIECE_BYTES,
     Index,
     Leaves,

@@ -17,12 +17,12 @@ import jax
 from openpi_train.data.files import write_bytes, write_json
 from openpi_train.data.tokens import FOLDER
 from openpi_train.interop import openpi
+from openpi_train.interop.checkpoint_tokenizer import token_files_of
 from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
 from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, Piece, Stored, StoredLeaf, assembled
-from openpi_train.interop.tokens import token_files_of
+from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf, assembled
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError

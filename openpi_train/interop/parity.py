@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from openpi_train.interop.stored import Leaves, StoredLeaf, at_hand
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
 from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import merge_module
 

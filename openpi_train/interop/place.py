@@ -1,4 +1,4 @@
-"""A folder of files, on a disk or in a bucket, read by name. Read next: `stored.py`.
+"""A folder of files, on a disk or in a bucket, read by name. Read next: `stored_leaves.py`.
 
 Buckets are read through tensorstore's own drivers, which read parts of files: nothing is copied to a disk first.
 Credentials are the standard ones of each (`GOOGLE_APPLICATION_CREDENTIALS`, `AWS_*`); public buckets need none.

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf, blocks
+from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, blocks
 from openpi_train.runtime.exits import CheckpointError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,8 +15,8 @@ from openpi_train.interop import safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.openpi import abstract_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf
-from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, Layout, layout, tensors_of
+from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf
+from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, TensorLayout, layout_of, tensors_of
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -65,7 +65,7 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
         )
     try:
         for name, leaf in params.items():
-            layout(name, leaf.shape)
+            layout_of(name, leaf.shape)
     except KeyError as error:
         raise UsageError(f"this model cannot be written for PyTorch: {error.args[0]}") from error
     with tensors_of(params, folder) as tensors:
@@ -79,14 +79,14 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
         )
 
 
-def layouts_of(model: ModelConfig) -> dict[str, Layout]:
+def layouts_of(model: ModelConfig) -> dict[str, TensorLayout]:
     """Where each of the model's parameters lies, by published name; its low-rank factors are left out.
 
     Raises CheckpointError where PyTorch's models have no such parameter.
     """
     shapes = {model.public_name(path): leaf.shape for path, leaf in abstract_params(model).items()}
     try:
-        return {name: layout(name, shape) for name, shape in shapes.items() if "lora" not in name}
+        return {name: layout_of(name, shape) for name, shape in shapes.items() if "lora" not in name}
     except KeyError as error:
         raise CheckpointError(f"{type(model).__name__} has no form in PyTorch: {error.args[0]}") from error
 

@@ -1,6 +1,6 @@
 """A converted checkpoint pushed to the hub, with a card that tells of the run it came from.
 
-Read next: `interop/hub.py` (the upload), `interop/model_card.py` (the card).
+Read next: `interop/checkpoint_hub.py` (the upload), `interop/model_card.py` (the card).
 """
 
 import json
@@ -9,23 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openpi_train.interop import hub
+from openpi_train.interop import checkpoint_hub
 from openpi_train.interop.model_card import model_card
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored_leaves import Stored
 
 
 def by_way_of_a_folder(address: str, private: bool, convert: Callable[[Path], tuple[Stored, str]]) -> str:
     """Push what `convert` writes into the folder that it is given; it returns what that is, and its format.
 
-    Where it now is comes back. Raises UsageError and CheckpointError as `hub.check_push` and `hub.push` do.
+    Where it now is comes back. Raises UsageError and CheckpointError as `check_push` and `push` do.
     """
-    hub.check_push(address, private=private)
+    checkpoint_hub.check_push(address, private=private)
     with tempfile.TemporaryDirectory(prefix="openpi_train-push-") as folder:
         target = Path(folder) / "checkpoint"
         stored, form = convert(target)
         results, command = _record(stored)
-        name = hub.Address.of(address).name
-        return hub.push(target, address, model_card(stored, form, name, results=results, command=command))
+        name = checkpoint_hub.Address.of(address).name
+        return checkpoint_hub.push(target, address, model_card(stored, form, name, results=results, command=command))
 
 
 def _record(stored: Stored) -> tuple[Any, list[str] | None]:

@@ -1,4 +1,4 @@
-"""The values of a DeepSpeed config by dotted key, and what became of each. Read next: `translation.py`."""
+"""The values of a DeepSpeed config by dotted key, and what became of each. Read next: `flags.py`."""
 
 import difflib
 import json

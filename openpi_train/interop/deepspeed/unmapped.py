@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed config that have no flag of ours, each with the reason. Read next: `translation.py`.
+"""The keys of a DeepSpeed config that have no flag of ours, each with the reason. Read next: `flags.py`.
 
 A key stands for all below it. Names are DeepSpeed's (`runtime/config.py`, `runtime/zero/config.py`, its documentation).
 """

@@ -22,7 +22,7 @@ _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Translation:
+class DeepSpeedFlags:
     """What became of a file: flags, a line per key, and by flag what is still to be given."""
 
     flags: tuple[Flag, ...]
@@ -54,7 +54,7 @@ class Translation:
         return [word for flag in flags for word in flag] + list(given)
 
 
-def translate_file(path: str | Path, num_devices: int | None = None) -> Translation:
+def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
     """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Translation:
+def translate(config: Mapping[str, Any], num_devices: int | None = None) -> DeepSpeedFlags:
     """The flags that a DeepSpeed config stands for.
 
     Args: `num_devices` is how many devices it is for, None where that is not known.
@@ -102,7 +102,7 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Tran
     translate_schedule(file)
     _others(file)
     lines = file.lines()
-    return Translation(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+    return DeepSpeedFlags(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
 
 
 def _tensor_devices(file: ConfigFile) -> int:

@@ -1,6 +1,6 @@
 """A checkpoint as every format gives it: names to leaves that are read in parts, so that each device reads its own.
 
-Read next: `accounting.py` (which names there must be), `formats.py` (who gives them).
+Read next: `accounting.py` (which names there must be), `checkpoint_formats.py` (who gives them).
 """
 
 import contextlib

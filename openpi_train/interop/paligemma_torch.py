@@ -16,8 +16,8 @@ from openpi_train.interop import safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.openpi import abstract_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored, StoredLeaf
-from openpi_train.interop.torch_names import TIED_HEAD, layout
+from openpi_train.interop.stored_leaves import Stored, StoredLeaf
+from openpi_train.interop.torch_names import TIED_HEAD, layout_of
 from openpi_train.interop.torch_policy import settle_heads
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -54,7 +54,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     if model is None:
         raise UsageError(f"{place} does not say which model it is for: name the experiment")
     shapes = {model.public_name(path): leaf.shape for path, leaf in abstract_params(model).items()}
-    layouts = {name: layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(NOT_IN_IT, name)}
+    layouts = {name: layout_of(name, shape) for name, shape in shapes.items() if not re.fullmatch(NOT_IN_IT, name)}
     stored = safetensors_file.open_model(place)
     found = {_torch_name(name): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):

@@ -1,7 +1,7 @@
 """Checkpoints on the Hugging Face hub: fetched into the hub client's cache, and pushed with a model card.
 
 An address is `hub:USER/NAME`, with a folder and a revision where needed: `hub:USER/NAME/FOLDER@REVISION`. With
-HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `formats.py`.
+HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `checkpoint_formats.py`.
 """
 
 import dataclasses
