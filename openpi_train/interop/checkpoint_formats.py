@@ -140,10 +140,9 @@ def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None
 
     `may_miss` is a regular expression of published names that may be absent.
     """
-    shapes = openpi.abstract_params(model)
-    paths = {name: path for path, name in openpi.parameter_names(model).items()}
-    expected = {name: shapes[path] for name, path in paths.items()}
+    expected = openpi.published_params(model)
     account(stored.params, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
+    paths = {name: path for path, name in openpi.parameter_names(model).items()}
     return {paths[name]: leaf for name, leaf in stored.params.items()}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openpi_train.data.fast import PUBLISHED
-from openpi_train.interop.openpi import abstract_params
+from openpi_train.interop.openpi import published_params
 from openpi_train.models.base import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -88,9 +88,9 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
 
 def policy_of(model: PolicyConfig) -> LeRobotPolicy:
     """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
-    names = {model.public_name(path) for path in abstract_params(model)}
+    params = published_params(model)
     for policy in POLICIES:
-        if policy.has in names:
+        if policy.has in params:
             return policy
     raise UsageError(f"{type(model).__name__} is none of LeRobot's policies; allowed: {_allowed()}")
 

@@ -17,17 +17,7 @@ import numpy as np
 from openpi_train.data.files import write_json
 from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import (
-    PIECE_BYTES,
-    Index,
-    Leaves,
-    Piece,
-    StoredLeaf,
-    assembled,
-    at_hand,
-    blocks,
-    in_memory,
-)
+from openpi_train.interop.stored_leaves import PIECE_BYTES, Index, Leaves, Piece, StoredLeaf, at_hand, blocks, in_memory
 from openpi_train.runtime.exits import CheckpointError
 
 METADATA = "_METADATA"
@@ -170,13 +160,7 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
                 for cell in some:
                     yield cell, pending.pop(0).result()
 
-    return StoredLeaf(
-        shape=tuple(array.shape),
-        dtype=dtype,
-        read=lambda index: assembled(stream(index), index, dtype),
-        chunk=chunk,
-        stream=stream,
-    )
+    return StoredLeaf.streamed(tuple(array.shape), dtype, chunk, stream)
 
 
 def _cells(index: Index, chunk: tuple[int, ...]) -> Iterator[Index]:

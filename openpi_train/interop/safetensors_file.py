@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
-def has_model(place: Place) -> bool:
-    """Whether the folder holds a model: one file of tensors, or the index of several."""
-    return place.has(FILE) or place.has(INDEX)
+def tensor_names(place: Place) -> Iterable[str]:
+    """The names of the tensors in a folder: in one file, or behind the index of several; none where it has neither."""
+    return open_model(place) if place.has(FILE) or place.has(INDEX) else ()
 
 
 def open_model(place: Place) -> Leaves:

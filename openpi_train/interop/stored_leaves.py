@@ -36,6 +36,21 @@ class StoredLeaf:
     chunk: tuple[int, ...] | None = None
     stream: Callable[[Index], Iterator[Piece]] | None = None
 
+    @classmethod
+    def streamed(
+        cls,
+        shape: tuple[int, ...],
+        dtype: Any,
+        chunk: tuple[int, ...] | None,
+        stream: Callable[[Index], Iterator[Piece]],
+    ) -> "StoredLeaf":
+        """A leaf of which every part is put together from the pieces that `stream` gives."""
+
+        def read(index: Index) -> np.ndarray:
+            return assembled(stream(index), index, dtype)
+
+        return cls(shape=shape, dtype=dtype, read=read, chunk=chunk, stream=stream)
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all of it."""

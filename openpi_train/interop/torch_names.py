@@ -3,7 +3,7 @@
 The names are those of openpi's PyTorch models (`models_pytorch/pi0_pytorch.py` and
 `examples/convert_jax_model_to_pytorch.py` at 15a9616), which LeRobot's policies keep behind a prefix; within them are
 Hugging Face's names of PaliGemma and Gemma. PyTorch has a tensor per layer, weights as [outputs, inputs], and heads
-merged. Read next: `torch_policy.py`.
+merged. Read next: `openpi_torch.py`.
 """
 
 import contextlib
