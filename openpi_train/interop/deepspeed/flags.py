@@ -211,10 +211,9 @@ def _loss_scale(file: ConfigFile) -> None:
     file.note("fp16.loss_scale", "the scale moves")
     power = file.number("fp16.initial_scale_power", 16)
     file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
-    rest = {"growth-interval": ("loss_scale_window", 1000), "hysteresis": ("hysteresis", 2)}
-    rest["minimum"] = ("min_loss_scale", 1)
-    for flag, (name, default) in rest.items():
-        file.flag(f"loss-scaling.{flag}", file.count(f"fp16.{name}", default), f"fp16.{name}")
+    file.becomes("fp16.loss_scale_window", "loss-scaling.growth-interval", ConfigFile.count, 1000)
+    file.becomes("fp16.hysteresis", "loss-scaling.hysteresis", ConfigFile.count, 2)
+    file.becomes("fp16.min_loss_scale", "loss-scaling.minimum", ConfigFile.count, 1)
 
 
 def _others(file: ConfigFile) -> None:
@@ -223,7 +222,7 @@ def _others(file: ConfigFile) -> None:
     if file.number("steps_per_print") == math.inf:  # so accelerate writes "never"
         file.note("steps_per_print", "never: as the experiment has it")
     else:
-        file.flag("log-interval", file.count("steps_per_print"), "steps_per_print")
-    file.flag("tensorboard", file.boolean("tensorboard.enabled"), "tensorboard.enabled")
-    file.flag("wandb-enabled", file.boolean("wandb.enabled"), "wandb.enabled")
-    file.flag("project-name", file.text("wandb.project"), "wandb.project")
+        file.becomes("steps_per_print", "log-interval", ConfigFile.count)
+    file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)
+    file.becomes("wandb.enabled", "wandb-enabled", ConfigFile.boolean)
+    file.becomes("wandb.project", "project-name", ConfigFile.text)
