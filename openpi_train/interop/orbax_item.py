@@ -1,7 +1,9 @@
 """One item of an Orbax checkpoint (a tree of arrays) read in parts, and written whole. Read next: `openpi.py`.
 
-Orbax's own restore reads a whole tree at once, and meets all processes to do so. An item's layout is public: the JSON
-`_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT store or in folders of their own.
+Whoever reads one does it here: start weights, `convert`, policies, resumed runs. Runs write theirs by all processes
+(`training/checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once, and meets all processes to do so.
+An item's layout is public: the JSON `_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT
+store or in folders of their own.
 """
 
 import contextlib
