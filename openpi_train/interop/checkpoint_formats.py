@@ -114,16 +114,13 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
     Raises CheckpointError where there is none, or it is damaged.
     """
     place = open_place(where)
-    if name is not None:
-        form = named(name)
-        if not form.recognises(place):
-            raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
-        return form.open(place, model)
-    for form in FORMATS:
-        if form.recognises(place):
-            return form.open(place, model)
-    known = "\n".join(f"  {form.name}: {form.summary}" for form in FORMATS)
-    raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+    form = next((one for one in FORMATS if one.recognises(place)), None) if name is None else named(name)
+    if form is None:
+        known = "\n".join(f"  {one.name}: {one.summary}" for one in FORMATS)
+        raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+    if name is not None and not form.recognises(place):
+        raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
+    return form.open(place, model)
 
 
 def open_place(where: str | Path) -> Place:

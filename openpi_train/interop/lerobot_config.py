@@ -26,8 +26,6 @@ _DIMS = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", **_PIXEL
 # What our models are built with; a policy with other values computes something else.
 _FIXED = {"min_period": 4e-3, "max_period": 4.0, "use_visual_memory": False, "use_proprioceptive_memory": False}
 
-Step = dict[str, Any]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeRobotPolicy:
@@ -184,7 +182,11 @@ def processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, di
             "truncation": True,
             "tokenizer_name": _TOKENIZER,
         },
-        _ACTIONS: {"trust_remote_code": True, **{key: config.get(key) for key in _ACTION_SETTINGS}},
+        _ACTIONS: {
+            "trust_remote_code": True,
+            "max_action_tokens": config.get("max_action_tokens"),
+            _ACTION_TOKENIZER: config.get(_ACTION_TOKENIZER),
+        },
         _DEVICE: {"device": "cpu", "float_dtype": None},
         _RELATIVE: {"enabled": False, "exclude_joints": ["gripper"], "action_names": None},
         _NORMALIZE: {**norm, "features": features},
@@ -193,20 +195,14 @@ def processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, di
     }
 
     def pipeline(name: str, steps: tuple[str, ...]) -> dict[str, Any]:
-        made: list[Step] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
+        made: list[dict[str, Any]] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
         for place, step in enumerate(made):
             if step["registry_name"] in (_NORMALIZE, _UNNORMALIZE):
                 step["state_file"] = f"{name}_step_{place}_{step['registry_name']}.safetensors"
         return {"name": name, "steps": made}
 
-    after = (_UNNORMALIZE, _ABSOLUTE, _DEVICE)
-    return {
-        name: pipeline(name, steps)
-        for name, steps in (("policy_preprocessor", policy.steps), ("policy_postprocessor", after))
-    }
-
-
-_ACTION_SETTINGS = ("max_action_tokens", _ACTION_TOKENIZER)
+    steps = {"policy_preprocessor": policy.steps, "policy_postprocessor": (_UNNORMALIZE, _ABSOLUTE, _DEVICE)}
+    return {name: pipeline(name, these) for name, these in steps.items()}
 
 
 def _feature(kind: str, *shape: int) -> dict[str, Any]:
