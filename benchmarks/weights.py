@@ -4,7 +4,7 @@ A checkpoint of a model's shapes in float32 is written chunk by chunk, cut as a 
 (`--chunks 1`: as one on a single device does), with values that repeat, and so compress quickly. Then processes of one
 CPU device each load it as a run does, cut as by zero3, in bfloat16. Full pi0 (`--experiment pi0_bridge_traj`) has 13 GB
 before compression and 6.5 GB placed; with `--turns` one process after the other loads, measures and lets go, so
-that a machine suffices which could not hold all shares. Read next: `openpi_train/interop/stored.py` (`place`),
+that a machine suffices which could not hold all shares. Read next: `openpi_train/interop/stored_leaves.py` (`place`),
 `openpi_train/training/init.py`.
 """
 

@@ -109,7 +109,7 @@ def _wants_help(argv: Sequence[str]) -> bool:
 
 def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
     """The given flags behind those that a DeepSpeed config stands for, which are logged."""
-    from openpi_train.interop.deepspeed import translate_file
+    from openpi_train.interop.deepspeed.flags import translate_file
 
     translation = translate_file(file)
     words = translation.before(given)
@@ -186,7 +186,7 @@ def convert_deepspeed(argv: Sequence[str]) -> int:
     from openpi_train.tools.requests import DeepSpeedRequest
 
     request = parse(DeepSpeedRequest, argv, "convert deepspeed")
-    from openpi_train.interop.deepspeed import translate_file
+    from openpi_train.interop.deepspeed.flags import translate_file
 
     print(translate_file(request.file, request.devices).report())
     return 0

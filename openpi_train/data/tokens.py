@@ -3,7 +3,8 @@
     <step>/tokenizer/tokenizer.model      the SentencePiece model for words
     <step>/tokenizer/fast/                the FAST processor's files for actions, where the model has such tokens
 
-`model` is a `models/base.py: ModelConfig` everywhere. Read next: `interop/tokens.py`, which finds them in checkpoints.
+`model` is a `models/base.py: ModelConfig` everywhere. Read next: `interop/checkpoint_tokenizer.py`, which finds them in
+checkpoints.
 """
 
 from typing import Any

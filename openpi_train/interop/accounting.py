@@ -1,11 +1,11 @@
 """Every key of a checkpoint accounted for: what a model needs against what there is; none dropped, none invented.
 
-Read next: `formats.py`, which opens checkpoints.
+Read next: `checkpoint_formats.py`, which opens checkpoints.
 """
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,31 +47,30 @@ def account(
     both = [name for name in expected if name in found]
     misshapen = [name for name in both if tuple(found[name].shape) != tuple(expected[name].shape)]
     other_kind = [name for name in both if _kind(found[name]) != _kind(expected[name])]
-    if not (missing or extra or misshapen or other_kind):
+    kinds = {
+        "missing in the checkpoint": [_with_closest(name, extra) for name in missing],
+        "in the checkpoint, unknown to the model": extra,
+        "of another shape": [
+            f"{name} is {tuple(found[name].shape)}, the model wants {tuple(expected[name].shape)}" for name in misshapen
+        ],
+        "of another kind of number": [
+            f"{name} is {found[name].dtype}, the model wants {expected[name].dtype}" for name in other_kind
+        ],
+    }
+    if not any(kinds.values()):
         return
     advice = [*_explain(missing, extra, both), *(explain(missing, extra, misshapen) if explain else [])]
+    advice = advice or ["compare the model's variants and sizes with the checkpoint's"]
     lines = [
         f"{where} does not fit the model: of {len(expected)} leaves that it needs, "
-        f"{len(both) - len(set(misshapen) | set(other_kind))} are there as they should be",
-        *_listed("missing in the checkpoint", [_with_closest(name, extra) for name in missing]),
-        *_listed("in the checkpoint, unknown to the model", extra),
-        *_listed(
-            "of another shape",
-            [
-                f"{name} is {tuple(found[name].shape)}, the model wants {tuple(expected[name].shape)}"
-                for name in misshapen
-            ],
-        ),
-        *_listed(
-            "of another kind of number",
-            [f"{name} is {found[name].dtype}, the model wants {expected[name].dtype}" for name in other_kind],
-        ),
-        *(
-            f"  -> {sentence}"
-            for sentence in advice or ["compare the model's variants and sizes with the checkpoint's"]
-        ),
+        f"{len(both) - len(set(misshapen) | set(other_kind))} are there as they should be"
     ]
-    raise CheckpointError("\n".join(lines))
+    for title, names in kinds.items():
+        if names:
+            lines += [f"{title} ({len(names)}):", *(f"  {name}" for name in names[:_LISTED])]
+        if len(names) > _LISTED:
+            lines.append(f"  ... and {len(names) - _LISTED} more")
+    raise CheckpointError("\n".join([*lines, *(f"  -> {sentence}" for sentence in advice)]))
 
 
 def _kind(leaf: Any) -> str:
@@ -105,11 +104,3 @@ def _explain(missing: list[str], extra: list[str], both: list[str]) -> list[str]
 def _with_closest(name: str, extra: list[str]) -> str:
     closest = difflib.get_close_matches(name, extra, n=1)
     return f"{name} (closest in the checkpoint: {closest[0]})" if closest else name
-
-
-def _listed(title: str, lines: Iterable[str]) -> list[str]:
-    lines = list(lines)
-    if not lines:
-        return []
-    more = [f"  ... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    return [f"{title} ({len(lines)}):", *(f"  {line}" for line in lines[:_LISTED]), *more]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.interop.stored import Index, Piece, blocks, common, inside
+from openpi_train.interop.stored_leaves import Index, Piece, blocks, common, inside
 
 _READ_BYTES = 8 << 20
 

@@ -2,7 +2,7 @@
 
 Such a file is a ZIP of arrays that are not compressed, so each is mapped where it lies. bfloat16, which numpy's format
 does not know, lies in it as two bytes without a meaning ("V2", or "u2"). Names are openpi's, below `params/`.
-Read next: `paligemma.py`, for the same model in Hugging Face's form.
+Read next: `paligemma_torch.py`, for the same model in Hugging Face's form.
 """
 
 import struct
@@ -12,9 +12,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from openpi_train.interop.paligemma import TABLE, without_filling
+from openpi_train.interop.paligemma_torch import TABLE, without_filling
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_file
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
@@ -67,16 +67,8 @@ def _leaf(path: Path, file, entry: zipfile.ZipInfo) -> StoredLeaf:
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran_order, stored = read_header(file)
-    offset = file.tell()
     if entry.header_offset + entry.file_size > path.stat().st_size or stored.hasobject:
         raise ValueError(f"{entry.filename} does not fit in the file" if not stored.hasobject else "it holds objects")
     narrow = stored.itemsize == 2 and stored.kind in "Vu"
     dtype = np.dtype(ml_dtypes.bfloat16) if narrow else stored
-
-    def read(index: Index) -> np.ndarray:
-        # Mapped anew each time: what is mapped, and was read once, counts as this process's memory.
-        order = "F" if fortran_order else "C"
-        mapped = np.memmap(path, stored, "r", offset, shape or (1,), order).view(np.ndarray)
-        return np.array(mapped.reshape(shape)[index]).view(dtype)
-
-    return StoredLeaf(shape=shape, dtype=dtype, read=read)
+    return in_file(path, dtype, shape, file.tell(), "F" if fortran_order else "C")

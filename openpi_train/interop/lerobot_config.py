@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openpi_train.data.fast import PUBLISHED
-from openpi_train.interop.openpi import abstract_params
+from openpi_train.interop.openpi import published_params
 from openpi_train.models.base import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -26,11 +26,9 @@ _DIMS = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", **_PIXEL
 # What our models are built with; a policy with other values computes something else.
 _FIXED = {"min_period": 4e-3, "max_period": 4.0, "use_visual_memory": False, "use_proprioceptive_memory": False}
 
-Step = dict[str, Any]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class LeRobotPolicy:
     """A type of policies.
 
     Attributes:
@@ -60,22 +58,22 @@ _PUBLISHED = (PUBLISHED, "lerobot/fast-action-tokenizer")
 _FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, _ACTION_TOKENIZER: _PUBLISHED[1]}
 
 # The first that has its parameter is a model's type.
-POLICIES: tuple[Policy, ...] = (
-    Policy(
+POLICIES: tuple[LeRobotPolicy, ...] = (
+    LeRobotPolicy(
         type="pi0",
         has="state_proj/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, "pi0_new_line_processor", _TOKENIZE, _DEVICE, _RELATIVE, _NORMALIZE),
         equal=_DIMS,
     ),
-    Policy(
+    LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=_CAMERAS,
         steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, _DEVICE),
         equal=_DIMS,
     ),
-    Policy(
+    LeRobotPolicy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
@@ -86,11 +84,11 @@ POLICIES: tuple[Policy, ...] = (
 )
 
 
-def policy_of(model: PolicyConfig) -> Policy:
+def policy_of(model: PolicyConfig) -> LeRobotPolicy:
     """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
-    names = {model.public_name(path) for path in abstract_params(model)}
+    params = published_params(model)
     for policy in POLICIES:
-        if policy.has in names:
+        if policy.has in params:
             return policy
     raise UsageError(f"{type(model).__name__} is none of LeRobot's policies; allowed: {_allowed()}")
 
@@ -136,7 +134,7 @@ def check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         )
 
 
-def policy_config(policy: Policy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
+def policy_config(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
     """The `config.json` of a folder with weights of `dtype`; `dims` are those of `state` and `actions`, if known."""
     size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
     variants = {
@@ -169,7 +167,7 @@ def policy_config(policy: Policy, model: PolicyConfig, dims: Mapping[str, int], 
     }
 
 
-def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The pipelines around the model, by file name without its ending."""
     features = {**config["input_features"], **config["output_features"]}
     # openpi's epsilon, not LeRobot's 1e-8: the model was trained on what that gives.
@@ -184,7 +182,11 @@ def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str,
             "truncation": True,
             "tokenizer_name": _TOKENIZER,
         },
-        _ACTIONS: {"trust_remote_code": True, **{key: config.get(key) for key in _ACTION_SETTINGS}},
+        _ACTIONS: {
+            "trust_remote_code": True,
+            "max_action_tokens": config.get("max_action_tokens"),
+            _ACTION_TOKENIZER: config.get(_ACTION_TOKENIZER),
+        },
         _DEVICE: {"device": "cpu", "float_dtype": None},
         _RELATIVE: {"enabled": False, "exclude_joints": ["gripper"], "action_names": None},
         _NORMALIZE: {**norm, "features": features},
@@ -193,20 +195,14 @@ def processors(policy: Policy, config: Mapping[str, Any]) -> dict[str, dict[str,
     }
 
     def pipeline(name: str, steps: tuple[str, ...]) -> dict[str, Any]:
-        made: list[Step] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
+        made: list[dict[str, Any]] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
         for place, step in enumerate(made):
             if step["registry_name"] in (_NORMALIZE, _UNNORMALIZE):
                 step["state_file"] = f"{name}_step_{place}_{step['registry_name']}.safetensors"
         return {"name": name, "steps": made}
 
-    after = (_UNNORMALIZE, _ABSOLUTE, _DEVICE)
-    return {
-        name: pipeline(name, steps)
-        for name, steps in (("policy_preprocessor", policy.steps), ("policy_postprocessor", after))
-    }
-
-
-_ACTION_SETTINGS = ("max_action_tokens", _ACTION_TOKENIZER)
+    steps = {"policy_preprocessor": policy.steps, "policy_postprocessor": (_UNNORMALIZE, _ABSOLUTE, _DEVICE)}
+    return {name: pipeline(name, these) for name, these in steps.items()}
 
 
 def _feature(kind: str, *shape: int) -> dict[str, Any]:

@@ -5,10 +5,9 @@
     policy_{pre,post}processor.json        what is done before and after the model, and where norm stats lie
 
 As `lerobot` 0.6.1 writes and reads them (`policies/`, `processor/pipeline.py`). Read next: `lerobot_config.py` (the two
-kinds of JSON), `torch_policy.py` (the tensors).
+kinds of JSON), `openpi_torch.py` (the tensors).
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,9 @@ import numpy as np
 
 from openpi_train.data.files import write_json
 from openpi_train.interop import lerobot_config, safetensors_file
+from openpi_train.interop.openpi_torch import needed, read_params, write_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored, in_memory
-from openpi_train.interop.torch_policy import read_params, write_params
+from openpi_train.interop.stored_leaves import Leaves, Stored, in_memory
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -39,19 +38,15 @@ def recognises(place: Place) -> bool:
     folder = _folder(place)
     if not folder.has(_CONFIG):
         return False
-    config = _json(folder, _CONFIG)
+    config = folder.json(_CONFIG)
     return "type" in config and "input_features" in config
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """The policy's parameters by published name, and its norm stats. Raises CheckpointError where they do not fit."""
     folder = _folder(place)
-    config = _json(folder, _CONFIG)
-    if model is None:
-        raise UsageError(
-            f"{folder} does not say the sizes of its layers: name the experiment whose model it is "
-            "(convert: --experiment NAME)"
-        )
+    config = folder.json(_CONFIG)
+    model = needed(model, folder)
     lerobot_config.check(config, as_policy(model), str(folder))
     return Stored(
         where=str(folder),
@@ -96,22 +91,12 @@ def _folder(place: Place) -> Place:
     return place / _PRETRAINED if (place / _PRETRAINED).has(_CONFIG) else place
 
 
-def _json(folder: Place, name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(folder.read(name))
-    except ValueError as error:
-        raise CheckpointError(f"{folder}/{name} is no JSON ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder}/{name} holds no names but {type(found).__name__}; fetch it again")
-    return found
-
-
 def _read_norm_stats(folder: Place) -> dict[str, Any]:
     """What its normaliser knows, as openpi's `norm_stats.json`; nothing where it has none."""
     if not folder.has(_PREPROCESSOR):
         logger.warning("%s has no %s, hence no norm stats", folder, _PREPROCESSOR)
         return {}
-    steps = _json(folder, _PREPROCESSOR).get("steps", [])
+    steps = folder.json(_PREPROCESSOR).get("steps", [])
     files = [
         step["state_file"]
         for step in steps

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.interop.stored import Index, Leaves, Piece, StoredLeaf, assembled, at_hand
+from openpi_train.interop.stored_leaves import Index, Leaves, Piece, StoredLeaf, at_hand
 
 _FACTORS = ("/lora_a", "/lora_b")
 
@@ -44,10 +44,4 @@ def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
                 folded = np.asarray(model.merge_lora(values)[path])
                 yield (row, *index[1:]), folded[(slice(0, 1), *index[1:])]
 
-    return StoredLeaf(
-        shape=weight.shape,
-        dtype=weight.dtype,
-        read=lambda index: assembled(stream(index), index, weight.dtype),
-        chunk=(1, *weight.shape[1:]),
-        stream=stream,
-    )
+    return StoredLeaf.streamed(weight.shape, weight.dtype, (1, *weight.shape[1:]), stream)

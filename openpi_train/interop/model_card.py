@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored_leaves import Stored
 
 _REPOSITORY = "openpi_train"
 # A checkpoint's form: the library that loads it, and a line that does.
@@ -46,31 +46,16 @@ def model_card(
         _data(experiment),
         _metrics(results),
         _norm_stats(stored.norm_stats),
-        "\n".join(
-            [
-                "## Use",
-                "",
-                f"    python -m {_REPOSITORY} {experiment.get('name', 'EXPERIMENT')} --exp-name finetuned "
-                f"--weight-loader.params-path hub:{name}",
-                *([f"    {loading.format(name=name)}"] if loading else []),
-            ]
-        ),
+        f"## Use\n\n    python -m {_REPOSITORY} {experiment.get('name', 'EXPERIMENT')} --exp-name finetuned "
+        f"--weight-loader.params-path hub:{name}" + (f"\n    {loading.format(name=name)}" if loading else ""),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _head(library: str, experiment: Mapping[str, Any]) -> str:
     tags = ["robotics", _REPOSITORY, *([experiment["name"]] if "name" in experiment else [])]
-    return "\n".join(
-        [
-            "---",
-            f"library_name: {library}",
-            "pipeline_tag: robotics",
-            "tags:",
-            *(f"- {json.dumps(tag)}" for tag in tags),
-            "---",
-        ]
-    )
+    listed = "\n".join(f"- {json.dumps(tag)}" for tag in tags)
+    return f"---\nlibrary_name: {library}\npipeline_tag: robotics\ntags:\n{listed}\n---"
 
 
 def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> str:
@@ -80,13 +65,10 @@ def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> s
     fields = ("num_train_steps", "batch_size", "seed", "ema_decay")
     rows = [(field, experiment[field]) for field in fields if field in experiment]
     text = json.dumps(experiment, indent=1, sort_keys=True)
-    return "\n".join(
-        [
-            f"## Training\n\nExperiment `{experiment['name']}`, run `{experiment['exp_name']}`. Again:\n",
-            f"    {shlex.join(words)}\n",
-            _table(("field", "value"), rows),
-            f"\n<details><summary>All of the experiment</summary>\n\n```json\n{text}\n```\n</details>",
-        ]
+    return (
+        f"## Training\n\nExperiment `{experiment['name']}`, run `{experiment['exp_name']}`. Again:\n\n"
+        f"    {shlex.join(words)}\n\n{_table(('field', 'value'), rows)}\n\n"
+        f"<details><summary>All of the experiment</summary>\n\n```json\n{text}\n```\n</details>"
     )
 
 

@@ -9,9 +9,9 @@ Ours hold the same but `train_state` (`training/checkpoints/layout.py`). Read ne
 
 import dataclasses
 import functools
-import json
 import logging
 import os
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from openpi_train.data.files import write_json
 from openpi_train.interop.openpi_state import nested_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored
+from openpi_train.interop.stored_leaves import Leaves, Stored
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -93,10 +93,7 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
     for name in step.names("assets/"):
         folder, _, file = name.removeprefix("assets/").rpartition("/")
         if file == "norm_stats.json":
-            try:
-                found[folder] = json.loads(step.read(name))
-            except ValueError as error:
-                raise CheckpointError(f"{step}/{name} is no JSON ({error}); fetch it again") from error
+            found[folder] = step.json(name)
     return found
 
 
@@ -133,18 +130,20 @@ def parameter_names(model: ModelConfig) -> dict[str, str]:
     return names
 
 
+def published_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and type of every parameter of `model` by published name."""
+    return {name: abstract_params(model)[path] for path, name in parameter_names(model).items()}
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of `model` by our path; nothing is allocated."""
+    """The shape of every parameter of `model` by our path."""
     return {path: tuple(leaf.shape) for path, leaf in abstract_params(model).items()}
-
-
-def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and type of every parameter of `model` by our path; nothing is allocated."""
-    return dict(_abstract_params(model))
 
 
 # Evaluating a model's construction takes seconds, and opening a checkpoint asks for its result several times.
 @functools.lru_cache(maxsize=8)
-def _abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_params(model: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shape and type of every parameter of `model` by our path; nothing is allocated."""
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
-    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in module_params(module).items()}
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in module_params(module).items()}
+    return types.MappingProxyType(shapes)

@@ -12,7 +12,7 @@ Read next: `openpi.py`, `training/checkpoints/layout.py`.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from openpi_train.interop.stored import Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 

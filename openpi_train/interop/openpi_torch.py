@@ -1,47 +1,54 @@
-"""Folders of openpi's PyTorch models, both ways: what its converter and PyTorch trainer write, and its server reads.
+"""openpi's PyTorch models, both ways: what its converter and PyTorch trainer write, and its server reads.
 
     model.safetensors                    the tensors (`torch_names.py`)
     config.json                          sizes, for reference: openpi reads none of it
     assets/<asset_id>/norm_stats.json    as beside its JAX checkpoints
 
-Read next: `torch_policy.py` (the tensors), `openpi.py` (the JAX checkpoints).
+LeRobot's folders hold the same tensors behind a prefix, PaliGemma's some of them. Read next: `torch_names.py` (the
+table), `lerobot_policy.py`, `paligemma_torch.py`, and `openpi.py` (the JAX checkpoints).
 """
 
+import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from openpi_train.data.files import write_json
 from openpi_train.interop import openpi, safetensors_file
+from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored
-from openpi_train.interop.torch_policy import read_params, write_params
+from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf
+from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, TensorLayout, layout_of, tensors_of
 from openpi_train.models.base import ModelConfig
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 
+logger = logging.getLogger(__name__)
+
+LORA = ".*lora.*"
 _ROOT = "paligemma_with_expert."
 _FIELDS = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
+_ROWS_AT_ONCE = 4096
+# LeRobot before 0.4 kept norm stats among the tensors.
+_OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+_MIGRATE = (
+    "norm stats lie among the tensors, as LeRobot before 0.4 kept them: bring the policy to its present form with "
+    "`python -m lerobot.processor.migrate_policy_normalization`"
+)
 
 
 def recognises(place: Place) -> bool:
     """Whether the folder holds tensors of openpi's names."""
-    return safetensors_file.has_model(place) and any(
-        name.startswith(_ROOT) for name in safetensors_file.open_model(place)
-    )
+    return any(name.startswith(_ROOT) for name in safetensors_file.tensor_names(place))
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """The model's parameters by published name. Raises CheckpointError where they are not the model's."""
-    if model is None:
-        raise UsageError(
-            f"{place} does not say the sizes of its layers: name the experiment whose model it is "
-            "(convert: --experiment NAME)"
-        )
-    return Stored(
-        where=str(place),
-        format="openpi_torch",
-        params=read_params(place, model),
-        norm_stats=openpi.read_norm_stats(place),
-    )
+    params, norm_stats = read_params(place, needed(model, place)), openpi.read_norm_stats(place)
+    return Stored(where=str(place), format="openpi_torch", params=params, norm_stats=norm_stats)
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
@@ -52,3 +59,108 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     sizes: dict[str, Any] = {field: getattr(model, field) for field in _FIELDS if hasattr(model, field)}
     write_json(directory / "config.json", {**sizes, "precision": "/".join(sorted(precision))})
     openpi.write_norm_stats(directory, stored.norm_stats)
+
+
+def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
+    """The model. Raises UsageError where none is given, and with it the sizes of the layers."""
+    if model is None:
+        raise UsageError(
+            f"{place} does not say the sizes of its layers: name the experiment whose model it is "
+            "(convert: --experiment NAME)"
+        )
+    return model
+
+
+def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
+    """The model's parameters by published name, from the tensors of a folder, whose names begin with `prefix`.
+
+    Low-rank factors are none of PyTorch's: they are left out, for the caller to allow or refuse.
+    Raises CheckpointError where a tensor is missing, unknown, or of another shape.
+    """
+    found = {name.removeprefix(prefix): leaf for name, leaf in safetensors_file.open_model(place).items()}
+    settle_heads(place, found, speaks="logits" in model.provides)
+    return joined_params(place, found, layouts_of(model), model)
+
+
+def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayout], model: ModelConfig) -> Leaves:
+    """The parameters that lie in the tensors `found` as `layouts` say. Raises CheckpointError as `read_params`."""
+    published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
+    expected = {
+        tensor: jax.ShapeDtypeStruct(layouts[name].tensor_shape, np.float32) for tensor, name in published.items()
+    }
+
+    def explain(*names: list[str]) -> list[str]:
+        known = ([published.get(name) or _like_published(name) for name in kind] for kind in names)
+        old = any(name.startswith(_OLD_STATS) for name in names[1])
+        return [*([_MIGRATE] if old else []), *model.explain(*known)]
+
+    account(found, expected, where=str(place), explain=explain)
+    return {name: one.joined(found) for name, one in layouts.items()}
+
+
+def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
+    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError where none has these."""
+    if factors := [name for name in params if "lora" in name]:
+        raise UsageError(
+            f"PyTorch's models have no low-rank factors, here are {len(factors)}: fold them into the weights with "
+            "--merge-lora"
+        )
+    try:
+        for name, leaf in params.items():
+            layout_of(name, leaf.shape)
+    except KeyError as error:
+        raise UsageError(f"this model cannot be written for PyTorch: {error.args[0]}") from error
+    with tensors_of(params, folder) as tensors:
+        if (output := params.get("PaliGemma/llm/layers/attn/attn_vec_einsum_1/w")) is not None:
+            head = tensors[TIED_HEAD]
+            tensors[UNUSED_HEAD] = _zeros((head.shape[0], output.shape[-1]), head.dtype)
+        safetensors_file.write_file(
+            folder / safetensors_file.FILE,
+            {f"{prefix}{name}": tensor for name, tensor in tensors.items()},
+            metadata={"format": "pt"},
+        )
+
+
+def layouts_of(model: ModelConfig, without: str = LORA) -> dict[str, TensorLayout]:
+    """Where each of the model's parameters lies, by published name, without those that match `without` wholly.
+
+    Raises CheckpointError where PyTorch's models have no such parameter.
+    """
+    shapes = {name: leaf.shape for name, leaf in openpi.published_params(model).items()}
+    try:
+        return {name: layout_of(name, shape) for name, shape in shapes.items() if not re.fullmatch(without, name)}
+    except KeyError as error:
+        raise CheckpointError(f"{type(model).__name__} has no form in PyTorch: {error.args[0]}") from error
+
+
+def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) -> None:
+    """Leave one embedding, under the name that is expected, and no head that nothing uses."""
+    if UNUSED_HEAD in found:
+        del found[UNUSED_HEAD]
+        logger.info("%s: %s is used by no model and left out", place, UNUSED_HEAD)
+    if EMBEDDING not in found:
+        return
+    embedding, head = found.pop(EMBEDDING), found.get(TIED_HEAD)
+    if speaks and head is not None and not _same(embedding, head):
+        raise CheckpointError(
+            f"{place}: {TIED_HEAD} and {EMBEDDING} differ. The model reads words and gives logits with one embedding; "
+            "this one was trained with two and cannot be had here"
+        )
+    found[TIED_HEAD] = embedding
+
+
+def _same(one: StoredLeaf, other: StoredLeaf) -> bool:
+    rows = range(0, one.shape[0], _ROWS_AT_ONCE)
+    parts = ((slice(row, row + _ROWS_AT_ONCE), slice(None)) for row in rows)
+    return one.shape == other.shape and all(np.array_equal(one.read(part), other.read(part)) for part in parts)
+
+
+def _like_published(tensor: str) -> str:
+    return re.sub(r"\.(weight|bias)$", r"/\1", tensor)
+
+
+def _zeros(shape: tuple[int, int], dtype: np.dtype) -> StoredLeaf:
+    def read(index: Index) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)[index]
+
+    return StoredLeaf(shape=shape, dtype=dtype, read=read)

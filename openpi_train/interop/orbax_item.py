@@ -1,7 +1,9 @@
 """One item of an Orbax checkpoint (a tree of arrays) read in parts, and written whole. Read next: `openpi.py`.
 
-Orbax's own restore reads a whole tree at once, and meets all processes to do so. An item's layout is public: the JSON
-`_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT store or in folders of their own.
+Whoever reads one does it here: start weights, `convert`, policies, resumed runs. Runs write theirs by all processes
+(`training/checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once, and meets all processes to do so.
+An item's layout is public: the JSON `_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT
+store or in folders of their own.
 """
 
 import contextlib
@@ -17,17 +19,7 @@ import numpy as np
 from openpi_train.data.files import write_json
 from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import (
-    PIECE_BYTES,
-    Index,
-    Leaves,
-    Piece,
-    StoredLeaf,
-    assembled,
-    at_hand,
-    blocks,
-    in_memory,
-)
+from openpi_train.interop.stored_leaves import PIECE_BYTES, Index, Leaves, Piece, StoredLeaf, at_hand, blocks, in_memory
 from openpi_train.runtime.exits import CheckpointError
 
 METADATA = "_METADATA"
@@ -170,13 +162,7 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
                 for cell in some:
                     yield cell, pending.pop(0).result()
 
-    return StoredLeaf(
-        shape=tuple(array.shape),
-        dtype=dtype,
-        read=lambda index: assembled(stream(index), index, dtype),
-        chunk=chunk,
-        stream=stream,
-    )
+    return StoredLeaf.streamed(tuple(array.shape), dtype, chunk, stream)
 
 
 def _cells(index: Index, chunk: tuple[int, ...]) -> Iterator[Index]:

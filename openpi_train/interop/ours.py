@@ -6,7 +6,6 @@ and `manifest.json`. Training itself saves and restores elsewhere (`training/che
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,12 @@ import jax
 from openpi_train.data.files import write_bytes, write_json
 from openpi_train.data.tokens import FOLDER
 from openpi_train.interop import openpi
+from openpi_train.interop.checkpoint_tokenizer import token_files_of
 from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
 from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, Piece, Stored, StoredLeaf, assembled
-from openpi_train.interop.tokens import token_files_of
+from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -83,7 +82,7 @@ def _checked(state: Leaves, step: Place) -> Leaves:
             check()
             return leaf.pieces(index)
 
-        return dataclasses.replace(leaf, stream=stream, read=lambda index: assembled(stream(index), index, leaf.dtype))
+        return StoredLeaf.streamed(leaf.shape, leaf.dtype, leaf.chunk, stream)
 
     return {name: checked(leaf) for name, leaf in state.items()}
 
@@ -97,10 +96,7 @@ def recorded_tokenizer(place: Place) -> str | None:
 
 
 def _meta(step: Place) -> dict[str, Any]:
-    try:
-        return json.loads(step.read(META)) if step.has(META) else {}
-    except ValueError as error:
-        raise CheckpointError(f"{step}/{META} is no JSON ({error}); fetch it again") from error
+    return step.json(META) if step.has(META) else {}
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:

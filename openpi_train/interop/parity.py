@@ -4,7 +4,7 @@ Read next: `tools/convert_checkpoint.py`, which writes what is found into `parit
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from openpi_train.interop.stored import Leaves, StoredLeaf, at_hand
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
 from openpi_train.models.base import PolicyConfig
 from openpi_train.nn.params import merge_module
 
@@ -68,32 +68,22 @@ def compare_leaves(source: Leaves, result: Leaves, folder: Path | None = None) -
     for name in common:
         same, apart = source[name].dtype == result[name].dtype, 0.0
         with at_hand(source[name], folder) as near:
-            for where, after in result[name].pieces():
-                before = near.read(where)
-                if not (same and _same_bits(before, after)):
-                    same, apart = False, _largest(apart, before, after)
+            for where, piece in result[name].pieces():
+                for before, after in _together(near.read(where), piece):
+                    if before.dtype != after.dtype or before.tobytes() != after.tobytes():
+                        found = np.abs(after.astype(np.float64) - before.astype(np.float64)).max()
+                        same, apart = False, float(np.maximum(apart, found))  # NaN stays
         equal += same
         if not same and (not math.isfinite(apart) or apart >= largest):
             largest, at = apart, name
     return {"leaves": len(common), "bit_equal": equal, "largest_difference": largest, "at": at}
 
 
-def _same_bits(before: np.ndarray, after: np.ndarray) -> bool:
-    before, after = before.reshape(-1), after.reshape(-1)
-    parts = (slice(begin, begin + _AT_ONCE) for begin in range(0, before.size, _AT_ONCE))
-    return all(before[part].tobytes() == after[part].tobytes() for part in parts)
-
-
-def _largest(known: float, before: np.ndarray, after: np.ndarray) -> float:
-    """The largest difference, or `known` where that is larger; in double precision, a few rows at a time."""
+def _together(before: np.ndarray, after: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Both in the same parts, small enough to be held in double precision, too."""
     before, after = before.reshape(-1), after.reshape(-1)
     for begin in range(0, before.size, _AT_ONCE):
-        part = slice(begin, begin + _AT_ONCE)
-        apart = float(np.abs(after[part].astype(np.float64) - before[part].astype(np.float64)).max(initial=0.0))
-        known = apart if not math.isfinite(apart) else max(known, apart)
-        if not math.isfinite(known):
-            break
-    return known
+        yield before[begin : begin + _AT_ONCE], after[begin : begin + _AT_ONCE]
 
 
 def num_values(leaves: Mapping[str, StoredLeaf]) -> int:

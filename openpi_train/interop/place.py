@@ -1,4 +1,4 @@
-"""A folder of files, on a disk or in a bucket, read by name. Read next: `stored.py`.
+"""A folder of files, on a disk or in a bucket, read by name. Read next: `stored_leaves.py`.
 
 Buckets are read through tensorstore's own drivers, which read parts of files: nothing is copied to a disk first.
 Credentials are the standard ones of each (`GOOGLE_APPLICATION_CREDENTIALS`, `AWS_*`); public buckets need none.
@@ -6,6 +6,7 @@ Credentials are the standard ones of each (`GOOGLE_APPLICATION_CREDENTIALS`, `AW
 
 import dataclasses
 import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -77,6 +78,16 @@ class Place:
                 return file.read() if end is None else file.read(end - begin)
         except OSError as error:
             raise CheckpointError(f"{self}/{name} cannot be read: {error.strerror}") from error
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object that a file holds. Raises CheckpointError where it cannot be read, or is none."""
+        try:
+            found = json.loads(self.read(name))
+        except ValueError as error:
+            raise CheckpointError(f"{self}/{name} is no JSON ({error}); fetch it again") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self}/{name} holds no names but {type(found).__name__}; fetch it again")
+        return found
 
     def names(self, below: str = "") -> list[str]:
         """The files below it, by path, sorted; those whose path begins with `below`."""

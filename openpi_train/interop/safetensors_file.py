@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf, blocks
+from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, blocks, in_file
 from openpi_train.runtime.exits import CheckpointError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,9 +32,9 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
-def has_model(place: Place) -> bool:
-    """Whether the folder holds a model: one file of tensors, or the index of several."""
-    return place.has(FILE) or place.has(INDEX)
+def tensor_names(place: Place) -> Iterable[str]:
+    """The names of the tensors in a folder: in one file, or behind the index of several; none where it has neither."""
+    return open_model(place) if place.has(FILE) or place.has(INDEX) else ()
 
 
 def open_model(place: Place) -> Leaves:
@@ -143,13 +143,11 @@ def _read_header(place: Place, file: str, where: str) -> tuple[dict[str, Any], i
 
 
 def _tensor(place: Place, file: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> StoredLeaf:
-    size = math.prod(shape) * dtype.itemsize
+    if place.local is not None:
+        return in_file(place.local / file, dtype, shape, offset)
 
     def read(index: Index) -> np.ndarray:
-        if place.local is None or not size:
-            return np.frombuffer(place.read(file, offset, offset + size), dtype).reshape(shape)[index]
-        # Mapped anew each time: what is mapped, and was read once, counts as this process's memory.
-        mapped = np.memmap(place.local / file, np.uint8, "r", offset, (size,))
-        return mapped.view(np.ndarray).view(dtype).reshape(shape)[index]
+        content = place.read(file, offset, offset + math.prod(shape) * dtype.itemsize)
+        return np.frombuffer(content, dtype).reshape(shape)[index]
 
     return StoredLeaf(shape=shape, dtype=dtype, read=read)

@@ -3,7 +3,7 @@
 The names are those of openpi's PyTorch models (`models_pytorch/pi0_pytorch.py` and
 `examples/convert_jax_model_to_pytorch.py` at 15a9616), which LeRobot's policies keep behind a prefix; within them are
 Hugging Face's names of PaliGemma and Gemma. PyTorch has a tensor per layer, weights as [outputs, inputs], and heads
-merged. Read next: `torch_policy.py`.
+merged. Read next: `openpi_torch.py`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openpi_train.interop.stored import Index, Leaves, StoredLeaf, at_hand
+from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, at_hand
 
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _ACTION = "paligemma_with_expert.gemma_expert."
@@ -82,7 +82,7 @@ _TABLE: Mapping[str, tuple[str, str]] = dict(_rows())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class TensorLayout:
     """How a parameter of `shape` lies in tensors.
 
     Attributes:
@@ -137,13 +137,13 @@ class Layout:
         return {name: tensor(place) for place, name in self.tensors.items()}
 
 
-def layout(published: str, shape: tuple[int, ...]) -> Layout:
+def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
     """Where the parameter `published` of this shape lies. Raises KeyError where PyTorch's models have no such one."""
     tensor, dims = _row(published)
     letters, groups = _parsed(dims)
     stacked = shape[: len(shape) - len(letters)]
     sizes = dict(zip(letters, shape[len(stacked) :], strict=True))
-    return Layout(
+    return TensorLayout(
         shape=shape,
         tensors=dict(_places(tensor, stacked)),
         order=tuple(letters.index(letter) for group in groups for letter in group),
@@ -166,7 +166,7 @@ def tensors_of(params: Leaves, folder: Path) -> Iterator[dict[str, StoredLeaf]]:
 
         tensors: dict[str, StoredLeaf] = {}
         for name, leaf in params.items():
-            tensors |= layout(name, leaf.shape).split(leaf.dtype, functools.partial(near, name))
+            tensors |= layout_of(name, leaf.shape).split(leaf.dtype, functools.partial(near, name))
         yield tensors
 
 

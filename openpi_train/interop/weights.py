@@ -1,10 +1,14 @@
-"""Start weights: where a run's first parameters come from. Read next: `formats.py`, which opens the files."""
+"""Start weights: where a run's first parameters come from. Read next: `checkpoint_formats.py`, which opens files."""
 
 import abc
 import dataclasses
 import logging
 
-from openpi_train.interop.stored import Leaves
+from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
+from openpi_train.interop.openpi import parameter_names
+from openpi_train.interop.openpi_state import state_leaves
+from openpi_train.interop.ours import recorded_tokenizer
+from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import UsageError
 
@@ -34,9 +38,10 @@ class WeightLoader(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeightLoader(WeightLoader):
-    """The parameters of a checkpoint of any form in `interop/formats.py`. An empty path starts from fresh weights.
+    """The parameters of a checkpoint of any form in `interop/checkpoint_formats.py`.
 
-    Every parameter must be there, save those that `model` adds for LoRA, and to a base model that it starts from.
+    An empty path starts from fresh weights. Every parameter must be there, save those that `model` adds for LoRA, and
+    to a base model that it starts from.
     """
 
     # A checkpoint: a directory, or an address in a bucket (gs://, s3://); what forms are read, docs/exchange.md says.
@@ -52,8 +57,6 @@ class CheckpointWeightLoader(WeightLoader):
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
-        from openpi_train.interop.formats import model_params, named, open_checkpoint
-
         stored = open_checkpoint(self.params_path, model)
         params = model_params(stored, model, may_miss=named(stored.format).lacks or r".*lora.*")
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
@@ -63,9 +66,6 @@ class CheckpointWeightLoader(WeightLoader):
         """What a checkpoint of ours says; other forms say nothing."""
         if not self.params_path:
             return None
-        from openpi_train.interop.formats import open_place
-        from openpi_train.interop.ours import recorded_tokenizer
-
         return recorded_tokenizer(open_place(self.params_path))
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
@@ -74,8 +74,4 @@ class CheckpointWeightLoader(WeightLoader):
             return None
         if not self.params_path:
             raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
-        from openpi_train.interop import openpi
-        from openpi_train.interop.formats import open_checkpoint
-        from openpi_train.interop.openpi_state import state_leaves
-
-        return state_leaves(open_checkpoint(self.params_path, model), openpi.parameter_names(model))
+        return state_leaves(open_checkpoint(self.params_path, model), parameter_names(model))

@@ -1,6 +1,6 @@
 """The config of the PaliGemma policy with a flow-matching head (S4's VLA): sizes, host steps, what trains, FLOP counts.
 
-Its backbone is published PaliGemma's (224, 448 or 896 pixels); `interop/paligemma.py` reads its files.
+Its backbone is published PaliGemma's (224, 448 or 896 pixels); `interop/paligemma_torch.py` reads its files.
 Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 

@@ -20,9 +20,9 @@ from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
-from openpi_train.interop import formats, openpi
-from openpi_train.interop.stored import Leaves, Stored, place
-from openpi_train.interop.tokens import check_tokenizer, on_disk, with_files
+from openpi_train.interop import checkpoint_formats, openpi
+from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
+from openpi_train.interop.stored_leaves import Leaves, Stored, place
 from openpi_train.models.base import PolicyConfig, as_policy
 from openpi_train.nn.params import Params
 from openpi_train.planning.devices import memory_bytes
@@ -134,7 +134,7 @@ def load_policy(
 def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
     """The checkpoint, opened, and the experiment that it belongs to. Arguments and errors are `load_policy`'s."""
     given = registry.load(experiment) if isinstance(experiment, str) else experiment
-    stored = formats.open_checkpoint(directory)
+    stored = checkpoint_formats.open_checkpoint(directory)
     if stored.experiment is not None:
         return stored, experiment_from_json(stored.experiment, given)
     if given is None:
@@ -181,9 +181,9 @@ def _restored(
     devices: Sequence[Any] | None,
 ) -> tuple[PolicyConfig, Params, Plan]:
     """The model that is to run, its parameters on the devices, and how they lie there."""
-    leaves = dict(formats.model_params(stored, model))
+    leaves = dict(checkpoint_formats.model_params(stored, model))
     if not average:
-        leaves |= _not_averaged(formats.open_checkpoint(directory, model), model, leaves)
+        leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)
     plan = _plan(list(devices or jax.local_devices()), leaves)
     merges = merge_lora and any(path.endswith("/lora_a") for path in leaves)
     params: Params = {}

@@ -1,7 +1,7 @@
 """The `convert` verb: a checkpoint of one form into one of another, every key accounted for, outputs compared.
 
 Everything is written beside the target and read again before it gets its name: what is there is whole.
-Read next: `interop/formats.py` (the forms), `interop/parity.py` (the comparison), `docs/exchange.md`.
+Read next: `interop/checkpoint_formats.py` (the forms), `interop/parity.py` (the comparison), `docs/exchange.md`.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
-from openpi_train.interop import formats, hub, openpi
+from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored
+from openpi_train.interop.stored_leaves import Leaves, Stored
 from openpi_train.models.base import ModelConfig, as_policy
 from openpi_train.planning.devices import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -54,7 +54,7 @@ def main(
     `experiment` None is what the source itself says; `recorded` makes an experiment of that.
     """
     if experiment is None:
-        stored = formats.open_checkpoint(request.source, None, request.source_format)
+        stored = checkpoint_formats.open_checkpoint(request.source, None, request.source_format)
         if stored.experiment is None:
             raise UsageError(
                 f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
@@ -63,7 +63,7 @@ def main(
     conversion = plan(request, experiment)
     print(conversion.summary())
     if not request.dry_run:
-        print(_push(conversion) if hub.is_address(str(request.target)) else conversion.run())
+        print(_push(conversion) if checkpoint_hub.is_address(str(request.target)) else conversion.run())
     return 0
 
 
@@ -71,7 +71,7 @@ def _push(conversion: "Conversion") -> str:
     """Convert into a folder of its own and push that, with a card that tells of the run; where it now is."""
     request = conversion.request
     address = str(request.target)
-    hub.check_push(address, private=not request.public)
+    checkpoint_hub.check_push(address, private=not request.public)
     with tempfile.TemporaryDirectory(prefix="openpi_train-push-") as folder:
         target = Path(folder) / "checkpoint"
         conversion.into(target).run()
@@ -79,9 +79,9 @@ def _push(conversion: "Conversion") -> str:
         results, environment = (_read_if_there(run / name) for name in ("results.json", "environment.json"))
         starts = (environment or {}).get("starts")
         command = ["python", "-m", "openpi_train", *starts[0]["argv"][1:]] if starts else None
-        name = hub.Address.of(address).name
+        name = checkpoint_hub.Address.of(address).name
         card = model_card(conversion.wanted, conversion.form.name, name, results=results, command=command)
-        return hub.push(target, address, card)
+        return checkpoint_hub.push(target, address, card)
 
 
 def _read_if_there(path: Path) -> Any:
@@ -94,15 +94,15 @@ def _read_if_there(path: Path) -> Any:
 def plan(request: ConvertRequest, experiment: Experiment) -> "Conversion":
     """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
-    stored = formats.open_checkpoint(request.source, model, request.source_format)
+    stored = checkpoint_formats.open_checkpoint(request.source, model, request.source_format)
     check_target(request.target, stored.where)
     _check_same_model(stored, model)
-    params = formats.model_params(stored, model)
+    params = checkpoint_formats.model_params(stored, model)
     if request.target_format is None:
         name = "openpi" if stored.format == "ours" else "ours"
     else:
         name = request.target_format
-    form = formats.named(name)
+    form = checkpoint_formats.named(name)
     if form.write is None:
         raise UsageError(f"--to {name}: this form is only read; allowed: {', '.join(_written())}")
     found = stored.train_state or {}
@@ -145,7 +145,7 @@ class Conversion:
     """A conversion that nothing stands against: what was opened, and what is to be written."""
 
     request: ConvertRequest
-    form: formats.Format
+    form: checkpoint_formats.Format
     model: ModelConfig
     params: Leaves
     wanted_model: ModelConfig
@@ -188,7 +188,7 @@ class Conversion:
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on what was written. Raises CheckpointError where it does not read back as what was meant."""
         result = self.form.open(Place.of(draft), self.wanted_model)
-        params = formats.model_params(result, self.wanted_model)
+        params = checkpoint_formats.model_params(result, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:
             state = result.train_state or {}
@@ -240,7 +240,7 @@ def _read_again(wanted: Leaves, found: Leaves, draft: Path) -> dict[str, Any]:
 
 
 def _written() -> list[str]:
-    return [form.name for form in formats.FORMATS if form.write is not None]
+    return [form.name for form in checkpoint_formats.FORMATS if form.write is not None]
 
 
 def _dtype(name: str) -> Any:

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from openpi_train.interop.accounting import account
-from openpi_train.interop.stored import Leaves, place
+from openpi_train.interop.stored_leaves import Leaves, place
 from openpi_train.models.base import ModelConfig
 from openpi_train.nn.params import Params, module_params
 from openpi_train.optim import LossScaling

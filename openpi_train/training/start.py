@@ -18,7 +18,7 @@ from openpi_train.data.tuning import usable_cores
 from openpi_train.evaluation.base import Running
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
-from openpi_train.interop.tokens import check_tokenizer
+from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.launch import status
 from openpi_train.planning.devices import peak_flops
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session

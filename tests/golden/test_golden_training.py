@@ -11,7 +11,7 @@ import pytest
 from golden_case import GOLDEN, flow_cases, load_case, read_meta, read_npz
 from trainers import make_trainer
 
-from openpi_train.interop.stored import in_memory
+from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan

@@ -7,7 +7,7 @@ import numpy as np
 from openpi_train_configs.debug import debug
 
 from openpi_train.interop import openpi
-from openpi_train.interop.stored import Stored, in_memory
+from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig

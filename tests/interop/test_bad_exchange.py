@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
-from openpi_train.interop import formats, openpi, ours
-from openpi_train.interop.formats import open_checkpoint
+from openpi_train.interop import checkpoint_formats, openpi, ours
+from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.orbax_item import save_item
 from openpi_train.models.pi0_fast import Pi0FastConfig
@@ -136,7 +136,7 @@ def test_keys_that_do_not_fit(tmp_path, monkeypatch, spoil, of, wanted, says):
     if spoil:
         spoil(params)
     # Only names and shapes matter here, so that the checkpoint need not be written.
-    monkeypatch.setattr(formats, "open_checkpoint", lambda *_: as_stored(params))
+    monkeypatch.setattr(checkpoint_formats, "open_checkpoint", lambda *_: as_stored(params))
     assert says in refused("memory", tmp_path / "out", wanted)
 
 
@@ -306,8 +306,8 @@ def test_a_disk_that_keeps_other_values_is_found_out(good, tmp_path, monkeypatch
         changed = {**stored.params, KEY: stored.params[KEY].map(lambda value: value + 1)}
         written(directory, dataclasses.replace(stored, params=changed), model)
 
-    forms = tuple(dataclasses.replace(form, write=write_otherwise) for form in formats.FORMATS)
-    monkeypatch.setattr(formats, "FORMATS", forms)
+    forms = tuple(dataclasses.replace(form, write=write_otherwise) for form in checkpoint_formats.FORMATS)
+    monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
     assert f"{KEY} reads back with another value than was written" in refused(good, tmp_path / "out")
 
 
@@ -342,7 +342,7 @@ def test_a_training_state_that_lacks_a_moment(tmp_path, monkeypatch):
         state = {name: leaf for name, leaf in stored.train_state.items() if name != lost}
         kept(directory, dataclasses.replace(stored, train_state=state), model)
 
-    forms = tuple(dataclasses.replace(form, write=lose) for form in formats.FORMATS)
-    monkeypatch.setattr(formats, "FORMATS", forms)
-    monkeypatch.setattr(formats, "open_checkpoint", lambda *_: stored)
+    forms = tuple(dataclasses.replace(form, write=lose) for form in checkpoint_formats.FORMATS)
+    monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
+    monkeypatch.setattr(checkpoint_formats, "open_checkpoint", lambda *_: stored)
     assert f"missing in the checkpoint (1):\n  {lost}" in refused("memory", tmp_path / "out")

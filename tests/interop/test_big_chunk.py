@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
-from openpi_train.interop import big_chunk, orbax_item, stored
+from openpi_train.interop import big_chunk, orbax_item, stored_leaves
 from openpi_train.interop.place import Place
 from openpi_train.runtime.exits import CheckpointError
 
@@ -22,7 +22,7 @@ def item(tmp_path, monkeypatch):
     """The values saved as one chunk, by Orbax, which must be read in pieces of 300 bytes."""
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "item", {"w": VALUES, "half": VALUES.astype(ml_dtypes.bfloat16), "none": VALUES * 0})
-    monkeypatch.setattr(stored, "PIECE_BYTES", 300)
+    monkeypatch.setattr(stored_leaves, "PIECE_BYTES", 300)
     monkeypatch.setattr(orbax_item, "PIECE_BYTES", 300)
     return tmp_path / "item"
 
@@ -41,10 +41,10 @@ def test_a_chunk_that_is_not_there_is_filling(tmp_path, monkeypatch):
     metadata = {"shape": [4, 100], "chunks": [4, 100], "dtype": "<f4", "compressor": {"id": "zstd"}, "fill_value": 2.5}
     spec = {"driver": "zarr", "kvstore": f"{tmp_path.as_uri()}/w/", "metadata": metadata, "create": True}
     array = tensorstore.open(spec).result()
-    monkeypatch.setattr(stored, "PIECE_BYTES", 300)
+    monkeypatch.setattr(stored_leaves, "PIECE_BYTES", 300)
     assert big_chunk.can_decode(array)
     found = list(big_chunk.decode(array, np.s_[1:3, 20:90], (4, 100)))
-    part = stored.assembled(iter(found), np.s_[1:3, 20:90], np.float32)
+    part = stored_leaves.assembled(iter(found), np.s_[1:3, 20:90], np.float32)
     np.testing.assert_array_equal(part, np.full((2, 70), 2.5, np.float32))
 
 
@@ -59,7 +59,7 @@ def test_a_big_chunk_that_is_damaged_is_named(item):
 def test_a_leaf_is_laid_out_at_hand_and_nothing_is_left_of_it(item, tmp_path):
     leaf = orbax_item.open_item(Place.of(item))["w"]
     (tmp_path / "spool").mkdir()
-    with stored.at_hand(leaf.cast(np.float16), tmp_path / "spool") as near:
+    with stored_leaves.at_hand(leaf.cast(np.float16), tmp_path / "spool") as near:
         for part in PARTS:
             np.testing.assert_array_equal(near.read(part), VALUES[part].astype(np.float16))
         assert not list((tmp_path / "spool").iterdir())

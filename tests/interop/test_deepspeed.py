@@ -8,7 +8,7 @@ import re
 import pytest
 
 from openpi_train import cli
-from openpi_train.interop.deepspeed import translate, translate_file
+from openpi_train.interop.deepspeed.flags import translate, translate_file
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED
 from openpi_train.optim import SGD, Adafactor, AdamW, Lion, Muon
 from openpi_train.runtime.exits import UsageError

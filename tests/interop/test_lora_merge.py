@@ -3,7 +3,7 @@
 import numpy as np
 
 from openpi_train.interop.lora_merge import merged_lora
-from openpi_train.interop.stored import in_memory
+from openpi_train.interop.stored_leaves import in_memory
 
 
 class Model:

@@ -13,9 +13,9 @@ from bucket import bucket
 from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
 from openpi_train.interop import openpi, ours
-from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored, in_memory
+from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 

@@ -10,7 +10,7 @@ import tensorstore
 
 from openpi_train.interop import orbax_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import StoredLeaf
+from openpi_train.interop.stored_leaves import StoredLeaf
 from openpi_train.runtime.exits import CheckpointError
 
 VALUES = np.arange(7 * 10, dtype=np.float32).reshape(7, 10)

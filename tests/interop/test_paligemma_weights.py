@@ -18,10 +18,10 @@ import pytest
 from flax import nnx
 
 from openpi_train.interop import safetensors_file
-from openpi_train.interop.formats import open_checkpoint
+from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import in_memory
+from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config

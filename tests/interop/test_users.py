@@ -18,10 +18,10 @@ from openpi_train import cli
 from openpi_train.data.fast import fit_fast
 from openpi_train.data.tokenizer import BYTES, load_tokenizer, train_tokenizer
 from openpi_train.data.tokens import tokens_fingerprint
-from openpi_train.interop import formats, openpi, orbax_item, ours, place, stored
-from openpi_train.interop.formats import model_params, open_checkpoint
-from openpi_train.interop.stored import in_memory
-from openpi_train.interop.tokens import check_tokenizer
+from openpi_train.interop import checkpoint_formats, openpi, orbax_item, ours, place, stored_leaves
+from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
+from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -166,7 +166,9 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
         written(directory, dataclasses.replace(opened, train_state=state), model)
 
     monkeypatch.setattr(
-        formats, "FORMATS", tuple(dataclasses.replace(one, write=write_otherwise) for one in formats.FORMATS)
+        checkpoint_formats,
+        "FORMATS",
+        tuple(dataclasses.replace(one, write=write_otherwise) for one in checkpoint_formats.FORMATS),
     )
     with pytest.raises(CheckpointError, match=f"{moment} reads back with another value"):
         convert(saved, tmp_path / "out")
@@ -212,7 +214,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_to_take_for_a_checkpoint(sa
 
 def test_pieces_of_a_conversion_are_small_however_large_a_leaf_is(saved, tmp_path, monkeypatch):
     """Of leaves of up to 25 kB no more than 2 kB are read or written at once, in other forms and types, too."""
-    sizes, read_in_pieces, read_whole = [], stored.StoredLeaf.pieces, stored.StoredLeaf.whole
+    sizes, read_in_pieces, read_whole = [], stored_leaves.StoredLeaf.pieces, stored_leaves.StoredLeaf.whole
 
     def noting(leaf, index=None):
         for where, piece in read_in_pieces(leaf, index):
@@ -223,10 +225,10 @@ def test_pieces_of_a_conversion_are_small_however_large_a_leaf_is(saved, tmp_pat
         assert leaf.chunk is None, f"all of {leaf.shape} was decoded at once"
         return read_whole(leaf)
 
-    for module in (stored, orbax_item):
+    for module in (stored_leaves, orbax_item):
         monkeypatch.setattr(module, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(stored.StoredLeaf, "pieces", noting)
-    monkeypatch.setattr(stored.StoredLeaf, "whole", only_mapped)
+    monkeypatch.setattr(stored_leaves.StoredLeaf, "pieces", noting)
+    monkeypatch.setattr(stored_leaves.StoredLeaf, "whole", only_mapped)
     first = convert(saved / "params", tmp_path / "ours")
     assert convert(first, tmp_path / "torch", target_format="openpi_torch", dtype="bfloat16").is_dir()
     assert len(sizes) > 100 and max(sizes) <= 2000

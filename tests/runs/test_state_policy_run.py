@@ -12,7 +12,7 @@ import pytest
 from command import ROOT, environment, losses, places, train
 
 from openpi_train import registry
-from openpi_train.interop.formats import open_checkpoint
+from openpi_train.interop.checkpoint_formats import open_checkpoint
 
 pytestmark = [pytest.mark.slow]
 RUN = f"{Path(__file__).with_name('state_runs.py')}:states"

@@ -7,7 +7,7 @@ import pytest
 import strategies
 import toy
 
-from openpi_train.interop.stored import in_memory
+from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.training import init
 from openpi_train.training.init import create_state
 

@@ -1,8 +1,8 @@
-"""The values of a DeepSpeed config by dotted key, and what became of each. Read next: `translation.py`."""
+"""The values of a DeepSpeed config by dotted key, and what became of each. Read next: `flags.py`."""
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED, reason
@@ -74,6 +74,10 @@ class ConfigFile:
         for key in keys:
             if key in self.values:
                 self._meaning.setdefault(key, []).append(" ".join(words(name, value)))
+
+    def becomes(self, key: str, name: str, read: Callable[["ConfigFile", str, Any], Any], default: Any = None) -> None:
+        """`--name` comes from what `read`, one of the methods above, finds at `key`."""
+        self.flag(name, read(self, key, default), key)
 
     def note(self, key: str, text: str) -> None:
         """What became of a key that gives no flag; nothing where the file does not have it."""

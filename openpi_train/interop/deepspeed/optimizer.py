@@ -14,9 +14,14 @@ _OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
-# DeepSpeed's decay rates of the moments where the file has none (its own defaults, and torch's for SGD).
+# What DeepSpeed takes where the file has none (and torch, of SGD): decay rates of the moments; the rest, by our flag.
 _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
-_MOMENTUM = {"sgd": 0.0, "muon": 0.95}
+_PARAMS = {
+    "adamw": {"eps": ("eps", ConfigFile.number, 1e-8)},
+    "lion": {},
+    "muon": {"beta": ("momentum", ConfigFile.number, 0.95), "ns-steps": ("ns_steps", ConfigFile.count, 5)},
+    "sgd": {"momentum": ("momentum", ConfigFile.number, 0.0), "nesterov": ("nesterov", ConfigFile.boolean, False)},
+}
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 
@@ -34,15 +39,8 @@ def translate_optimizer(file: ConfigFile) -> None:
         prefix = "adam-" if ours == "muon" else ""
         for name, beta in zip(("b1", "b2"), file.pair(params + "betas", _BETAS[ours]) or (None, None), strict=True):
             file.flag(f"optimizer.{prefix}{name}", beta, params + "betas")
-    if ours in _MOMENTUM:
-        flag = "optimizer.beta" if ours == "muon" else "optimizer.momentum"
-        file.flag(flag, file.number(params + "momentum", _MOMENTUM[ours]), params + "momentum")
-    if ours == "adamw":
-        file.flag("optimizer.eps", file.number(params + "eps", 1e-8), params + "eps")
-    if ours == "sgd":
-        file.flag("optimizer.nesterov", file.boolean(params + "nesterov", False), params + "nesterov")
-    if ours == "muon":
-        file.flag("optimizer.ns-steps", file.count(params + "ns_steps", 5), params + "ns_steps")
+    for flag, (name, read, default) in _PARAMS[ours].items():
+        file.becomes(params + name, f"optimizer.{flag}", read, default)
     decay = file.number(params + "weight_decay", 0.0)
     file.flag("optimizer.weight-decay", decay, params + "weight_decay")
     if decay and ours == "adamw" and file.boolean(params + "adam_w_mode", True) is False:
@@ -83,7 +81,7 @@ def _warmup(file: ConfigFile, rate: float | None, *, decays: bool) -> None:
     else:
         file.flag("lr-schedule.peak-lr", peak, peak_key)
         file.note("optimizer.params.lr", "the scheduler's warmup_max_lr takes its place")
-    file.flag("lr-schedule.warmup-lr", file.number(params + "warmup_min_lr", 0.0), params + "warmup_min_lr")
+    file.becomes(params + "warmup_min_lr", "lr-schedule.warmup-lr", ConfigFile.number, 0.0)
     _steps_of_warmup(file)
     if decays:
         _total_steps(file)
@@ -107,13 +105,12 @@ def _cosine(file: ConfigFile, rate: float | None) -> None:
 def _one_cycle(file: ConfigFile) -> None:
     params = "scheduler.params."
     first, second = params + "cycle_first_step_size", params + "cycle_second_step_size"
-    low, high = (file.number(params + name) for name in ("cycle_min_lr", "cycle_max_lr"))
-    up = file.count(first, 2000)
+    low, up = file.number(params + "cycle_min_lr"), file.count(first, 2000)
     down = file.count(second, up)
     file.flag("lr-schedule.kind", "linear", "scheduler.type")
     file.flag("lr-schedule.warmup-shape", "linear", "scheduler.type")
     file.flag("lr-schedule.warmup-lr", low, params + "cycle_min_lr")
-    file.flag("lr-schedule.peak-lr", high, params + "cycle_max_lr")
+    file.becomes(params + "cycle_max_lr", "lr-schedule.peak-lr", ConfigFile.number)
     file.flag("lr-schedule.decay-lr", low, params + "cycle_min_lr")
     file.flag("lr-schedule.warmup-steps", up, first)
     file.flag("lr-schedule.decay-steps", up + down if up and down else None, first, second)
@@ -122,7 +119,7 @@ def _one_cycle(file: ConfigFile) -> None:
 
 def _steps_of_warmup(file: ConfigFile) -> None:
     params = "scheduler.params."
-    file.flag("lr-schedule.warmup-steps", file.count(params + "warmup_num_steps", 1000), params + "warmup_num_steps")
+    file.becomes(params + "warmup_num_steps", "lr-schedule.warmup-steps", ConfigFile.count, 1000)
     shape = file.text(params + "warmup_type", "log")
     if shape not in ("log", "linear", None):
         raise UsageError(f"{params}warmup_type is {shape!r}; allowed: log, linear")

@@ -11,8 +11,9 @@
 Each process copies what it will write to its host; all else of a save happens in one background thread, so that a save
 holds up the loop no longer than that copy takes. Orbax's `AsyncCheckpointer` writes the arrays. Its `CheckpointManager`
 is not used: it would delete the old checkpoint before the new one has its manifest, and it restores what is damaged.
-Read next: `layout.py` (what lies in the items), `copy_out.py` (how they are written), `step_dirs.py` (what is kept),
-`restore.py`, `local_tier.py` (more frequent saves on a disk in each host, from which those here are copied).
+Read next: `layout.py` (what lies in the items), `copy_out.py` (how they are written), `interop/orbax_item.py` (how they
+are read), `step_dirs.py` (what is kept), `local_tier.py` (more frequent saves on a disk in each host, from which those
+here are copied).
 """
 
 import concurrent.futures
@@ -30,6 +31,9 @@ import jax
 
 from openpi_train.data.files import read_json, set_aside
 from openpi_train.interop.manifest import find_damage, has_manifest, write_manifest
+from openpi_train.interop.orbax_item import open_item
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored_leaves import place as on_devices
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, Source, background_thread, host_arrays
@@ -45,7 +49,6 @@ from openpi_train.training.checkpoints.layout import (
 from openpi_train.training.checkpoints.local_tier import LocalTier
 from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
 from openpi_train.training.checkpoints.pieces import fetch_share, place
-from openpi_train.training.checkpoints.restore import read_item
 from openpi_train.training.checkpoints.step_dirs import Best, StepDirs
 from openpi_train.training.state import TrainState
 
@@ -190,7 +193,7 @@ class Checkpoints:
         items = (
             place(local.pieces, wanted)
             if local
-            else {item: read_item(directory / item, leaves) for item, leaves in wanted.items()}
+            else {item: _read_item(directory / item, leaves) for item, leaves in wanted.items()}
         )
         self._saved_step = None if self.copy_is_missing else step
         if self._local:
@@ -341,6 +344,12 @@ class Checkpoints:
             for step in damaged:
                 set_aside(self.step_dir(step), "damaged")
         return chosen
+
+
+def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
+    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads what it holds."""
+    found = open_item(Place.of(directory))
+    return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
 
 
 def _megabytes(size: int) -> str:

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 
-from openpi_train.interop.formats import open_checkpoint
+from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, PeerLostError
 from openpi_train.training.checkpoints import step_dirs, store

@@ -10,11 +10,11 @@ import pytest
 from exchanged import TINY, made_up, write
 from fake_hub import serving
 
-from openpi_train.interop import hub
-from openpi_train.interop.formats import model_params, open_checkpoint
+from openpi_train.interop import checkpoint_hub
+from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.model_card import model_card
 from openpi_train.interop.openpi import parameter_names
-from openpi_train.interop.stored import Stored
+from openpi_train.interop.stored_leaves import Stored
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools import convert_checkpoint
 from openpi_train.tools.requests import ConvertRequest
@@ -36,7 +36,7 @@ def fake(client, monkeypatch):
 
 def fetch(address: str, server, cache, **environment: str) -> str:
     """What another process, whose client has this server for its hub, says that it fetched."""
-    code = "import sys; from openpi_train.interop import hub; print(hub.fetch(sys.argv[1]))"
+    code = "import sys; from openpi_train.interop import checkpoint_hub; print(checkpoint_hub.fetch(sys.argv[1]))"
     around = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", **environment}
     done = subprocess.run(
@@ -62,7 +62,7 @@ def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, m
     asked = len(fake.asked)
     assert fetch("hub:me/tiny", fake, tmp_path / "cache", HF_HUB_OFFLINE="1") == folder
     assert len(fake.asked) == asked, "with HF_HUB_OFFLINE nothing is asked"
-    monkeypatch.setattr(hub, "fetch", lambda text: folder)  # what that process fetched
+    monkeypatch.setattr(checkpoint_hub, "fetch", lambda text: folder)  # what that process fetched
     names = parameter_names(TINY.model)
     for path, leaf in model_params(open_checkpoint("hub:me/tiny", TINY.model), TINY.model).items():
         np.testing.assert_array_equal(leaf.whole(), params[names[path]])
@@ -83,24 +83,24 @@ def test_what_cannot_be_fetched_says_why(fake, tmp_path):
 def test_a_push_that_is_refused_leaves_nothing(client, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
-        hub.check_push("hub:me/tiny")
+        checkpoint_hub.check_push("hub:me/tiny")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with serving() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", "hf_nobody")
         with pytest.raises(CheckpointError, match="could not be pushed: there is no such repository"):
-            hub.push(tmp_path, "hub:me/never_made", "---\ntags: []\n---\n")
+            checkpoint_hub.push(tmp_path, "hub:me/never_made", "---\ntags: []\n---\n")
 
 
 @pytest.mark.parametrize("text", ["hub:", "hub:name", "hub:me/a/b c@x y", "hub:me/a@"])
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(UsageError, match="allowed: hub:USER/NAME"):
-        hub.Address.of(text)
+        checkpoint_hub.Address.of(text)
 
 
 def test_addresses_are_read_and_said_again():
     for text in ("hub:me/a", "hub:me/a/b/c", "hub:me/a@main", "hub:me/a/b@refs/pr/1"):
-        assert str(hub.Address.of(text)) == text
+        assert str(checkpoint_hub.Address.of(text)) == text
 
 
 def test_without_the_client_the_extra_is_named(monkeypatch):

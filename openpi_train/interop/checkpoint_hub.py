@@ -1,16 +1,18 @@
 """Checkpoints on the Hugging Face hub: fetched into the hub client's cache, and pushed with a model card.
 
 An address is `hub:USER/NAME`, with a folder and a revision where needed: `hub:USER/NAME/FOLDER@REVISION`. With
-HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `formats.py`.
+HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `checkpoint_formats.py`.
 """
 
+import contextlib
 import dataclasses
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import write_text
+from openpi_train.data.hub import is_offline
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 SCHEME = "hub:"
@@ -52,18 +54,16 @@ def fetch(text: str) -> Path:
 
     Raises UsageError where `text` is no address or the client is not installed, CheckpointError where it cannot be had.
     """
-    address, client = Address.of(text), _client()
+    address = Address.of(text)
     folder = address.folder
-    try:
+    with _asking(address, "cannot be fetched") as client:
         snapshot = client.snapshot_download(
             address.name,
             revision=address.revision,
             allow_patterns=[f"{folder}/**"] if folder else None,
             ignore_patterns=list(_NOT_READ),
-            local_files_only=offline(),
+            local_files_only=is_offline(),
         )
-    except Exception as error:  # those of the client and of two libraries below it
-        raise CheckpointError(f"{address} cannot be fetched: {_reason(error)}") from error
     found = Path(snapshot) / folder if folder else Path(snapshot)
     if not found.is_dir():
         raise CheckpointError(f"{address}: the repository has no folder {folder}; look at its files on the hub")
@@ -76,12 +76,10 @@ def check_push(text: str, *, private: bool = True) -> None:
     Raises UsageError and CheckpointError as `fetch` does.
     """
     address = Address.of(text)
-    if offline():
+    if is_offline():
         raise UsageError(f"{address} cannot be pushed to: HF_HUB_OFFLINE is set; unset it, or name a directory")
-    try:
-        _client().HfApi().create_repo(address.name, private=private, exist_ok=True)
-    except Exception as error:  # as in `fetch`
-        raise CheckpointError(f"{address} cannot be pushed to: {_reason(error)}") from error
+    with _asking(address, "cannot be pushed to") as client:
+        client.HfApi().create_repo(address.name, private=private, exist_ok=True)
 
 
 def push(directory: Path, text: str, card: str) -> str:
@@ -91,29 +89,20 @@ def push(directory: Path, text: str, card: str) -> str:
     """
     address = Address.of(text)
     write_text(directory / CARD, card)
-    try:
-        commit: Any = (
-            _client()
-            .HfApi()
-            .upload_folder(
-                repo_id=address.name,
-                folder_path=str(directory),
-                path_in_repo=address.folder,
-                revision=address.revision,
-                commit_message="Upload by openpi_train",
-            )
+    with _asking(address, "could not be pushed") as client:
+        commit: Any = client.HfApi().upload_folder(
+            repo_id=address.name,
+            folder_path=str(directory),
+            path_in_repo=address.folder,
+            revision=address.revision,
+            commit_message="Upload by openpi_train",
         )
-    except Exception as error:  # as in `fetch`
-        raise CheckpointError(f"{address} could not be pushed: {_reason(error)}") from error
     return str(getattr(commit, "commit_url", commit))
 
 
-def offline() -> bool:
-    """Whether the hub's own switch says that the network must not be used."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _client() -> Any:
+@contextlib.contextmanager
+def _asking(address: Address, what: str) -> Iterator[Any]:
+    """The hub's client; its errors, and those of the two libraries below it, are raised as CheckpointError."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
@@ -121,7 +110,10 @@ def _client() -> Any:
             "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or fetch the files by other "
             "means and name their directory"
         ) from error
-    return huggingface_hub
+    try:
+        yield huggingface_hub
+    except Exception as error:
+        raise CheckpointError(f"{address} {what}: {_reason(error)}") from error
 
 
 # What the kinds of errors mean to the user, by their name in the client.
@@ -140,9 +132,9 @@ _ADVICE = {
 
 
 def _reason(error: Exception) -> str:
-    kinds = (kind.__name__ for kind in type(error).__mro__)
+    kinds = [kind.__name__ for kind in type(error).__mro__]
     advice = next((_ADVICE[name] for name in kinds if name in _ADVICE), "is the hub reachable (HF_ENDPOINT, proxies)?")
-    if offline() and "LocalEntryNotFoundError" in (kind.__name__ for kind in type(error).__mro__):
+    if is_offline() and "LocalEntryNotFoundError" in kinds:
         advice = "HF_HUB_OFFLINE is set and it is not in the cache; unset it, or fetch it elsewhere (`hf download`)"
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{advice} ({type(error).__name__}: {said})"

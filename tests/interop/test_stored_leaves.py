@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from openpi_train.interop.stored import in_memory, place
+from openpi_train.interop.stored_leaves import in_memory, place
 
 VALUES = np.arange(48, dtype=np.float32).reshape(8, 6)
 

@@ -22,7 +22,7 @@ _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Translation:
+class DeepSpeedFlags:
     """What became of a file: flags, a line per key, and by flag what is still to be given."""
 
     flags: tuple[Flag, ...]
@@ -54,7 +54,7 @@ class Translation:
         return [word for flag in flags for word in flag] + list(given)
 
 
-def translate_file(path: str | Path, num_devices: int | None = None) -> Translation:
+def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
     """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Translation:
+def translate(config: Mapping[str, Any], num_devices: int | None = None) -> DeepSpeedFlags:
     """The flags that a DeepSpeed config stands for.
 
     Args: `num_devices` is how many devices it is for, None where that is not known.
@@ -102,7 +102,7 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Tran
     translate_schedule(file)
     _others(file)
     lines = file.lines()
-    return Translation(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+    return DeepSpeedFlags(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
 
 
 def _tensor_devices(file: ConfigFile) -> int:
@@ -211,10 +211,9 @@ def _loss_scale(file: ConfigFile) -> None:
     file.note("fp16.loss_scale", "the scale moves")
     power = file.number("fp16.initial_scale_power", 16)
     file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
-    rest = {"growth-interval": ("loss_scale_window", 1000), "hysteresis": ("hysteresis", 2)}
-    rest["minimum"] = ("min_loss_scale", 1)
-    for flag, (name, default) in rest.items():
-        file.flag(f"loss-scaling.{flag}", file.count(f"fp16.{name}", default), f"fp16.{name}")
+    file.becomes("fp16.loss_scale_window", "loss-scaling.growth-interval", ConfigFile.count, 1000)
+    file.becomes("fp16.hysteresis", "loss-scaling.hysteresis", ConfigFile.count, 2)
+    file.becomes("fp16.min_loss_scale", "loss-scaling.minimum", ConfigFile.count, 1)
 
 
 def _others(file: ConfigFile) -> None:
@@ -223,7 +222,7 @@ def _others(file: ConfigFile) -> None:
     if file.number("steps_per_print") == math.inf:  # so accelerate writes "never"
         file.note("steps_per_print", "never: as the experiment has it")
     else:
-        file.flag("log-interval", file.count("steps_per_print"), "steps_per_print")
-    file.flag("tensorboard", file.boolean("tensorboard.enabled"), "tensorboard.enabled")
-    file.flag("wandb-enabled", file.boolean("wandb.enabled"), "wandb.enabled")
-    file.flag("project-name", file.text("wandb.project"), "wandb.project")
+        file.becomes("steps_per_print", "log-interval", ConfigFile.count)
+    file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)
+    file.becomes("wandb.enabled", "wandb-enabled", ConfigFile.boolean)
+    file.becomes("wandb.project", "project-name", ConfigFile.text)

@@ -1,7 +1,7 @@
 """Forms in which checkpoints come, as a table; which one a place holds is seen from its content.
 
-A new form is a row: how it is recognised, opened and written. What it opens is names to leaves (`stored.py`), so that
-start weights, `convert` and their accounting are the same for all. Read next: `stored.py`, `accounting.py`.
+A new form is a row: how it is recognised, opened and written. What it opens is names to leaves (`stored_leaves.py`), so
+that start weights, `convert` and their accounting are the same for all. Read next: `stored_leaves.py`, `accounting.py`.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import big_vision, hub, lerobot_policy, openpi, openpi_torch, ours, paligemma
+from openpi_train.interop import big_vision, checkpoint_hub, lerobot_policy, openpi, openpi_torch, ours, paligemma_torch
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Leaves, Stored
+from openpi_train.interop.stored_leaves import Leaves, Stored
 from openpi_train.models.base import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -56,7 +56,7 @@ FORMATS: tuple[Format, ...] = (
         summary="PaliGemma as published: an .npz file (pt_224.npz)",
         recognises=big_vision.recognises,
         open=big_vision.open_checkpoint,
-        lacks=paligemma.NOT_IN_IT,
+        lacks=paligemma_torch.NOT_IN_IT,
     ),
     Format(
         name="ours",
@@ -91,9 +91,9 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="paligemma",
         summary="PaliGemma in Hugging Face's form: a directory with model.safetensors, or several and their index",
-        recognises=paligemma.recognises,
-        open=paligemma.open_checkpoint,
-        lacks=paligemma.NOT_IN_IT,
+        recognises=paligemma_torch.recognises,
+        open=paligemma_torch.open_checkpoint,
+        lacks=paligemma_torch.NOT_IN_IT,
     ),
 )
 
@@ -114,21 +114,20 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
     Raises CheckpointError where there is none, or it is damaged.
     """
     place = open_place(where)
-    if name is not None:
-        form = named(name)
-        if not form.recognises(place):
-            raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
-        return form.open(place, model)
-    for form in FORMATS:
-        if form.recognises(place):
-            return form.open(place, model)
-    known = "\n".join(f"  {form.name}: {form.summary}" for form in FORMATS)
-    raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+    form = next((one for one in FORMATS if one.recognises(place)), None) if name is None else named(name)
+    if form is None:
+        known = "\n".join(f"  {one.name}: {one.summary}" for one in FORMATS)
+        raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+    if name is not None and not form.recognises(place):
+        raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
+    return form.open(place, model)
 
 
 def open_place(where: str | Path) -> Place:
     """The folder (or file) that a user named, here or in a bucket. Raises CheckpointError where it holds nothing."""
-    place = Place.of(hub.fetch(str(where)) if hub.is_address(str(where)) else openpi.cached(str(where)))
+    place = Place.of(
+        checkpoint_hub.fetch(str(where)) if checkpoint_hub.is_address(str(where)) else openpi.cached(str(where))
+    )
     _refuse_what_is_none(place)
     return place
 
@@ -138,10 +137,9 @@ def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None
 
     `may_miss` is a regular expression of published names that may be absent.
     """
-    shapes = openpi.abstract_params(model)
-    paths = {name: path for path, name in openpi.parameter_names(model).items()}
-    expected = {name: shapes[path] for name, path in paths.items()}
+    expected = openpi.published_params(model)
     account(stored.params, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
+    paths = {name: path for path, name in openpi.parameter_names(model).items()}
     return {paths[name]: leaf for name, leaf in stored.params.items()}
 
 

@@ -1,6 +1,6 @@
 """A checkpoint as every format gives it: names to leaves that are read in parts, so that each device reads its own.
 
-Read next: `accounting.py` (which names there must be), `formats.py` (who gives them).
+Read next: `accounting.py` (which names there must be), `checkpoint_formats.py` (who gives them).
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from openpi_train.interop.place import Place
 
 Index = tuple[slice, ...]
 Piece = tuple[Index, np.ndarray]
+Order = Literal["C", "F"]
 # What a leaf is read and written by, so that a host need not hold one whole: its largest has gigabytes.
 PIECE_BYTES = 16 << 20
 
@@ -35,6 +36,21 @@ class StoredLeaf:
     read: Callable[[Index], np.ndarray]
     chunk: tuple[int, ...] | None = None
     stream: Callable[[Index], Iterator[Piece]] | None = None
+
+    @classmethod
+    def streamed(
+        cls,
+        shape: tuple[int, ...],
+        dtype: Any,
+        chunk: tuple[int, ...] | None,
+        stream: Callable[[Index], Iterator[Piece]],
+    ) -> "StoredLeaf":
+        """A leaf of which every part is put together from the pieces that `stream` gives."""
+
+        def read(index: Index) -> np.ndarray:
+            return assembled(stream(index), index, dtype)
+
+        return cls(shape=shape, dtype=dtype, read=read, chunk=chunk, stream=stream)
 
     @property
     def size_bytes(self) -> int:
@@ -111,6 +127,27 @@ def in_memory(array: Any) -> StoredLeaf:
     return StoredLeaf(shape=array.shape, dtype=array.dtype, read=lambda index: np.asarray(array[index]))
 
 
+def in_file(file: Any, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0, order: Order = "C") -> StoredLeaf:
+    """An array that lies in a file (open, or by its path) as a leaf."""
+    return StoredLeaf(shape=shape, dtype=dtype, read=lambda index: mapped(file, dtype, shape, offset, order)[index])
+
+
+def mapped(
+    file: Any,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    offset: int = 0,
+    order: Order = "C",
+    mode: Literal["r", "r+"] = "r",
+) -> np.ndarray:
+    """An array that lies in a file, mapped. Let go of it soon: what stays mapped counts as this process's memory."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)  # nothing cannot be mapped
+    plain = np.memmap(file, np.uint8, mode, offset, (size,)).view(np.ndarray)
+    return plain.view(dtype).reshape(shape, order=order)
+
+
 @contextlib.contextmanager
 def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
     """The leaf so that any part of it costs no more than itself; where it must be, laid out in a file in `folder`.
@@ -125,14 +162,10 @@ def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(leaf.size_bytes)
 
-            def mapped(mode: Literal["r", "r+"]) -> np.ndarray:
-                # Anew each time: what stays mapped, and was used once, counts as this process's memory.
-                plain = np.memmap(file, np.uint8, mode, 0, (leaf.size_bytes,)).view(np.ndarray)
-                return plain.view(leaf.dtype).reshape(leaf.shape)
-
+            laid_out = in_file(file, leaf.dtype, leaf.shape)
             for where, piece in leaf.pieces():
-                mapped("r+")[where] = piece
-            yield StoredLeaf(shape=leaf.shape, dtype=leaf.dtype, read=lambda index: mapped("r")[index])
+                mapped(file, leaf.dtype, leaf.shape, mode="r+")[where] = piece
+            yield laid_out
 
 
 Leaves = Mapping[str, StoredLeaf]

@@ -9,18 +9,13 @@ import dataclasses
 import logging
 import re
 
-import jax
-import numpy as np
-
 from openpi_train.interop import safetensors_file
-from openpi_train.interop.accounting import account
-from openpi_train.interop.openpi import abstract_params
+from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed, settle_heads
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored import Stored, StoredLeaf
-from openpi_train.interop.torch_names import TIED_HEAD, layout
-from openpi_train.interop.torch_policy import settle_heads
+from openpi_train.interop.stored_leaves import Stored, StoredLeaf
+from openpi_train.interop.torch_names import TIED_HEAD
 from openpi_train.models.base import ModelConfig, as_policy
-from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -42,34 +37,21 @@ _FILLED_TO = 64
 
 def recognises(place: Place) -> bool:
     """Whether the folder holds tensors under Hugging Face's names of PaliGemma."""
-    return safetensors_file.has_model(place) and any(
-        re.fullmatch(_EMBEDDING, name) for name in safetensors_file.open_model(place)
-    )
+    return any(re.fullmatch(_EMBEDDING, name) for name in safetensors_file.tensor_names(place))
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """PaliGemma's parameters by published name. Raises UsageError without a model, CheckpointError where they are not
     the model's, tensor by tensor, or where words are read by one table and given by another.
     """
-    if model is None:
-        raise UsageError(f"{place} does not say which model it is for: name the experiment")
-    shapes = {model.public_name(path): leaf.shape for path, leaf in abstract_params(model).items()}
-    layouts = {name: layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(NOT_IN_IT, name)}
+    model = needed(model, place)
     stored = safetensors_file.open_model(place)
     found = {_torch_name(name): tensor for name, tensor in stored.items()}
     if len(found) < len(stored):
         raise CheckpointError(f"{place} holds the same parameters under several names; it must have one set of names")
     settle_heads(place, found, speaks=True)
     found[TIED_HEAD] = without_filling(found[TIED_HEAD], as_policy(model).vocab_size, place)
-    tensors = {tensor: one for one in layouts.values() for tensor in one.tensors.values()}
-    published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
-
-    def explain(*names: list[str]) -> list[str]:
-        return model.explain(*([published.get(name, name) for name in kind] for kind in names))
-
-    expected = {tensor: jax.ShapeDtypeStruct(one.tensor_shape, np.float32) for tensor, one in tensors.items()}
-    account(found, expected, where=str(place), explain=explain)
-    params = {name: one.joined(found) for name, one in layouts.items()}
+    params = joined_params(place, found, layouts_of(model, without=NOT_IN_IT), model)
     return Stored(where=str(place), format="paligemma", params=params)
 
 
