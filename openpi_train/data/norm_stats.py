@@ -17,6 +17,7 @@ import numpy as np
 
 from openpi_train.data import files, order
 from openpi_train.data.normalize import FILE_NAME, NormStats, Stats, guard, read_norm_stats, write_norm_stats
+from openpi_train.data.progress import Progress
 from openpi_train.data.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -223,9 +224,7 @@ def _actions(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
 
 def _blocks(window: Windows, chosen: np.ndarray, rows_per_sample: int) -> Iterator[np.ndarray]:
     size = max(1, _BLOCK_VALUES // (rows_per_sample * len(window.robot.action_names)))
-    last_said = time.monotonic()
+    progress = Progress("norm stats, this pass", len(chosen), "samples")
     for start in range(0, len(chosen), size):
-        if time.monotonic() - last_said > 10:
-            last_said = time.monotonic()
-            logger.info("norm stats: %d of %d samples of this pass", start, len(chosen))
         yield chosen[start : start + size]
+        progress.add(size)

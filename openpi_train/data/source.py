@@ -15,6 +15,9 @@ from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
+# A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of an index.
+WIDEST_COLUMN = 256
+
 
 class BadRecord(DataError):
     """A record that cannot be read. The message names file, record and episode; raised when the step is touched."""
@@ -125,6 +128,22 @@ class SourceConfig(abc.ABC):
 
         Raises FileNotFoundError or ValueError with what to do.
         """
+
+    @property
+    def location(self) -> str:
+        """The path of its files, the field `path`; empty where there is none."""
+        return str(getattr(self, "path", ""))
+
+    def is_ready(self) -> bool:
+        """Whether `open` finds all that it needs, or first has to read the dataset for minutes or hours.
+
+        Raises FileNotFoundError or ValueError with what to do, as `open` does, from metadata alone.
+        """
+        return True
+
+    def skipping_bad_records(self) -> "SourceConfig":
+        """The same, leaving out the bad records that are found at opening."""
+        return self
 
     def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each column, per step. Formats whose metadata say so do not open the dataset for it.
