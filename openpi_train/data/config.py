@@ -38,7 +38,7 @@ class Dataset:
         """The name of the norm stats: `asset_id`, or the last part of the source's path that is no version number."""
         if self.asset_id is not None:
             return self.asset_id
-        parts = [part for part in PurePath(str(getattr(self.source, "path", ""))).parts if part.strip("/.")]
+        parts = [part for part in PurePath(self.source.location).parts if part.strip("/.")]
         named = [part for part in parts if not re.fullmatch(r"\d+(\.\d+)*", part)]
         return named[-1] if named else type(self.source).__name__
 

@@ -90,11 +90,9 @@ class WithPictures(Source):
         self.prompts, self.prompt_index = source.prompts, source.prompt_index
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        """See `Source.frames`."""
         return self._source.frames(steps, camera)
 
     def encoded(self, step: int, camera: str) -> bytes:
-        """See `Source.encoded`."""
         return next(self._conversion.encoded(range(step, step + 1), camera))
 
     def about(self) -> About:
@@ -102,5 +100,4 @@ class WithPictures(Source):
         return self._conversion.about
 
     def describe(self, step: int) -> str:
-        """See `Source.describe`."""
         return self._source.describe(step)

@@ -17,7 +17,6 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.norm_stats import cached_norm_stats, report_notes
 from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
 from openpi_train.data.rows import Rows, RowTransform
-from openpi_train.data.source import SourceConfig
 from openpi_train.data.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokens import open_tokenizer, token_files, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
@@ -203,6 +202,7 @@ def in_text_lengths(
         of_samples = of_prompts[window.prompt_numbers(np.arange(len(window)))]
         if (fast := model.chunk_tokenizer(tokenizer)) is not None:
             folder = Path(assets_dir) / asset
+            assert isinstance(transforms[0], Normalize), "as open_data has them"
             of_samples = of_samples + chunk_tokens(window, transforms[0], fast, model.action_dim, folder)
         tokens.append(np.minimum(of_samples, model.prompt_length))
     lengths = choose_lengths(
@@ -225,19 +225,19 @@ def write_missing(config: DataConfig) -> None:
     Any number of processes may call it at the same time: one writes, the others wait.
     """
     for dataset in config.datasets:
-        path = getattr(dataset.source, "path", "")
-        if places.dataset_name(path) is not None:
+        if places.dataset_name(dataset.source.location) is not None:
             from openpi_train.data import embedded  # imports jax and the environment, which few runs need here
 
-            embedded.write_missing(path)
+            embedded.write_missing(dataset.source.location)
 
 
 def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     """The training windows of every dataset, in order. An embedded dataset that is not there yet is written first."""
     write_missing(config)
+    skip = config.on_bad_record == "skip"
     return [
         Windows(
-            source=_source(dataset, config.on_bad_record).open(),
+            source=(dataset.source.skipping_bad_records() if skip else dataset.source).open(),
             robot=dataset.robot,
             shape=shape,
             validation_fraction=config.validation_fraction,
@@ -250,13 +250,6 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
 def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     """Every instruction of these datasets, with the number of state dims of the robot that it is given to."""
     return [(text, len(window.robot.state_names)) for window in windows for text in window.prompts]
-
-
-def _source(dataset: Dataset, on_bad_record: str) -> SourceConfig:
-    """The source's config; formats that find bad records while indexing are told what to do about them."""
-    if on_bad_record == "skip" and hasattr(dataset.source, "on_bad_record"):
-        return dataclasses.replace(dataset.source, on_bad_record=on_bad_record)  # pyright: ignore[reportCallIssue]
-    return dataset.source
 
 
 def assets(config: DataConfig, windows: Sequence[Windows]) -> dict[str, list[tuple[Windows, Dataset]]]:

@@ -11,13 +11,10 @@ import jax
 
 from openpi_train.data import embedded
 from openpi_train.data.config import DataConfig
-from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.norm_stats import stored_norm_stats
 from openpi_train.data.normalize import guard, read_norm_stats
 from openpi_train.data.opened import assets, open_windows
-from openpi_train.data.rlds import Rlds
 from openpi_train.data.windows import Windows
-from openpi_train.data.zarr import Zarr
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime import agree, selftest
@@ -89,25 +86,25 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
-        if not isinstance(source, Rlds | LeRobot | Zarr):
+        if not source.location:
             continue
         flag = f"--data.datasets.{number}.source.path"
         try:
             fresh = source.is_ready()
         except (OSError, ValueError) as error:
             ready = False
-            if embedded.missing(source.path):
+            if embedded.missing(source.location):
                 yield warn(
-                    "dataset", f"{source.path}: an embedded dataset that is not written yet", "the first start does"
+                    "dataset", f"{source.location}: an embedded dataset that is not written yet", "the first start does"
                 )
                 continue
             yield fail("dataset", str(error), f"give its place with {flag}")
             continue
-        yield from check_disk.read(Path(source.path).expanduser())
+        yield from check_disk.read(Path(source.location).expanduser())
         if not fresh:
             ready = False
-            text = f"{source.path}: there, but not indexed yet, or changed since"
-            yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.path}")
+            text = f"{source.location}: there, but not indexed yet, or changed since"
+            yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.location}")
     if not ready:
         advice = "see `dataset`, then run doctor again"
         yield warn("norm stats", "not looked at: the data are not ready", advice)
