@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from openpi_train.data import tables
+from openpi_train.data import places, tables
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
 
@@ -35,13 +35,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Sidecar(abc.ABC):
-    """The index of the dataset `root`, kept below `cache_dir`; `check_crc` verifies its checksums when it is opened."""
+    """The index of a dataset, for one opening: `root` is where `config.path` leads."""
 
+    config: "IndexedConfig"
     root: Path
-    cache_dir: Path
-    check_crc: bool = True
 
     # How an entry of the manifest's `dropped` reads.
     dropped_line: ClassVar[str]
@@ -63,7 +62,7 @@ class Sidecar(abc.ABC):
 
     @abc.abstractmethod
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
-        """What is no longer as the manifest says; None where all is. Raises OSError where files are missing."""
+        """What is no longer as the manifest says; None where all is. Raises FileNotFoundError for missing files."""
 
     @abc.abstractmethod
     def survey(self) -> Any:
@@ -76,10 +75,18 @@ class Sidecar(abc.ABC):
         That is `cameras`, `dropped` and `skipped` (by name, why) at least. Raises as `survey`, and BadRecord.
         """
 
+    @abc.abstractmethod
+    def source(self, index: tables.Tables) -> Source:
+        """The dataset by its index."""
+
     @property
     def place(self) -> Path:
         """The index's folder."""
-        return self.cache_dir / f"{self.label}-{digest(self.identity)}"
+        return places.indexes(self.config.cache_dir) / f"{self.label}-{digest(self.identity)}"
+
+    def tables_of(self, manifest: Mapping[str, Any]) -> Path:
+        """The folder of a manifest's tables."""
+        return self.place / manifest["tables"]
 
     def open(self) -> tables.Tables:
         """The index: the one that is there where it is fresh and whole, else built first.
@@ -87,21 +94,21 @@ class Sidecar(abc.ABC):
         Raises FileNotFoundError for missing files, ValueError for metadata that do not fit, BadRecord where no episode
         is readable, OSError for a cache that cannot be written.
         """
-        found = self._whole()
+        found = self._find(check_crc=self.config.check_crc)
         if found is None:
             with (
                 tables.explain_cache_errors(self.place, "the source's cache_dir (--...cache-dir)"),
                 locks.held(self.place / tables.LOCK, f"index of {self.label}"),
             ):
-                found = self._whole() or self._build()
+                found = self._find(check_crc=self.config.check_crc) or self._build()
         return found
 
     def is_fresh(self) -> bool:
         """Whether `open` has nothing to build. Raises as `survey` where it has."""
-        fresh = self._fresh() is not None
-        if not fresh:
-            self.survey()
-        return fresh
+        if self._find(check_crc=False):
+            return True
+        self.survey()
+        return False
 
     def dropped(self, manifest: Mapping[str, Any]) -> list[tuple[int, str]]:
         """The episodes that were left out: how many, where and why."""
@@ -113,32 +120,21 @@ class Sidecar(abc.ABC):
             why = f"the first: {self.dropped_line.format_map(dropped[0])}" if dropped else "it is empty"
             raise BadRecord(f"no readable episode in {self.dataset}; {why}")
 
-    def _fresh(self) -> dict[str, Any] | None:
-        """The manifest, where the dataset is still what the index was built from."""
+    def _find(self, *, check_crc: bool) -> tables.Tables | None:
+        """The index that is there, where it is whole and the dataset still what it was built from."""
         manifest = tables.read_manifest(self.place)
         if manifest is None or manifest.get("format") != FORMAT:
             return None
         try:
             changed = self.changed(manifest)
-        except FileNotFoundError:  # building says which are missing
-            return None
+            if not changed:
+                return tables.open_tables(self.place, manifest, check_crc=check_crc)
+            logger.info("%s changed since its index was built: reading it again", changed)
+        except FileNotFoundError:
+            pass  # building says which are missing
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("the index %s is damaged (%r): building it anew", self.place, error)
-            return None
-        if changed:
-            logger.info("%s changed since its index was built: reading it again", changed)
-        return None if changed else manifest
-
-    def _whole(self) -> tables.Tables | None:
-        """The opened index, where it is fresh and all of its files are as they were written."""
-        manifest = self._fresh()
-        if manifest is None:
-            return None
-        try:
-            return tables.open_tables(self.place, manifest, check_crc=self.check_crc)
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("the index %s is damaged (%s): building it anew", self.place, error)
-            return None
+        return None
 
     def _build(self) -> tables.Tables:
         started = time.monotonic()
@@ -164,7 +160,7 @@ class Sidecar(abc.ABC):
         )
         for name, why in manifest["skipped"].items():
             logger.info("%s: %s is not in the index: %s", self.label, name, why)
-        return tables.open_tables(self.place, manifest, check_crc=self.check_crc)
+        return tables.open_tables(self.place, manifest, check_crc=self.config.check_crc)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,10 +180,6 @@ class IndexedConfig(SourceConfig):
     def sidecar(self) -> Sidecar:
         """The dataset's index, which need not be there yet. Raises FileNotFoundError where there is no dataset."""
 
-    @abc.abstractmethod
-    def read(self, root: Path, index: tables.Tables) -> Source:
-        """The dataset at `root` by its index."""
-
     def open(self) -> Source:
         """Open the dataset, building or refreshing its index first.
 
@@ -197,7 +189,7 @@ class IndexedConfig(SourceConfig):
         sidecar = self.sidecar()
         index = sidecar.open()
         report_dropped(sidecar.dataset, sidecar.dropped(index.manifest), self.on_bad_record)
-        return self.read(sidecar.root, index)
+        return sidecar.source(index)
 
     def is_ready(self) -> bool:
         """See `SourceConfig.is_ready`; reads metadata alone."""

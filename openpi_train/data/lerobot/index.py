@@ -1,4 +1,4 @@
-"""The index of a LeRobot dataset: where every frame lies, and all that is small, as arrays.
+"""A LeRobot dataset and its index: where every frame lies, and all that is small, as arrays.
 
 Read next: `data/sidecar.py` (how an index is kept), `episodes.py` (reads one file), `source.py` (the source).
 
@@ -24,26 +24,45 @@ from openpi_train.data import tables
 from openpi_train.data.lerobot import video
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
 from openpi_train.data.lerobot.layout import Layout, read_layout
+from openpi_train.data.lerobot.source import LeRobotSource
 from openpi_train.data.progress import Progress
-from openpi_train.data.sidecar import Sidecar, first_changed, stat_files
-from openpi_train.data.source import column_name
+from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed, stat_files
+from openpi_train.data.source import Source, column_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeRobotIndex(Sidecar):
-    """The index of a dataset, read by `workers` threads (0: one for each processor)."""
+class LeRobot(IndexedConfig):
+    """A LeRobot dataset on a local or mounted disk. Dots in its features' names become slashes, as RLDS writes them.
 
-    tolerance_s: float
-    workers: int = 0
+    Its index takes per frame 40 bytes, or its picture, and the columns.
+    """
+
+    # The folder that holds meta/, data/ and videos/.
+    path: str
+    # How far a video frame's time may be from the time that its step says.
+    tolerance_s: float = 1e-4
+    # Threads that build the index; 0 is one for each processor.
+    build_workers: int = 0
+
+    def sidecar(self) -> "LeRobotIndex":
+        return LeRobotIndex(self, Path(self.path).expanduser())
+
+
+@dataclasses.dataclass(frozen=True)
+class LeRobotIndex(Sidecar):
+    """The index of a dataset."""
+
+    config: LeRobot
 
     dropped_line = "{file}, episode {episode}: {why}"
 
     @property
     def identity(self) -> str:
-        return f"{self.root.resolve()} {self.tolerance_s}"
+        return f"{self.root.resolve()} {self.config.tolerance_s}"
 
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
-        return first_changed(self.root, manifest["sources"])
+        pictures = ((f"pictures/{name}.bin", *found) for name, found in manifest["pictures"].items())
+        return first_changed(self.root, manifest["sources"]) or first_changed(self.tables_of(manifest), pictures)
 
     def survey(self) -> tuple[Layout, list[tuple[str, int, int]]]:
         """The layout, and name, size and mtime_ns of every file."""
@@ -77,20 +96,23 @@ class LeRobotIndex(Sidecar):
             "skipped": dict(layout.skipped),
         }
 
+    def source(self, index: tables.Tables) -> Source:
+        return LeRobotSource(self.root, index)
+
     def _scan(
         self, layout: Layout, pictures: Path, number: Mapping[str, int]
     ) -> tuple[dict[str, video.Video], list[Scanned]]:
         """All videos by file, and all episodes; pictures in parquet files are copied."""
         pictures.mkdir()
         progress = Progress(self.label, len(layout.videos) + len(layout.data), "files")
-        threads = self.workers or os.cpu_count() or 1
+        threads = self.config.build_workers or os.cpu_count() or 1
 
         def scan_video(file: str) -> video.Video:
             progress.add()
             return video.scan(self.root / file)
 
         videos = dict(zip(layout.videos, progress.in_threads(scan_video, layout.videos, threads), strict=True))
-        scan = ParquetScan(layout, videos, self.tolerance_s)
+        scan = ParquetScan(layout, videos, self.config.tolerance_s)
 
         def scan_file(file: str) -> list[Scanned]:
             progress.add()

@@ -4,47 +4,17 @@ Read next: `layout.py` (what lies where), `index.py` (built at the first opening
 Neither lerobot nor torch is needed; pyarrow reads the parquet files while indexing, PyAV the videos.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files, image, places, tables
+from openpi_train.data import files, image, tables
 from openpi_train.data.lerobot import video
-from openpi_train.data.lerobot.index import LeRobotIndex
 from openpi_train.data.lerobot.layout import INFO_FILE, read_layout
-from openpi_train.data.sidecar import IndexedConfig
-from openpi_train.data.source import About, BadRecord, Source, column_name
+from openpi_train.data.source import About, BadRecord, column_name
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeRobot(IndexedConfig):
-    """A LeRobot dataset on a local or mounted disk. Dots in its features' names become slashes, as RLDS writes them.
-
-    Its index takes per frame 40 bytes, or its picture, and the columns.
-    """
-
-    # The folder that holds meta/, data/ and videos/.
-    path: str
-    # How far a video frame's time may be from the time that its step says.
-    tolerance_s: float = 1e-4
-    # Threads that build the index; 0 is one for each processor.
-    build_workers: int = 0
-
-    def sidecar(self) -> LeRobotIndex:
-        return LeRobotIndex(
-            root=Path(self.path).expanduser(),
-            cache_dir=places.indexes(self.cache_dir),
-            check_crc=self.check_crc,
-            tolerance_s=self.tolerance_s,
-            workers=self.build_workers,
-        )
-
-    def read(self, root: Path, index: tables.Tables) -> Source:
-        return LeRobotSource(root, index)
 
 
 class LeRobotSource(StoredSource):

@@ -1,4 +1,4 @@
-"""The index of an RLDS split: where every encoded image lies, and all that is small, as arrays.
+"""An RLDS split and its index: where every encoded image lies, and all that is small, as arrays.
 
 Read next: `data/sidecar.py` (how an index is kept), `shard.py` (reads one shard), `source.py` (the source).
 
@@ -23,43 +23,75 @@ import numpy as np
 
 from openpi_train.data import files, tables
 from openpi_train.data.progress import Progress
+from openpi_train.data.repack import StepArray, is_repacked
 from openpi_train.data.rlds.schema import (
     FEATURES_FILE,
     INFO_FILE,
     Schema,
     Shard,
+    find_version,
     list_shards,
     load_builder,
     read_schema,
 )
 from openpi_train.data.rlds.shard import scan_shard
-from openpi_train.data.sidecar import FORMAT, Sidecar, digest, first_changed, stat_files
+from openpi_train.data.rlds.source import RldsSource
+from openpi_train.data.sidecar import FORMAT, IndexedConfig, Sidecar, digest, first_changed, stat_files
+from openpi_train.data.source import Source
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RldsIndex(Sidecar):
-    """The index of a split; `check_crc` also verifies the records' checksums. `workers` 0: one for each processor."""
+class Rlds(IndexedConfig):
+    """An RLDS dataset on a local or mounted disk. Its index takes about 16 bytes per image, and the columns."""
 
-    split: str
-    prompt_feature: str
-    wide_columns: tuple[str, ...]
-    workers: int = 0
+    # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version; or a directory that `repack` wrote.
+    path: str
+    # A split that dataset_info.json names; join several as "train+val".
+    split: str = "train"
+    # Threads that build the index; 0 is one for each processor.
+    build_workers: int = 0
+    # Verify the records' checksums while indexing and the index's when it is opened.
+    check_crc: bool = True
+    # The instruction's text feature ("language_instruction", "episode_metadata/task"), "auto" or "none".
+    prompt_feature: str = "auto"
+    # Numeric features to keep although they are wider than 256 numbers, e.g. "language_embedding".
+    wide_columns: tuple[str, ...] = ()
+
+    def sidecar(self) -> "RldsIndex":
+        return RldsIndex(self, find_version(self.path))
+
+    def open(self) -> Source:
+        """See `IndexedConfig.open`; a repacked copy needs no index."""
+        if is_repacked(self.path):
+            return StepArray(path=self.path, split=self.split, check_crc=self.check_crc).open()
+        return super().open()
+
+    def is_ready(self) -> bool:
+        return is_repacked(self.path) or super().is_ready()
+
+
+@dataclasses.dataclass(frozen=True)
+class RldsIndex(Sidecar):
+    """The index of a split."""
+
+    config: Rlds
 
     dropped_line = "{file}, record {record} (episode {record} of that file): {why}"
 
     @property
     def label(self) -> str:
-        return f"{self.root.parent.name}-{self.root.name}-{self.split.replace(' ', '')}"
+        return f"{self.root.parent.name}-{self.root.name}-{self.config.split.replace(' ', '')}"
 
     @property
     def dataset(self) -> str:
-        return f"{self.root} split {self.split!r}"
+        return f"{self.root} split {self.config.split!r}"
 
     @property
     def identity(self) -> str:
-        settings = (self.split, self.prompt_feature, self.wide_columns, self.check_crc)
+        config = self.config
+        settings = (config.split, config.prompt_feature, config.wide_columns, config.check_crc)
         return json.dumps([str(self.root.resolve()), *settings])
 
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
@@ -70,7 +102,7 @@ class RldsIndex(Sidecar):
     def survey(self) -> tuple[Any, list[Shard], list[tuple[int, int]]]:
         """tensorflow-datasets' builder; the shards; size and mtime_ns of each."""
         builder = load_builder(self.root)
-        shards = list_shards(builder, self.split)
+        shards = list_shards(builder, self.config.split)
         what = f"shards that {INFO_FILE} names are missing in {self.root}"
         stats = stat_files(
             self.root, [one.name for one in shards], what=what, how="Download them, or choose another split."
@@ -80,7 +112,7 @@ class RldsIndex(Sidecar):
     def write(self, directory: Path) -> dict[str, Any]:
         """Read the shards that have no part yet, and join all parts."""
         builder, shards, stats = self.survey()
-        schema = read_schema(builder, self.prompt_feature, self.wide_columns)
+        schema = read_schema(builder, self.config.prompt_feature, self.config.wide_columns)
         parts = self._read_shards(shards, stats, schema)
         written = self._join(directory, parts, shards, stats, schema)
         for path in self.place.glob("parts/*"):
@@ -94,13 +126,16 @@ class RldsIndex(Sidecar):
             **written,
         }
 
+    def source(self, index: tables.Tables) -> Source:
+        return RldsSource(self.root, index)
+
     def _metadata_digest(self) -> str:
         paths = [self.root / name for name in (INFO_FILE, FEATURES_FILE)]
         return hashlib.sha256(b"".join(p.read_bytes() if p.is_file() else b"missing" for p in paths)).hexdigest()
 
     def _read_shards(self, shards: list[Shard], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
         """A part for every shard, of which those that an earlier build left are not read again."""
-        content = [FORMAT, dataclasses.asdict(schema), self.check_crc]
+        content = [FORMAT, dataclasses.asdict(schema), self.config.check_crc]
         parts = [
             self.place / "parts" / f"{shard.name}-{_key([*content, shard.num_episodes, stat])}.npz"
             for shard, stat in zip(shards, stats, strict=True)
@@ -111,12 +146,14 @@ class RldsIndex(Sidecar):
         progress = Progress(self.label, total_mb, "MB")
 
         def scan(index: int) -> None:
-            arrays = scan_shard(self.root, shards[index], schema, self.check_crc, lambda size: progress.add(size / 1e6))
+            arrays = scan_shard(
+                self.root, shards[index], schema, self.config.check_crc, lambda size: progress.add(size / 1e6)
+            )
             with files.replacing(parts[index]) as file:
                 np.savez(file, allow_pickle=False, **arrays)
 
         # Their time goes into reads, checksums and hashes, which release Python's lock.
-        progress.in_threads(scan, missing, self.workers or os.cpu_count() or 1)
+        progress.in_threads(scan, missing, self.config.build_workers or os.cpu_count() or 1)
         return parts
 
     def _join(

@@ -6,60 +6,15 @@ One image costs one `pread` and one decode. Neither TensorFlow nor a copy of the
 episode ends come from the index as memory-mapped arrays.
 """
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 
-from openpi_train.data import image, places, tables
-from openpi_train.data.repack import StepArray, is_repacked
-from openpi_train.data.rlds.index import RldsIndex
-from openpi_train.data.rlds.schema import find_version, read_about
-from openpi_train.data.sidecar import IndexedConfig
-from openpi_train.data.source import About, BadRecord, Source
+from openpi_train.data import image, tables
+from openpi_train.data.rlds.schema import read_about
+from openpi_train.data.source import About, BadRecord
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rlds(IndexedConfig):
-    """An RLDS dataset on a local or mounted disk. Its index takes about 16 bytes per image, and the columns."""
-
-    # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version; or a directory that `repack` wrote.
-    path: str
-    # A split that dataset_info.json names; join several as "train+val".
-    split: str = "train"
-    # Threads that build the index; 0 is one for each processor.
-    build_workers: int = 0
-    # Verify the records' checksums while indexing and the index's when it is opened.
-    check_crc: bool = True
-    # The instruction's text feature ("language_instruction", "episode_metadata/task"), "auto" or "none".
-    prompt_feature: str = "auto"
-    # Numeric features to keep although they are wider than 256 numbers, e.g. "language_embedding".
-    wide_columns: tuple[str, ...] = ()
-
-    def sidecar(self) -> RldsIndex:
-        return RldsIndex(
-            root=find_version(self.path),
-            cache_dir=places.indexes(self.cache_dir),
-            check_crc=self.check_crc,
-            split=self.split,
-            prompt_feature=self.prompt_feature,
-            wide_columns=self.wide_columns,
-            workers=self.build_workers,
-        )
-
-    def read(self, root: Path, index: tables.Tables) -> Source:
-        return RldsSource(root, index)
-
-    def open(self) -> Source:
-        """See `IndexedConfig.open`; a repacked copy needs no index."""
-        if is_repacked(self.path):
-            return StepArray(path=self.path, split=self.split, check_crc=self.check_crc).open()
-        return super().open()
-
-    def is_ready(self) -> bool:
-        return is_repacked(self.path) or super().is_ready()
 
 
 class RldsSource(StoredSource):

@@ -1,4 +1,4 @@
-"""The index of a replay buffer: its columns as memory-mapped arrays, a digest of every episode, what is damaged.
+"""A replay buffer and its index: its columns as memory-mapped arrays, a digest of every episode, what is damaged.
 
 Read next: `data/sidecar.py` (how an index is kept), `source.py` (the reader).
 
@@ -9,6 +9,7 @@ Read next: `data/sidecar.py` (how an index is kept), `source.py` (the reader).
 """
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -22,33 +23,66 @@ import numpy as np
 
 from openpi_train.data import tables
 from openpi_train.data.progress import Progress
-from openpi_train.data.sidecar import Sidecar, first_changed
-from openpi_train.data.zarr.layout import TASK_ID, Layout, pictures, read_layout
+from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed
+from openpi_train.data.source import Source
+from openpi_train.data.zarr.layout import TASK_ID, Layout, pictures, read_layout, require, sort_arrays
+from openpi_train.data.zarr.source import ZarrSource
 from openpi_train.data.zarr.store import BadChunk, Store
 
 logger = logging.getLogger(__name__)
 
 _MOST_OF_FREE_DISK = 0.25
+# Decompressed chunks that a process keeps: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
+_CACHE_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZarrIndex(Sidecar):
-    """The index of a store, and a decoded copy of its pictures where that is asked for, or (None) worth it."""
+class Zarr(IndexedConfig):
+    """A replay buffer of diffusion_policy or RoboTwin, zarr format 2 or 3, on a local or mounted disk.
 
-    store: Store
-    decoded_copy: bool | None
+    Its index takes the columns, and the decoded copy.
+    """
+
+    # The store: a folder, or a zip file.
+    path: str
+    # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes. None:
+    # where chunks hold several pictures, and the copy takes at most a quarter of the free disk.
+    decoded_copy: bool | None = None
+    # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
+    fill_missing: bool = False
+
+    def sidecar(self) -> "ZarrIndex":
+        return ZarrIndex(self, Path(self.path).expanduser())
+
+    def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each column, per step, from the store's metadata alone."""
+        store = self.sidecar().store
+        require(store)
+        return {name: shape for name, (_, shape) in sort_arrays(store)[0].items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrIndex(Sidecar):
+    """The index of a store, and a decoded copy of its pictures where that is asked for, or worth it."""
+
+    config: Zarr
 
     dropped_line = "episode {episode}: {why}"
 
+    @functools.cached_property
+    def store(self) -> Store:
+        """What the index is made of."""
+        return Store(self.root, fill_missing=self.config.fill_missing, cache_bytes=_CACHE_BYTES)
+
     @property
     def identity(self) -> str:
-        return f"{self.root.resolve()} {self.store.fill_missing} {self.decoded_copy}"
+        return f"{self.root.resolve()} {self.config.fill_missing} {self.config.decoded_copy}"
 
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
         if manifest["stamp"] != self.store.stamp():
             return str(self.root)
         copies = ((name, *found) for name, found in manifest["decoded"].items())
-        return first_changed(self.place / manifest["tables"], copies)
+        return first_changed(self.tables_of(manifest), copies)
 
     def survey(self) -> Layout:
         """The store's layout."""
@@ -58,7 +92,9 @@ class ZarrIndex(Sidecar):
         """Read every chunk once; see `Sidecar.write`."""
         stamp, layout = self.store.stamp(), self.survey()
         scan = Scan(self.store, layout)
-        copies = _copy_is_worth_it(self.store, layout, self.place) if self.decoded_copy is None else self.decoded_copy
+        copies = self.config.decoded_copy
+        if copies is None:
+            copies = _copy_is_worth_it(self.store, layout, self.place)
         for name in layout.cameras:
             path = directory / "frames" / f"{name}.bin"
             if copies:
@@ -81,6 +117,9 @@ class ZarrIndex(Sidecar):
             "dropped": dropped,
             "skipped": {f"data/{name}": why for name, why in layout.skipped.items()},
         }
+
+    def source(self, index: tables.Tables) -> Source:
+        return ZarrSource(self.store, index)
 
 
 class Scan:

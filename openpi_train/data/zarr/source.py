@@ -3,60 +3,15 @@
 Read next: `layout.py` (what the arrays are), `index.py` (built at the first opening), `store.py` (reads chunks).
 """
 
-import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openpi_train.data import places, tables
-from openpi_train.data.sidecar import IndexedConfig
-from openpi_train.data.source import About, BadRecord, Source, column_name
+from openpi_train.data import tables
+from openpi_train.data.source import About, BadRecord, column_name
 from openpi_train.data.stored import StoredSource, reopened
-from openpi_train.data.zarr.index import ZarrIndex
-from openpi_train.data.zarr.layout import ABOUT, Camera, pictures, read_layout, require, sort_arrays
+from openpi_train.data.zarr.layout import ABOUT, Camera, pictures, read_layout
 from openpi_train.data.zarr.store import Store
-
-# Decompressed chunks that a process keeps: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
-_CACHE_BYTES = 1 << 28
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Zarr(IndexedConfig):
-    """A replay buffer of diffusion_policy or RoboTwin, zarr format 2 or 3, on a local or mounted disk.
-
-    Its index takes the columns, and the decoded copy.
-    """
-
-    # The store: a folder, or a zip file.
-    path: str
-    # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes. None:
-    # where chunks hold several pictures, and the copy takes at most a quarter of the free disk.
-    decoded_copy: bool | None = None
-    # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
-    fill_missing: bool = False
-
-    def sidecar(self) -> ZarrIndex:
-        return ZarrIndex(
-            root=self._store.root,
-            cache_dir=places.indexes(self.cache_dir),
-            check_crc=self.check_crc,
-            store=self._store,
-            decoded_copy=self.decoded_copy,
-        )
-
-    def read(self, root: Path, index: tables.Tables) -> Source:
-        return ZarrSource(self._store, index)
-
-    def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each column, per step, from the store's metadata alone."""
-        require(self._store)
-        return {name: shape for name, (_, shape) in sort_arrays(self._store)[0].items()}
-
-    @property
-    def _store(self) -> Store:
-        return Store(Path(self.path).expanduser(), fill_missing=self.fill_missing, cache_bytes=_CACHE_BYTES)
 
 
 class ZarrSource(StoredSource):
