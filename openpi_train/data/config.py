@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from openpi_train.data.base import Data, OpenedData, OpeningRequest
+from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
 from openpi_train.fields import at_least
@@ -80,10 +81,10 @@ class DataConfig(Data):
             )
         return problems
 
-    def batch_spec(self, model: Any, batch_size: int) -> Any:
+    def batch_spec(self, model: RowModel, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)
 
-    def num_samples(self, model: Any) -> int:
+    def num_samples(self, model: RowModel) -> int:
         from openpi_train.data.opened import open_windows  # which imports this module
 
         return sum(map(len, open_windows(self, model.window)))
