@@ -42,9 +42,7 @@ class Conversion:
 
     def episodes(self, first: int = 0) -> Iterator[range]:
         """The steps of each episode, from one on."""
-        ends = self.source.episode_ends
-        for number in range(first, self.source.num_episodes):
-            yield range(int(ends[number - 1]) if number else 0, int(ends[number]))
+        yield from map(self.source.steps_of, range(first, self.source.num_episodes))
 
     def prompts(self, steps: range) -> list[str]:
         """The instruction at each of an episode's steps."""

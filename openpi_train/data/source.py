@@ -89,11 +89,15 @@ class Source(abc.ABC):
         """The episode that a step belongs to."""
         return int(np.searchsorted(self.episode_ends, step, side="right"))
 
+    def steps_of(self, episode: int) -> range:
+        """The steps of an episode."""
+        return range(int(self.episode_ends[episode - 1]) if episode else 0, int(self.episode_ends[episode]))
+
     def place_of(self, step: int) -> str:
         """A step's episode and its place in that, for messages."""
         episode = self.episode_of(step)
-        start = int(self.episode_ends[episode - 1]) if episode else 0
-        return f"episode {episode}, step {step - start} of {int(self.episode_ends[episode]) - start}"
+        steps = self.steps_of(episode)
+        return f"episode {episode}, step {steps.index(step)} of {len(steps)}"
 
     @abc.abstractmethod
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
@@ -151,6 +155,11 @@ class SourceConfig(abc.ABC):
         Raises as `open` does.
         """
         return {name: column.shape[1:] for name, column in self.open().columns.items()}
+
+
+def stored_name(name: str) -> str:
+    """The name of a column or camera in formats without slashes: what `column_name` takes back."""
+    return name.replace("/", ".")
 
 
 def column_name(stored: str) -> str:
