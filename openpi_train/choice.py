@@ -32,7 +32,7 @@ class ByActionDim:
         source = source if on is None else on(source)
         with reported_as(DataError):
             shapes = source.column_shapes()
-        place = getattr(source, "path", None) or type(source).__name__
+        place = source.location or type(source).__name__
         found = ", ".join(f"{column} {list(shape)}" for column, shape in sorted(shapes.items()))
         shape = shapes.get(self.column)
         if shape is None or len(shape) != 1 or shape[0] not in self.experiments:

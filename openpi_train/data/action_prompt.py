@@ -11,6 +11,7 @@ import numpy as np
 
 from openpi_train.data.fast import FastTokenizer
 from openpi_train.data.tokenizer import Tokenizer, state_text
+from openpi_train.data.transforms import padded
 
 Row = dict[str, Any]
 # pi0_fast: lower-cased, and "Action: " is to be said too; pi05: pi0.5's prompt as it is, and then the chunk.
@@ -80,13 +81,7 @@ class TokenizeActionPrompt:
         return self.tokenizer.encode(f"Task: {text}, State: {state_text(state)};\n", bos=True)
 
     def _said(self, actions: np.ndarray) -> list[int]:
-        missing = self.action_dim - actions.shape[-1]
-        if missing < 0:
-            raise ValueError(
-                f"the robot's actions have {actions.shape[-1]} dims, the model's {self.action_dim}: "
-                f"set --model.action-dim {actions.shape[-1]}"
-            )
-        tokens = self.fast.encode(np.pad(actions, ((0, 0), (0, missing))))
+        tokens = self.fast.encode(padded("actions", actions, self.action_dim))
         lead = self.tokenizer.encode("Action: ") if self.form == "pi0_fast" else []
         said = [vocabulary_token(token, self.vocab_size) for token in tokens]
         return lead + said + self.tokenizer.encode("|", eos=True)

@@ -10,21 +10,23 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from openpi_train.data import files
 from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.progress import Progress
+from openpi_train.data.transforms import Normalize, padded
 from openpi_train.data.windows import Windows
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SAMPLES = 4096
-_SAY_EVERY_S = 10.0
 
 
-def chunk_tokens(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int, folder: Path) -> np.ndarray:
+def chunk_tokens(
+    window: Windows, normalize: Normalize, fast: FastTokenizer, action_dim: int, folder: Path
+) -> np.ndarray:
     """The number of tokens of each sample's chunk, int32 [samples]; read from `folder` if it was counted before.
 
     Args: `normalize` is the dataset's step from a row to a normalised one; chunks are padded to `action_dim`. Every
@@ -51,24 +53,16 @@ def chunk_tokens(window: Windows, normalize: Any, fast: FastTokenizer, action_di
     return counted
 
 
-def _count(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int) -> Iterator[int]:
-    last_said = time.monotonic()
-    missing = action_dim - len(window.robot.action_names)
-    if missing < 0:
-        raise ValueError(
-            f"the robot's actions have {len(window.robot.action_names)} dims, the model's {action_dim}: "
-            f"set --model.action-dim {len(window.robot.action_names)}"
-        )
+def _count(window: Windows, normalize: Normalize, fast: FastTokenizer, action_dim: int) -> Iterator[int]:
+    progress = Progress("action tokens", len(window), "chunks")
     for start in range(0, len(window), _BLOCK_SAMPLES):
-        if time.monotonic() - last_said > _SAY_EVERY_S:
-            last_said = time.monotonic()
-            logger.info("action tokens: counted %d of %d chunks", start, len(window))
         state, actions, _ = window.chunks(np.arange(start, min(start + _BLOCK_SAMPLES, len(window))))
-        chunks = normalize({"state": state, "actions": actions})["actions"]
-        yield from (len(fast.encode(chunk)) for chunk in np.pad(chunks, ((0, 0), (0, 0), (0, missing))))
+        chunks = padded("actions", normalize({"state": state, "actions": actions})["actions"], action_dim)
+        yield from (len(fast.encode(chunk)) for chunk in chunks)
+        progress.add(len(chunks))
 
 
-def _key(window: Windows, normalize: Any, fast: FastTokenizer, action_dim: int) -> str:
+def _key(window: Windows, normalize: Normalize, fast: FastTokenizer, action_dim: int) -> str:
     """A digest of all that the numbers depend on."""
     of_data = [window.source.fingerprint, repr(window.robot), repr(window.shape), window.split]
     stats = normalize.stats["actions"]

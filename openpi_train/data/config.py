@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from openpi_train.data.base import Data, OpenedData, OpeningRequest
+from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
 from openpi_train.fields import at_least
@@ -38,7 +39,7 @@ class Dataset:
         """The name of the norm stats: `asset_id`, or the last part of the source's path that is no version number."""
         if self.asset_id is not None:
             return self.asset_id
-        parts = [part for part in PurePath(str(getattr(self.source, "path", ""))).parts if part.strip("/.")]
+        parts = [part for part in PurePath(self.source.location).parts if part.strip("/.")]
         named = [part for part in parts if not re.fullmatch(r"\d+(\.\d+)*", part)]
         return named[-1] if named else type(self.source).__name__
 
@@ -80,7 +81,7 @@ class DataConfig(Data):
             )
         return problems
 
-    def batch_spec(self, model: Any, batch_size: int) -> Any:
+    def batch_spec(self, model: RowModel, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)
 
     def open(self, request: OpeningRequest) -> OpenedData:

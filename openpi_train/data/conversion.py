@@ -42,9 +42,7 @@ class Conversion:
 
     def episodes(self, first: int = 0) -> Iterator[range]:
         """The steps of each episode, from one on."""
-        ends = self.source.episode_ends
-        for number in range(first, self.source.num_episodes):
-            yield range(int(ends[number - 1]) if number else 0, int(ends[number]))
+        yield from map(self.source.steps_of, range(first, self.source.num_episodes))
 
     def prompts(self, steps: range) -> list[str]:
         """The instruction at each of an episode's steps."""
@@ -90,11 +88,9 @@ class WithPictures(Source):
         self.prompts, self.prompt_index = source.prompts, source.prompt_index
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        """See `Source.frames`."""
         return self._source.frames(steps, camera)
 
     def encoded(self, step: int, camera: str) -> bytes:
-        """See `Source.encoded`."""
         return next(self._conversion.encoded(range(step, step + 1), camera))
 
     def about(self) -> About:
@@ -102,5 +98,4 @@ class WithPictures(Source):
         return self._conversion.about
 
     def describe(self, step: int) -> str:
-        """See `Source.describe`."""
         return self._source.describe(step)

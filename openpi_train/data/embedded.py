@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.data import places, tables
+from openpi_train.data import files, places, tables
 from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop
 from openpi_train.envs.tabletop_expert import demonstrate
 from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Task
+from openpi_train.runtime import locks
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
         logger.info("%s is complete already: reused", root)
         return _prepared(root, manifest)
     workspace = root.with_name(f".{root.name}.incomplete")
-    with tables.locked(workspace, f"data prepare of {root}"):
+    with locks.held(workspace / tables.LOCK, f"data prepare of {root}"):
         try:
             manifest = _complete(root, arguments)  # another process may have finished meanwhile
             if manifest is None:
@@ -148,7 +149,8 @@ def _write_at(root: Path, draft: Path, env: tabletop.Tabletop, arguments: dict[s
     started = time.monotonic()
     shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
     manifest = _write(draft, env, arguments["episodes"], arguments["seed"], arguments)
-    _move_aside(root)
+    if root.exists():
+        logger.warning("what lay at %s is now at %s", root, files.set_aside(root, "aside"))
     os.replace(draft, root)
     logger.info(
         "%s written: %s episodes, %s steps, in %.0f s",
@@ -206,14 +208,6 @@ def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
         logger.warning("%s is damaged (%s): writing it anew", root, ", ".join(torn))
         return None
     return manifest
-
-
-def _move_aside(root: Path) -> None:
-    if root.exists():
-        free = (root.with_name(f"{root.name}.aside-{number}") for number in itertools.count(1))
-        target = next(path for path in free if not path.exists())
-        root.rename(target)
-        logger.warning("what lay at %s is now at %s", root, target)
 
 
 def _prepared(root: Path, manifest: dict[str, Any]) -> Prepared:

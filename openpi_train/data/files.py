@@ -1,26 +1,41 @@
 """Files that are either whole or absent: a reader, or a crash, never meets half of one. Safe for several processes."""
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+# In an unfinished folder: what is being written there.
+PLAN = "plan.json"
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, making its folder."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to. It takes the place of `path` in one step when the block ends, and is gone where that raises.
+
+    Makes the folder of `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
     try:
         with draft.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step, making its folder."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,6 +56,24 @@ def json_text(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """The value that `write_json` wrote. Raises OSError or ValueError where it cannot be read."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def claim(folder: Path, plan: Mapping[str, Any]) -> bool:
+    """Note in the folder, which is made, what is written there; whether an earlier attempt at the same had begun.
+
+    Raises ValueError where another `plan`, which is JSON, had begun.
+    """
+    path, plan = folder / PLAN, json.loads(json.dumps(plan))
+    if not path.is_file():
+        write_json(path, plan)
+        return False
+    begun = read_json(path)
+    differing = sorted(name for name in {*begun, *plan} if begun.get(name) != plan.get(name))
+    if differing:
+        raise ValueError(
+            f"{folder} was begun with other {', '.join(differing)}: give the same again, or remove it to start anew"
+        )
+    return True
 
 
 def set_aside(path: Path, reason: str) -> Path:

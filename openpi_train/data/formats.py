@@ -1,4 +1,4 @@
-"""Which format a dataset on disk has. Read next: `rlds/source.py`, `lerobot/source.py`, `zarr/source.py`."""
+"""Which format a dataset on disk has. Read next: `rlds/index.py`, `lerobot/index.py`, `zarr/index.py`."""
 
 from pathlib import Path
 

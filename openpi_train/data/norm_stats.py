@@ -1,7 +1,7 @@
 """Norm stats computed from columns alone: no image is decoded, so all of BridgeData takes minutes.
 
 Two passes over the training windows, in blocks: sums and extremes, then centred squares (so that mean and std are
-exact) and a histogram for the quantiles. Read next: `normalize.py` for the guard and the file.
+exact) and a histogram for the quantiles. Computed stats are kept: `Asset`. Read next: `normalize.py` for the guard.
 """
 
 import dataclasses
@@ -10,23 +10,28 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from openpi_train.data import files, order
-from openpi_train.data.normalize import FILE_NAME, NormStats, Stats, guard, read_norm_stats, write_norm_stats
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.normalize import FILE_NAME, NormStats, guard, read_norm_stats, write_norm_stats
+from openpi_train.data.progress import Progress
 from openpi_train.data.windows import Windows
 
 logger = logging.getLogger(__name__)
 
-# Raise it when the computation changes, so that cached stats are computed anew.
+# Raise it when the computation changes, so that kept stats are computed anew.
 _VERSION = 1
 _BINS = 1 << 16
 _BLOCK_VALUES = 1 << 21
+# Beside openpi's file: what it was computed from, and the file as somebody edited it.
 _DETAILS, _EDITED = "norm_stats.details.json", "norm_stats.edited.json"
 
+# Stats by array, and what was widened in them: notes by array and dim.
+Noted = tuple[dict[str, NormStats], dict[str, dict[str, str]]]
 # One row's weight, and a function that walks over blocks [rows, dims] (it is called twice).
 Stream = tuple[float, Callable[[], Iterable[np.ndarray]]]
 
@@ -68,9 +73,7 @@ def summarize(streams: Sequence[Stream]) -> NormStats:
     )
 
 
-def compute_norm_stats(
-    windows: Sequence[Windows], weights: Sequence[float], max_samples: int
-) -> tuple[dict[str, NormStats], dict[str, dict[str, str]]]:
+def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> Noted:
     """Statistics of `state` and `actions` over the samples of datasets that share them, weighted as they are mixed.
 
     Actions count over whole chunks, as the model sees them, without the padding at an episode's end. A dataset of more
@@ -107,97 +110,150 @@ def _first_not_finite(windows: Sequence[Windows], name: str) -> str:
     return ""
 
 
-def cached_norm_stats(
-    windows: Sequence[Windows], weights: Sequence[float], folder: Path, *, max_samples: int
-) -> dict[str, NormStats]:
-    """The stats in `folder` where they fit these data, else computed and written there.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asset:
+    """Datasets that share norm stats: those of the file `given`, else computed and kept in `folder`.
 
-    Every process may call it at once: all write the same bytes, each file whole.
+    Of a dataset with more than `max_samples` samples so many count.
     """
-    known = stored_norm_stats(windows, weights, folder, max_samples=max_samples)
-    if known is not None:
+
+    name: str
+    windows: Sequence[Windows]
+    weights: Sequence[float]
+    folder: Path
+    max_samples: int
+    given: str | None = None
+
+    @property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """The names of each array's dims."""
+        robot = self.windows[0].robot
+        return {"state": robot.state_names, "actions": robot.action_names}
+
+    def stats(self) -> dict[str, NormStats]:
+        """The stats, computed and written where they are not known. Degenerate dims are named in a warning.
+
+        Every process may call it at once: all write the same bytes, each file whole. Raises as `known`, and OSError
+        where they cannot be written.
+        """
+        known = self.known()
+        if known is None:
+            started = time.monotonic()
+            logger.info("norm stats: computing from %d samples (columns only)", sum(map(len, self.windows)))
+            known = self.compute()
+            try:
+                self.store(known)
+            except OSError as error:
+                raise OSError(
+                    f"norm stats cannot be written to {self.folder} ({error}); choose another --assets-base-dir"
+                ) from error
+            logger.info("norm stats: wrote %s after %.1f s", self.folder / FILE_NAME, time.monotonic() - started)
+        elif self.given is None:
+            logger.info("norm stats: using %s", self.folder / FILE_NAME)
         stats, notes = known
-        report_notes(notes, folder.name)
-        logger.info("norm stats: using %s", folder / FILE_NAME)
+        for array, dims in notes.items():
+            if dims:
+                listed = ", ".join(f"{dim} ({text})" for dim, text in dims.items())
+                label = "norm stats of %s: nearly constant or seldom moving dims of %s: %s"
+                logger.warning(label, self.name, array, listed)
         return stats
-    started = time.monotonic()
-    logger.info("norm stats: computing from %d samples (columns only)", sum(len(window) for window in windows))
-    stats, notes = compute_norm_stats(windows, weights, max_samples)
-    report_notes(notes, folder.name)
-    try:
-        store_norm_stats(stats, notes, windows, weights, folder, max_samples=max_samples)
-    except OSError as error:
-        raise OSError(
-            f"norm stats cannot be written to {folder} ({error}); choose another --assets-base-dir"
-        ) from error
-    logger.info("norm stats: wrote %s after %.1f s", folder / FILE_NAME, time.monotonic() - started)
-    return stats
+
+    def compute(self) -> Noted:
+        """The stats of these data, and notes on what was widened."""
+        return compute_norm_stats(self.windows, self.weights, self.max_samples)
+
+    def known(self) -> Noted | None:
+        """The given stats, or those in the folder; None where there are none of these data.
+
+        Raises FileNotFoundError or ValueError for a given file that is none, or does not fit the robot.
+        """
+        return self._kept() if self.given is None else self._given(self.given)
+
+    def store(self, computed: Noted) -> None:
+        """Write what `compute` gave, with the fingerprint of what it was computed from."""
+        stats, notes = computed
+        extremes = {name: [entry.low, entry.high] for name, entry in stats.items()}
+        written = write_norm_stats(self.folder, stats).read_bytes()
+        details = {"fingerprint": self._fingerprint(), "extremes": extremes, "notes": notes, "sha256": _sha256(written)}
+        # Last: a folder without it, or with an older one, counts as not computed.
+        files.write_text(self.folder / _DETAILS, json.dumps(details, indent=2, default=np.ndarray.tolist))
+
+    def _given(self, given: str) -> Noted:
+        stats, notes, loaded = {}, {}, read_norm_stats(given)
+        for name, dims in self.dims.items():
+            if name not in loaded:
+                raise ValueError(f"norm stats {given} hold no {name!r}, only {sorted(loaded)}")
+            try:
+                stats[name], notes[name] = guard(loaded[name], dims)
+            except ValueError as error:
+                raise ValueError(f"{given}, {name}: {error}; leave --data.datasets.N.norm-stats out") from error
+        return stats, notes
+
+    def _kept(self) -> Noted | None:
+        kept, path = self.folder / FILE_NAME, self.folder / _DETAILS
+        if not path.is_file() or not kept.is_file():
+            return None
+        try:
+            details = files.read_json(path)
+            missing = {"fingerprint", "extremes", "notes", "sha256"} - details.keys()
+            if missing:
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        except (ValueError, AttributeError) as error:
+            logger.warning("norm stats: %s cannot be read (%s); they are computed anew", path, error)
+            return None
+        if details["fingerprint"] != self._fingerprint():
+            logger.info("norm stats: the data or its settings changed since %s was written", kept)
+            return None
+        if details["sha256"] != _sha256(kept.read_bytes()):
+            edited = shutil.copy2(kept, self.folder / _EDITED)
+            logger.warning(
+                "norm stats: %s was edited since it was computed; kept as %s and computed anew "
+                "(--data.datasets.N.norm-stats %s uses it as it is)", kept, _EDITED, edited,
+            )  # fmt: skip
+            return None
+        bounds = {name: [np.asarray(bound) for bound in pair] for name, pair in details["extremes"].items()}
+        stats = {
+            name: dataclasses.replace(one, low=bounds[name][0], high=bounds[name][1])
+            for name, one in read_norm_stats(self.folder).items()
+        }
+        return stats, details["notes"]
+
+    def _fingerprint(self) -> str:
+        """What the stats depend on; only the ratio of the weights matters."""
+        shares = [f"{weight / sum(self.weights):.12g}" for weight in self.weights]
+        parts = [
+            [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
+            for w, share in zip(self.windows, shares, strict=True)
+        ]
+        return _sha256(json.dumps([_VERSION, _BINS, self.max_samples, parts]).encode())
 
 
-def store_norm_stats(
-    stats: Stats,
-    notes: Mapping[str, Mapping[str, str]],
-    windows: Sequence[Windows],
-    weights: Sequence[float],
-    folder: Path,
-    *,
-    max_samples: int,
-) -> None:
-    """Write what `compute_norm_stats` returned, with the fingerprint of what it was computed from."""
-    extremes = {name: [entry.low, entry.high] for name, entry in stats.items()}
-    fingerprint = _fingerprint(windows, weights, max_samples)
-    written = write_norm_stats(folder, stats).read_bytes()
-    details = {"fingerprint": fingerprint, "extremes": extremes, "notes": notes, "sha256": _sha256(written)}
-    # Last: a folder without it, or with an older one, counts as not computed.
-    files.write_text(folder / _DETAILS, json.dumps(details, indent=2, default=np.ndarray.tolist))
+def assets(config: DataConfig, windows: Sequence[Windows], folder: str | Path) -> list[Asset]:
+    """The assets of a run, kept below `folder`; `windows` are those of its datasets, in order.
 
-
-def report_notes(notes: Mapping[str, Mapping[str, str]], label: str) -> None:
-    """Warn of every degenerate dim by name, in one line per array."""
-    for name, dims in notes.items():
-        if dims:
-            listed = ", ".join(f"{dim} ({text})" for dim, text in dims.items())
-            logger.warning("norm stats of %s: nearly constant or seldom moving dims of %s: %s", label, name, listed)
-
-
-def stored_norm_stats(
-    windows: Sequence[Windows], weights: Sequence[float], folder: Path, *, max_samples: int
-) -> tuple[dict[str, NormStats], dict[str, dict[str, str]]] | None:
-    """The stats in `folder`, with their notes as of `compute_norm_stats`; None where they are not of these data."""
-    if not (folder / _DETAILS).is_file() or not (folder / FILE_NAME).is_file():
-        return None
-    try:
-        details = json.loads((folder / _DETAILS).read_text())
-        missing = {"fingerprint", "extremes", "notes", "sha256"} - details.keys()
-        if missing:
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    except (ValueError, AttributeError) as error:
-        logger.warning("norm stats: %s cannot be read (%s); they are computed anew", folder / _DETAILS, error)
-        return None
-    if details["fingerprint"] != _fingerprint(windows, weights, max_samples):
-        logger.info("norm stats: the data or its settings changed since %s was written", folder / FILE_NAME)
-        return None
-    if details["sha256"] != _sha256((folder / FILE_NAME).read_bytes()):
-        kept = shutil.copy2(folder / FILE_NAME, folder / _EDITED)
-        logger.warning(
-            "norm stats: %s was edited since it was computed; kept as %s and computed anew "
-            "(--data.datasets.N.norm-stats %s uses it as it is)", folder / FILE_NAME, _EDITED, kept,
-        )  # fmt: skip
-        return None
-    stats = read_norm_stats(folder)
-    bounds = {name: [np.asarray(bound) for bound in pair] for name, pair in details["extremes"].items()}
-    stats = {name: dataclasses.replace(s, low=bounds[name][0], high=bounds[name][1]) for name, s in stats.items()}
-    return stats, details["notes"]
-
-
-def _fingerprint(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> str:
-    """What the stats depend on; only the ratio of the weights matters."""
-    shares = [f"{weight / sum(weights):.12g}" for weight in weights]
-    parts = [
-        [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
-        for w, share in zip(windows, shares, strict=True)
+    Raises ValueError where datasets of one asset id cannot share norm stats.
+    """
+    groups: dict[str, list[tuple[Windows, Dataset]]] = {}
+    for window, dataset in zip(windows, config.datasets, strict=True):
+        groups.setdefault(dataset.asset, []).append((window, dataset))
+    for asset, members in groups.items():
+        names = {(window.robot.state_names, window.robot.action_names) for window, _ in members}
+        if len(names) > 1 or len({dataset.norm_stats for _, dataset in members}) > 1:
+            raise ValueError(
+                f"{len(members)} datasets share the norm stats {asset!r} but differ in their robots' dims or in "
+                "`norm_stats`; give each its own --data.datasets.N.asset-id"
+            )
+    return [
+        Asset(
+            name=name,
+            windows=[window for window, _ in members],
+            weights=[dataset.weight for _, dataset in members],
+            folder=Path(folder) / name,
+            max_samples=config.max_norm_stats_samples,
+            given=members[0][1].norm_stats,
+        )
+        for name, members in groups.items()
     ]
-    return _sha256(json.dumps([_VERSION, _BINS, max_samples, parts]).encode())
 
 
 def _sha256(content: bytes) -> str:
@@ -223,9 +279,7 @@ def _actions(window: Windows, chosen: np.ndarray) -> Iterator[np.ndarray]:
 
 def _blocks(window: Windows, chosen: np.ndarray, rows_per_sample: int) -> Iterator[np.ndarray]:
     size = max(1, _BLOCK_VALUES // (rows_per_sample * len(window.robot.action_names)))
-    last_said = time.monotonic()
+    progress = Progress("norm stats, this pass", len(chosen), "samples")
     for start in range(0, len(chosen), size):
-        if time.monotonic() - last_said > 10:
-            last_said = time.monotonic()
-            logger.info("norm stats: %d of %d samples of this pass", start, len(chosen))
         yield chosen[start : start + size]
+        progress.add(size)

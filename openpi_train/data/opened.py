@@ -14,11 +14,12 @@ from openpi_train.data import places
 from openpi_train.data.base import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.norm_stats import cached_norm_stats, report_notes
-from openpi_train.data.normalize import Form, NormStats, guard, norm_stats_json, read_norm_stats
+from openpi_train.data.model import RowModel
+from openpi_train.data.norm_stats import assets
+from openpi_train.data.normalize import Form, NormStats, norm_stats_json
 from openpi_train.data.rows import Rows, RowTransform
-from openpi_train.data.source import SourceConfig
 from openpi_train.data.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
+from openpi_train.data.tokenizer import Tokenizer
 from openpi_train.data.tokens import open_tokenizer, token_files, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.windows import Windows, WindowShape
@@ -34,7 +35,7 @@ class OpenedDatasets(OpenedData):
     """Robots' demonstrations. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
 
     # None where no run asked for it.
-    model: Any = None
+    model: RowModel | None = None
     train: Rows
     validation: Rows | None
     norm_stats: Mapping[str, Mapping[str, NormStats]]
@@ -63,6 +64,7 @@ class OpenedDatasets(OpenedData):
 
     def batch_specs(self, batch_size: int) -> list[Any] | None:
         """One for each length of text that batches have (`text_lengths.py`)."""
+        assert self.model is not None
         lengths = self.train.text.lengths if self.train.text else ()
         models = [self.model.with_text_length(length) for length in lengths] or [self.model]
         return [model.batch_spec(batch_size, self.cameras) for model in models]
@@ -96,7 +98,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     write_missing(config)  # a tokenizer may lie beside the data
     tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
     windows = open_windows(config, request.model.window)
-    model = request.model.fit_prompts(tokenizer, [*prompts(windows), *request.prompts])
+    model: RowModel = request.model.fit_prompts(tokenizer, [*prompts(windows), *request.prompts])
     data = open_data(
         config,
         shape=model.window,
@@ -143,7 +145,7 @@ def open_data(
         raise ValueError("the run has no dataset: give --data.datasets")
     form = config.normalization or normalization
     train = open_windows(config, shape) if windows is None else list(windows)
-    stats = _norm_stats(config, train, Path(assets_dir))
+    stats = {asset.name: asset.stats() for asset in assets(config, train, assets_dir)}
     spec = row_spec(batch_spec(1, config.cameras))
 
     def rows(windows: Sequence[Windows], seed: int) -> Rows | None:
@@ -180,8 +182,8 @@ def open_data(
 
 def in_text_lengths(
     data: OpenedDatasets,
-    model: Any,
-    tokenizer: Any,
+    model: RowModel,
+    tokenizer: Tokenizer,
     *,
     batch_size: int,
     most: int,
@@ -203,8 +205,10 @@ def in_text_lengths(
         of_samples = of_prompts[window.prompt_numbers(np.arange(len(window)))]
         if (fast := model.chunk_tokenizer(tokenizer)) is not None:
             folder = Path(assets_dir) / asset
-            of_samples = of_samples + chunk_tokens(window, transforms[0], fast, model.action_dim, folder)
+            assert isinstance(transforms[0], Normalize), "as open_data has them"
+            of_samples = of_samples + chunk_tokens(window, transforms[0], fast, rows.spec["actions"][0][-1], folder)
         tokens.append(np.minimum(of_samples, model.prompt_length))
+
     lengths = choose_lengths(
         shares_of_rows(tokens, rows.mixture.weights.tolist()),
         rounded(int(max(of_samples.max() for of_samples in tokens)), model.prompt_length),
@@ -219,7 +223,7 @@ def in_text_lengths(
     return dataclasses.replace(data, train=train)
 
 
-def _tokens_of_a_row(model: Any, cameras: Sequence[str], draws: int) -> float:
+def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], draws: int) -> float:
     """By which lengths of text are compared: all tokens of a full row, images and noisy actions too."""
     import jax  # only the main process comes here
 
@@ -233,19 +237,19 @@ def write_missing(config: DataConfig) -> None:
     Any number of processes may call it at the same time: one writes, the others wait.
     """
     for dataset in config.datasets:
-        path = getattr(dataset.source, "path", "")
-        if places.dataset_name(path) is not None:
+        if places.dataset_name(dataset.source.location) is not None:
             from openpi_train.data import embedded  # imports jax and the environment, which few runs need here
 
-            embedded.write_missing(path)
+            embedded.write_missing(dataset.source.location)
 
 
 def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     """The training windows of every dataset, in order. An embedded dataset that is not there yet is written first."""
     write_missing(config)
+    skip = config.on_bad_record == "skip"
     return [
         Windows(
-            source=_source(dataset, config.on_bad_record).open(),
+            source=(dataset.source.skipping_bad_records() if skip else dataset.source).open(),
             robot=dataset.robot,
             shape=shape,
             validation_fraction=config.validation_fraction,
@@ -260,28 +264,6 @@ def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     return [(text, len(window.robot.state_names)) for window in windows for text in window.prompts]
 
 
-def _source(dataset: Dataset, on_bad_record: str) -> SourceConfig:
-    """The source's config; formats that find bad records while indexing are told what to do about them."""
-    if on_bad_record == "skip" and hasattr(dataset.source, "on_bad_record"):
-        return dataclasses.replace(dataset.source, on_bad_record=on_bad_record)  # pyright: ignore[reportCallIssue]
-    return dataset.source
-
-
-def assets(config: DataConfig, windows: Sequence[Windows]) -> dict[str, list[tuple[Windows, Dataset]]]:
-    """The datasets that share norm stats, by asset id. Raises ValueError where they cannot share them."""
-    groups: dict[str, list[tuple[Windows, Dataset]]] = {}
-    for window, dataset in zip(windows, config.datasets, strict=True):
-        groups.setdefault(dataset.asset, []).append((window, dataset))
-    for asset, members in groups.items():
-        names = {(window.robot.state_names, window.robot.action_names) for window, _ in members}
-        if len(names) > 1 or len({dataset.norm_stats for _, dataset in members}) > 1:
-            raise ValueError(
-                f"{len(members)} datasets share the norm stats {asset!r} but differ in their robots' dims or in "
-                "`norm_stats`; give each its own --data.datasets.N.asset-id"
-            )
-    return groups
-
-
 def row_spec(spec: Any) -> RowSpec:
     """A model's batch spec for one row, by row entry, without the leading axis."""
     from openpi_train.types import flatten_rows  # jax: only the main process comes here
@@ -291,29 +273,6 @@ def row_spec(spec: Any) -> RowSpec:
         for name, leaf in flatten_rows(spec).items()
         if name != "row"
     }
-
-
-def _norm_stats(config: DataConfig, windows: Sequence[Windows], folder: Path) -> dict[str, dict[str, NormStats]]:
-    stats = {}
-    for asset, members in assets(config, windows).items():
-        given, robot = members[0][1].norm_stats, members[0][0].robot
-        if given is None:
-            weights = [dataset.weight for _, dataset in members]
-            stats[asset] = cached_norm_stats(
-                [window for window, _ in members], weights, folder / asset, max_samples=config.max_norm_stats_samples
-            )
-            continue
-        stats[asset], notes = {}, {}
-        loaded = read_norm_stats(given)
-        for name, dims in (("state", robot.state_names), ("actions", robot.action_names)):
-            if name not in loaded:
-                raise ValueError(f"norm stats {given} hold no {name!r}, only {sorted(loaded)}")
-            try:
-                stats[asset][name], notes[name] = guard(loaded[name], dims)
-            except ValueError as error:
-                raise ValueError(f"{given}, {name}: {error}; leave --data.datasets.N.norm-stats out") from error
-        report_notes(notes, asset)
-    return stats
 
 
 def _needed(stats: Mapping[str, Mapping[str, NormStats]], asset: str, form: Form) -> Mapping[str, NormStats]:

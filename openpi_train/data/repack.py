@@ -12,26 +12,24 @@ however many cameras a robot has. Columns, prompts and digests are copied, so th
 import dataclasses
 import errno
 import functools
-import json
 import logging
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openpi_train.data import image, tables
+from openpi_train.data import files, image, tables
+from openpi_train.data.progress import Progress
 from openpi_train.data.source import About, BadRecord, Source, SourceConfig
 from openpi_train.data.stored import StoredSource
+from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_PLAN = "plan.json"
-_REPORT_S = 5.0
 # No look-ahead and no threads of its own: both only slow random access down.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 # JPEG and PNG do not compress further, and a group of one is read alone.
@@ -62,32 +60,18 @@ def repack(source: Source, directory: str | Path, *, split: str | None = None, s
     }
     with (
         tables.explain_cache_errors(final.parent, "the directory to repack to"),
-        tables.locked(partial, f"repack of {final}"),
+        locks.held(partial / tables.LOCK, f"repack of {final}"),
     ):
         if final.exists():
             raise FileExistsError(f"{final} was finished by another process meanwhile")
-        _start_or_resume(partial, plan)
+        files.claim(partial, plan)
         num_files = _write_files(source, partial, steps_per_file)
         _write_tables(source, partial, plan, num_files)
         os.replace(partial, final)
         # Only now: a kill before would leave finished files that nothing says the origin of.
-        (final / _PLAN).unlink()
-        (final / "lock").unlink()
+        (final / files.PLAN).unlink()
+        (final / tables.LOCK).unlink()
     return final
-
-
-def _start_or_resume(partial: Path, plan: dict[str, Any]) -> None:
-    """Note what is being written, or check that the finished files there are of the same data, cut the same way."""
-    path = partial / _PLAN
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if found not in (None, plan):
-        raise ValueError(
-            f"{partial} holds the beginning of another repack ({found}, now {plan}); "
-            "remove it or choose another directory"
-        )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(plan), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _write_files(source: Source, partial: Path, steps_per_file: int) -> int:
@@ -95,15 +79,11 @@ def _write_files(source: Source, partial: Path, steps_per_file: int) -> int:
     starts = range(0, source.num_steps, steps_per_file)
     missing = [index for index in range(len(starts)) if not (partial / _file_name(index)).is_file()]
     logger.info("repack: %d of %d files to write, %d steps in all", len(missing), len(starts), source.num_steps)
-    begin = last_report = time.monotonic()
-    for done, index in enumerate(missing):
+    progress = Progress("repack", len(missing), "files")
+    for index in missing:
         steps = range(starts[index], min(starts[index] + steps_per_file, source.num_steps))
         _write_file(source, partial / _file_name(index), steps)
-        now = time.monotonic()
-        if now - last_report > _REPORT_S:
-            last_report = now
-            left_s = (now - begin) / (done + 1) * (len(missing) - done - 1)
-            logger.info("repack: %d of %d files written, about %.0f s left", done + 1, len(missing), left_s)
+        progress.add()
     return len(starts)
 
 
@@ -145,7 +125,7 @@ def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files
         "files": tables.list_files(directory),
         "records": {_file_name(index): (partial / _file_name(index)).stat().st_size for index in range(num_files)},
     }
-    tables.write_manifest(partial, manifest)
+    files.write_json(partial / tables.MANIFEST, manifest)
 
 
 def _pieces(array: np.ndarray, rows: int = 1 << 18) -> Iterator[np.ndarray]:
@@ -184,34 +164,40 @@ class StepArray(SourceConfig):
 
     def open(self) -> "StepArraySource":
         """Open it. Raises FileNotFoundError where there is none, ValueError where a file is missing or damaged."""
-        root = Path(self.path).expanduser()
-        manifest = tables.read_manifest(root, format_version=FORMAT)
-        if manifest is None:
-            raise FileNotFoundError(f"{root} holds no repacked dataset (no {tables.MANIFEST} of format {FORMAT})")
-        if self.split not in (None, manifest["split"]):
-            raise ValueError(f"{root} holds split {manifest['split']!r}, not {self.split!r}; repack that one too")
+        root, manifest = Path(self.path).expanduser(), self._manifest()
         for name, size in manifest["records"].items():
             found = (root / name).stat().st_size if (root / name).is_file() else None
             if found != size:
                 raise ValueError(f"{root / name} is torn or missing ({found} of {size} bytes); copy it again")
-        return StepArraySource(tables.open_tables(root, manifest, check_crc=self.check_crc))
+        return StepArraySource(root, tables.open_tables(root, manifest, check_crc=self.check_crc))
+
+    def is_ready(self) -> bool:
+        """See `SourceConfig.is_ready`: there is nothing to build."""
+        return bool(self._manifest())
+
+    def _manifest(self) -> dict[str, Any]:
+        root = Path(self.path).expanduser()
+        manifest = tables.read_manifest(root)
+        if manifest is None or manifest.get("format") != FORMAT:
+            raise FileNotFoundError(f"{root} holds no repacked dataset (no {tables.MANIFEST} of format {FORMAT})")
+        if self.split not in (None, manifest["split"]):
+            raise ValueError(f"{root} holds split {manifest['split']!r}, not {self.split!r}; repack that one too")
+        return manifest
 
 
 def is_repacked(path: str | Path) -> bool:
     """Whether the directory is one that `repack` wrote."""
-    return tables.read_manifest(Path(path).expanduser(), format_version=FORMAT) is not None
+    manifest = tables.read_manifest(Path(path).expanduser())
+    return manifest is not None and manifest.get("format") == FORMAT
 
 
 class StepArraySource(StoredSource):
     """An opened repacked dataset: the same steps, columns and frames as the source it was made from."""
 
-    def __init__(self, stored: tables.Tables):
-        super().__init__(stored.root, stored)
+    def __init__(self, root: Path, stored: tables.Tables):
+        super().__init__(root, stored)
         self._manifest = stored.manifest
         self._recent = functools.lru_cache(maxsize=_RECENT_STEPS)(self._pictures)
-
-    def __reduce__(self):
-        return _reopen, (self._root,)
 
     def encoded(self, step: int, camera: str) -> bytes:
         """The camera's picture at one step as stored."""
@@ -219,16 +205,13 @@ class StepArraySource(StoredSource):
         return self._recent(step)[self.cameras.index(camera)]
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        """See `Source.frames`."""
         height, width = self._manifest["cameras"].get(camera, (0, 0))
         return image.decode_frames(self, steps, camera, (height, width))
 
     def about(self) -> About:
-        """See `Source.about`."""
         return About.from_json(self._manifest.get("about", {}))
 
     def describe(self, step: int) -> str:
-        """See `Source.describe`."""
         file, record = divmod(step, self._manifest["steps_per_file"])
         return f"{self._root / _file_name(file)}, record {record}, {self.place_of(step)}"
 
@@ -247,7 +230,3 @@ def _reader(path: Path, fingerprint: str) -> Any:
     from array_record.python.array_record_module import ArrayRecordReader
 
     return ArrayRecordReader(str(path), _READER_OPTIONS)
-
-
-def _reopen(root: Path) -> StepArraySource:
-    return StepArray(path=str(root), check_crc=False).open()

@@ -128,9 +128,12 @@ class Rows(RowSource):
         row = self.windows[dataset].row(index)
         for transform in self.transforms[dataset]:
             row = transform(row)
+        row = with_all_cameras(row, self.spec)
         for name, (shape, dtype) in self.spec.items():
             if name not in row:
-                row[name] = self._absent(name, shape, dtype, dataset, row)
+                raise ValueError(
+                    f"rows of {self.names[dataset]} have no {name}, which the model takes; they have {sorted(row)}"
+                )
             value = np.asarray(row[name])
             if value.shape != shape or value.dtype != dtype:
                 raise ValueError(
@@ -139,10 +142,8 @@ class Rows(RowSource):
                 )
         return row
 
-    def _absent(self, name: str, shape: tuple[int, ...], dtype: str, dataset: int, row: Row) -> np.ndarray:
-        """A camera that this robot lacks and another one of the mixture has: black, and masked."""
-        if name.startswith(("image/", "image_mask/")):
-            return np.zeros(shape, dtype)
-        raise ValueError(
-            f"rows of {self.names[dataset]} have no {name}, which the model takes; they have {sorted(row)}"
-        )
+
+def with_all_cameras(row: Row, spec: RowSpec) -> Row:
+    """The row with every camera of `spec`: those that only other robots of the run have are black, and masked."""
+    absent = [name for name in spec if name not in row and name.startswith(("image/", "image_mask/"))]
+    return row | {name: np.zeros(*spec[name]) for name in absent}

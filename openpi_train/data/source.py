@@ -15,6 +15,9 @@ from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
+# A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of an index.
+WIDEST_COLUMN = 256
+
 
 class BadRecord(DataError):
     """A record that cannot be read. The message names file, record and episode; raised when the step is touched."""
@@ -86,11 +89,15 @@ class Source(abc.ABC):
         """The episode that a step belongs to."""
         return int(np.searchsorted(self.episode_ends, step, side="right"))
 
+    def steps_of(self, episode: int) -> range:
+        """The steps of an episode."""
+        return range(int(self.episode_ends[episode - 1]) if episode else 0, int(self.episode_ends[episode]))
+
     def place_of(self, step: int) -> str:
         """A step's episode and its place in that, for messages."""
         episode = self.episode_of(step)
-        start = int(self.episode_ends[episode - 1]) if episode else 0
-        return f"episode {episode}, step {step - start} of {int(self.episode_ends[episode]) - start}"
+        steps = self.steps_of(episode)
+        return f"episode {episode}, step {steps.index(step)} of {len(steps)}"
 
     @abc.abstractmethod
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
@@ -126,12 +133,33 @@ class SourceConfig(abc.ABC):
         Raises FileNotFoundError or ValueError with what to do.
         """
 
+    @property
+    def location(self) -> str:
+        """The path of its files, the field `path`; empty where there is none."""
+        return str(getattr(self, "path", ""))
+
+    def is_ready(self) -> bool:
+        """Whether `open` finds all that it needs, or first has to read the dataset for minutes or hours.
+
+        Raises FileNotFoundError or ValueError with what to do, as `open` does, from metadata alone.
+        """
+        return True
+
+    def skipping_bad_records(self) -> "SourceConfig":
+        """The same, leaving out the bad records that are found at opening."""
+        return self
+
     def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each column, per step. Formats whose metadata say so do not open the dataset for it.
 
         Raises as `open` does.
         """
         return {name: column.shape[1:] for name, column in self.open().columns.items()}
+
+
+def stored_name(name: str) -> str:
+    """The name of a column or camera in formats without slashes: what `column_name` takes back."""
+    return name.replace("/", ".")
 
 
 def column_name(stored: str) -> str:

@@ -3,9 +3,9 @@
 Read next: `tables.py`, then `rlds/source.py`, `lerobot/source.py` and `repack.py`, which know where pictures lie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from openpi_train.data.source import Source
 from openpi_train.data.tables import Tables, open_tables, read_manifest
@@ -23,6 +23,11 @@ class StoredSource(Source):
         self.prompts = stored.prompts
         self.prompt_index = stored.arrays["prompt_index"]
         self.cameras = tuple(stored.manifest["cameras"])
+        self.num_dropped = sum(entry.get("episodes", 1) for entry in stored.manifest.get("dropped", ()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its paths alone: a data worker maps the same files.
+        return reopened, (type(self), self._root, self.stored.root, self.fingerprint)
 
     def check(self, step: int, camera: str) -> None:
         """Raise KeyError or IndexError where there is no such camera or step."""
@@ -32,11 +37,14 @@ class StoredSource(Source):
             raise IndexError(f"step {step} is not in 0..{self.num_steps - 1}")
 
 
-def reopen(place: Path, fingerprint: str, *, format_version: int) -> Tables:
-    """Open an index again in another process. Raises ValueError where it was rebuilt with other data meanwhile."""
-    manifest = read_manifest(place, format_version=format_version)
+def reopened(kind: Callable[[Any, Tables], StoredSource], dataset: Any, place: Path, fingerprint: str) -> StoredSource:
+    """A source of `dataset` again, in another process.
+
+    Raises ValueError where its index was rebuilt with other data meanwhile.
+    """
+    manifest = read_manifest(place)
     if manifest is None or manifest["fingerprint"] != fingerprint:
         raise ValueError(
             f"the index {place} was removed or rebuilt with other data while a run was using it; restart it"
         )
-    return open_tables(place, manifest, check_crc=False)
+    return kind(dataset, open_tables(place, manifest, check_crc=False))

@@ -89,9 +89,8 @@ def cameras(source: Source, episodes: Sequence[int], per_episode: int) -> list[C
 
 def spread(source: Source, episode: int, number: int) -> np.ndarray:
     """Steps of an episode from its first to its last, at most so many."""
-    first = int(source.episode_ends[episode - 1]) if episode else 0
-    last = int(source.episode_ends[episode]) - 1
-    return np.unique(np.linspace(first, last, number).round().astype(np.int64))
+    steps = source.steps_of(episode)
+    return np.unique(np.linspace(steps[0], steps[-1], number).round().astype(np.int64))
 
 
 def some_episodes(source: Source, number: int) -> list[int]:

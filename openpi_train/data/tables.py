@@ -1,6 +1,6 @@
 """A directory of memory-mapped arrays with a manifest: what an index and a repacked dataset keep beside the images.
 
-Read next: `rlds/index.py` and `repack.py` (the two writers), `rlds/source.py` (the reader).
+Read next: `sidecar.py` and `repack.py` (the two writers), `stored.py` (the reader).
 
     <root>/manifest.json        replaced atomically, last: what it names is complete
     <root>/<tables>/*.npy       the arrays; `columns/observation/state.npy`, `episode_ends.npy`, ...
@@ -10,14 +10,10 @@ Read next: `rlds/index.py` and `repack.py` (the two writers), `rlds/source.py` (
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
-import socket
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,14 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from openpi_train.data import files
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_PROMPTS = "prompts.json"
+PROMPTS = "prompts.json"
+# What a process holds the lock of while it writes.
+LOCK = "lock"
 _CONTENT = ("episode_ends", "episode_ids", "prompt_index")
 _CHUNK_BYTES = 1 << 24
 
@@ -66,34 +66,29 @@ def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], 
 
 def write_prompts(directory: Path, prompts: Sequence[str]) -> None:
     """Store the distinct texts."""
-    (directory / _PROMPTS).write_text(json.dumps(list(prompts), ensure_ascii=False), encoding="utf-8")
+    (directory / PROMPTS).write_text(json.dumps(list(prompts), ensure_ascii=False), encoding="utf-8")
 
 
 def list_files(directory: Path) -> dict[str, dict[str, int]]:
     """Size and CRC32C of every file of a finished tables directory, by relative name, for the manifest."""
-    files = sorted(path for path in directory.rglob("*") if path.suffix in (".npy", ".json") and path.is_file())
+    paths = sorted(path for path in directory.rglob("*") if path.suffix in (".npy", ".json") and path.is_file())
     return {
-        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "crc32c": _file_crc(path)} for path in files
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "crc32c": _file_crc(path)} for path in paths
     }
 
 
-def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Put the manifest in place in one rename, so that a reader sees the old one or the new one."""
-    temporary = root / f".{MANIFEST}.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, root / MANIFEST)
-
-
-def read_manifest(root: Path, *, format_version: int) -> dict[str, Any] | None:
-    """The manifest, or None where there is none of this format version."""
+def read_manifest(root: Path) -> dict[str, Any] | None:
+    """The manifest; None where there is none, or (with a warning) none that can be read."""
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = files.read_json(root / MANIFEST)
+        if not isinstance(manifest, dict):
+            raise ValueError(f"it holds {type(manifest).__name__}")
+    except OSError:
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == format_version else None
+    except ValueError as error:
+        logger.warning("%s cannot be read: %s", root / MANIFEST, error)
+        return None
+    return manifest
 
 
 def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tables:
@@ -108,10 +103,10 @@ def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tab
         found = path.stat().st_size if path.is_file() else None
         if found != expected["bytes"] or (check_crc and _file_crc(path) != expected["crc32c"]):
             what = "is missing" if found is None else f"is damaged ({found} of {expected['bytes']} bytes)"
-            raise ValueError(f"{path} {what}; delete {root} and start again to have it built anew")
+            raise ValueError(f"{path} {what}")
         if path.suffix == ".npy":
             arrays[name.removesuffix(".npy")] = np.load(path, mmap_mode="r")
-    return Tables(root, manifest, arrays, json.loads((directory / _PROMPTS).read_text(encoding="utf-8")))
+    return Tables(root, manifest, arrays, json.loads((directory / PROMPTS).read_text(encoding="utf-8")))
 
 
 def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:
@@ -127,20 +122,19 @@ def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequen
     return digest.hexdigest()
 
 
-def put_in_place(temporary: Path, final: Path) -> str:
-    """Rename a finished tables directory to its name, replacing an equal older one; returns that name."""
+def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a finished tables directory and then its manifest in place; returns what a later open will read.
+
+    The directory gets the name that the manifest gives it under `tables`. Older ones are removed.
+    """
+    final = root / manifest["tables"]
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    return final.name
-
-
-def publish(root: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the manifest of new tables in place, remove older ones, and return what a later open will read."""
-    write_manifest(root, manifest)
-    for path in (*root.glob("tables-*"), *root.glob(".tables-*")):
-        if path.name != manifest["tables"]:
+    draft.rename(final)
+    files.write_json(root / MANIFEST, manifest)
+    for path in (*root.glob("tables-*"), *root.glob(".tables*")):
+        if path != final:
             shutil.rmtree(path)
-    return json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    return files.read_json(root / MANIFEST)
 
 
 @contextlib.contextmanager
@@ -166,33 +160,6 @@ def explain_cache_errors(root: Path, setting: str) -> Iterator[None]:
         raise OSError(
             error.errno, f"cannot write {root}: {reasons[error.errno]}. Make room there or point {setting} elsewhere"
         ) from error
-
-
-@contextlib.contextmanager
-def locked(root: Path, purpose: str, poll_s: float = 0.5, report_s: float = 30.0) -> Iterator[None]:
-    """Hold the directory's lock; wait with a log line, naming the holder, while another process has it.
-
-    The lock is the kernel's (`flock`): it goes when its holder dies, so that none is ever stale.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "lock", "a+", encoding="utf-8") as file:
-        start, next_report = time.monotonic(), 0.0
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - start
-                if waited >= next_report:
-                    file.seek(0)
-                    holder = file.read().strip() or "another process"
-                    logger.info("%s: waiting for %s (%.0f s so far)", purpose, holder, waited)
-                    next_report = waited + report_s
-                time.sleep(poll_s)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}")
-        file.flush()
-        yield
 
 
 def _file_crc(path: Path) -> int:

@@ -3,18 +3,16 @@
     <step>/tokenizer/tokenizer.model      the SentencePiece model for words
     <step>/tokenizer/fast/                the FAST processor's files for actions, where the model has such tokens
 
-`model` is a `models/base.py: ModelConfig` everywhere. Read next: `interop/checkpoint_tokenizer.py`, which finds them in
-checkpoints.
+Read next: `interop/checkpoint_tokenizer.py`, which finds them in checkpoints.
 """
 
-from typing import Any
-
+from openpi_train.data.model import RowModel
 from openpi_train.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer
 
 FOLDER, FAST = "tokenizer", "fast"
 
 
-def open_tokenizer(model: Any, name: str, *, offline: bool = False) -> Tokenizer:
+def open_tokenizer(model: RowModel, name: str, *, offline: bool = False) -> Tokenizer:
     """The tokenizer of this name, as `load_tokenizer` finds it; the built-in one for a model that reads no text.
 
     Raises FileNotFoundError and ValueError as `load_tokenizer` does.
@@ -22,7 +20,7 @@ def open_tokenizer(model: Any, name: str, *, offline: bool = False) -> Tokenizer
     return load_tokenizer(name if model.reads_text else BYTES, offline=offline, max_vocab_size=model.vocab_size)
 
 
-def tokens_fingerprint(model: Any, tokenizer: Any) -> str | None:
+def tokens_fingerprint(model: RowModel, tokenizer: Tokenizer) -> str | None:
     """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor.
 
     None for a model that reads no text: all tokenizers are the same to it.
@@ -33,7 +31,7 @@ def tokens_fingerprint(model: Any, tokenizer: Any) -> str | None:
     return tokenizer.fingerprint if chunks is None else f"{tokenizer.fingerprint}+{chunks.fingerprint[:16]}"
 
 
-def token_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+def token_files(model: RowModel, tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files of the tokenizers, by path in a checkpoint's directory; none for a model that reads no text."""
     if not model.reads_text:
         return {}

@@ -126,17 +126,19 @@ class PadDims:
             row["dim_mask"] = np.arange(self.action_dim) < row["actions"].shape[-1]
         for name in ("state", "actions"):
             if name in row:
-                row[name] = self._padded(name, row[name])
+                row[name] = padded(name, row[name], self.action_dim)
         return row
 
-    def _padded(self, name: str, value: np.ndarray) -> np.ndarray:
-        missing = self.action_dim - value.shape[-1]
-        if missing < 0:
-            raise ValueError(
-                f"the robot's {name} has {value.shape[-1]} dims, the model takes {self.action_dim}: "
-                f"set --model.action-dim {value.shape[-1]} or more"
-            )
-        return np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, missing)])
+
+def padded(name: str, values: np.ndarray, action_dim: int) -> np.ndarray:
+    """`values` [..., dims] of this name with zeros up to the model's width. Raises ValueError where they are wider."""
+    missing = action_dim - values.shape[-1]
+    if missing < 0:
+        raise ValueError(
+            f"the robot's {name} has {values.shape[-1]} dims, the model takes {action_dim}: "
+            f"set --model.action-dim {values.shape[-1]} or more"
+        )
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.rows import RowSpec, RowTransform
+from openpi_train.data.rows import RowSpec, RowTransform, with_all_cameras
 from openpi_train.data.transforms import Normalize, Unnormalize
 from openpi_train.data.windows import WindowShape
 from openpi_train.robots.base import Robot
@@ -40,16 +40,14 @@ class Translation:
 
         Raises ValueError where an image of the robot's cameras is missing, or the row does not fit the model.
         """
-        row: dict[str, Any] = {"state": self.robot.to_model(np.asarray(state, np.float32))[0], "prompt": prompt}
         for slot, feature in self.robot.cameras.items():
             if feature not in images:
                 raise ValueError(
                     f"{type(self.robot).__name__}'s camera {slot} reads {feature!r}; there is "
                     f"{', '.join(images) or 'no image'}"
                 )
-            row[f"image/{slot}"] = np.asarray(images[feature])
-            row[f"image_mask/{slot}"] = np.True_
-        return self.finish(row)
+        by_slot = {slot: np.asarray(images[feature]) for slot, feature in self.robot.cameras.items()}
+        return self.finish(self.robot.row(by_slot, np.asarray(state, np.float32), prompt))
 
     def finish(self, row: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """A row in the robot's own units, normalised and as the model reads it; other robots' cameras are masked.
@@ -59,14 +57,14 @@ class Translation:
         made = dict(row)
         for transform in (self.normalize, *self.transforms):
             made = transform(made)
+        made = with_all_cameras(made, self.spec)
         found = {}
         for name, (shape, dtype) in self.spec.items():
             if name in _TARGETS:
                 continue
-            absent = name not in made and name.startswith(("image/", "image_mask/"))
-            if not absent and name not in made:
+            if name not in made:
                 raise ValueError(f"there is no {name}, which the model reads")
-            found[name] = np.zeros(shape, dtype) if absent else np.asarray(made[name]).astype(dtype, copy=False)
+            found[name] = np.asarray(made[name]).astype(dtype, copy=False)
             if found[name].shape != shape:
                 raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")
         return found

@@ -58,6 +58,11 @@ class WindowShape:
         """Actions of a chunk from the present step on."""
         return self.horizon + self.first_action
 
+    @property
+    def num_executed(self) -> int:
+        """Actions of a chunk that are carried out before the next one, where nobody says how many: half of them."""
+        return max(1, self.num_ahead // 2)
+
     def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where in episodes of these lengths the first present step lies, and where the one after the last."""
         assert self.pad_before is not None and self.pad_after is not None
@@ -181,16 +186,10 @@ class Windows:
         _, actions, action_mask = self.chunks(np.array([sample]))
         behind = np.arange(step - self.shape.history + 1, step + 1)
         behind = np.maximum(behind, self.bounds(np.array([step]))[0])
-        past = behind if self.shape.history > 1 else step
-        row: dict[str, Any] = {}
-        for slot, feature in self.robot.cameras.items():
-            frames = self.source.frames(behind, feature)
-            row[f"image/{slot}"] = frames if self.shape.history > 1 else frames[0]
-            row[f"image_mask/{slot}"] = np.True_
-        row["state"] = self.robot.to_model(self.steps.state[past])[0]
-        row["actions"], row["action_mask"] = actions[0], action_mask[0]
-        row["prompt"] = self.prompt_at(step)
-        return row
+        past = slice(None) if self.shape.history > 1 else 0
+        images = {slot: self.source.frames(behind, name)[past] for slot, name in self.robot.cameras.items()}
+        row = self.robot.row(images, self.steps.state[behind][past], self.prompt_at(step))
+        return row | {"actions": actions[0], "action_mask": action_mask[0]}
 
     def prompt_at(self, step: int) -> str:
         """The instruction that holds at a control step."""

@@ -116,7 +116,7 @@ class ClosedLoopSuccess(Measure):
         score = evaluate(
             lambda: policy,
             self._config,
-            execute=max(1, window.num_ahead // 2),
+            execute=window.num_executed,
             history=window.history,
             batch_size=policy.batch_size,
             rows=policy.rows,

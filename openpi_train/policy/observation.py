@@ -63,14 +63,10 @@ class ObservationForm:
         Raises ObservationError, naming the key, what came, and what is expected.
         """
         given = _flat(observation)
-        row: dict[str, Any] = {}
-        for slot, feature in self.robot.cameras.items():
-            row[f"image/{slot}"] = self._image(feature, self._find(given, feature, slot))
-            row[f"image_mask/{slot}"] = np.True_
+        cameras = self.robot.cameras.items()
+        images = {slot: self._image(feature, self._find(given, feature, slot)) for slot, feature in cameras}
         state = self._state(given)
-        row["state"] = self.robot.to_model(state)[0]
-        if self.reads_prompt:
-            row[PROMPT] = self._prompt(given)
+        row = self.robot.row(images, state, self._prompt(given) if self.reads_prompt else None)
         return row, state if state.ndim == 1 else state[-1]
 
     def _find(self, given: Mapping[str, Any], key: str, *others: str) -> Any:

@@ -7,6 +7,7 @@ whole datasets while serving runs on one observation.
 import abc
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,17 @@ class Robot(abc.ABC):
         if self.delta_mask is None:
             return actions
         return actions + self._offset(state, actions.shape[-1])
+
+    def row(self, images: Mapping[str, np.ndarray], state: np.ndarray, prompt: str | None = None) -> dict[str, Any]:
+        """What a model is given of some control steps, before normalisation: a training row without its actions.
+
+        Args: `images` uint8 [(o,) height, width, 3] by camera slot, `state` [(o,) s]; the axis o is there for a history
+        longer than 1.
+        """
+        row: dict[str, Any] = {"state": self.to_model(state)[0]}
+        for slot in self.cameras:
+            row[f"image/{slot}"], row[f"image_mask/{slot}"] = images[slot], np.True_
+        return row if prompt is None else {**row, "prompt": prompt}
 
     def _offset(self, state: np.ndarray, width: int) -> np.ndarray:
         """What relative actions of `width` dims are relative to, [..., 1, width]; dims beyond the mask are absolute."""

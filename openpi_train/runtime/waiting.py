@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -44,7 +45,8 @@ class Wait:
         now = time.monotonic()
         if now - self.reported >= REPORT_EVERY_S:
             self.reported = now
-            logger.info("%s since %.0f s, limit %.0f s", what(), now - self.start, self.timeout_s)
+            limit = f", limit {self.timeout_s:.0f} s" if math.isfinite(self.timeout_s) else ""
+            logger.info("%s since %.0f s%s", what(), now - self.start, limit)
 
     def remaining_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self.start))

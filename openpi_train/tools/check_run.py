@@ -11,13 +11,8 @@ import jax
 
 from openpi_train.data import embedded
 from openpi_train.data.config import DataConfig
-from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.norm_stats import stored_norm_stats
-from openpi_train.data.normalize import guard, read_norm_stats
-from openpi_train.data.opened import assets, open_windows
-from openpi_train.data.rlds import Rlds
-from openpi_train.data.windows import Windows
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.norm_stats import Asset, assets
+from openpi_train.data.opened import open_windows
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime import agree, selftest
@@ -89,25 +84,25 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source
-        if not isinstance(source, Rlds | LeRobot | Zarr):
+        if not source.location:
             continue
         flag = f"--data.datasets.{number}.source.path"
         try:
             fresh = source.is_ready()
         except (OSError, ValueError) as error:
             ready = False
-            if embedded.missing(source.path):
+            if embedded.missing(source.location):
                 yield warn(
-                    "dataset", f"{source.path}: an embedded dataset that is not written yet", "the first start does"
+                    "dataset", f"{source.location}: an embedded dataset that is not written yet", "the first start does"
                 )
                 continue
             yield fail("dataset", str(error), f"give its place with {flag}")
             continue
-        yield from check_disk.read(Path(source.path).expanduser())
+        yield from check_disk.read(Path(source.location).expanduser())
         if not fresh:
             ready = False
-            text = f"{source.path}: there, but not indexed yet, or changed since"
-            yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.path}")
+            text = f"{source.location}: there, but not indexed yet, or changed since"
+            yield warn("dataset", text, f"the first start reads all of it; or now: data index {source.location}")
     if not ready:
         advice = "see `dataset`, then run doctor again"
         yield warn("norm stats", "not looked at: the data are not ready", advice)
@@ -119,33 +114,24 @@ def data(experiment: Experiment) -> Iterator[Finding]:
             yield (
                 ok("dataset", text) if len(window) else fail("dataset", text, "check its split and validation_fraction")
             )
-        yield from _norm_stats(config, windows, experiment)
+        yield from _norm_stats(assets(config, windows, experiment.assets_dir), experiment.name)
     except (OSError, ValueError) as error:
         yield fail("dataset", str(error), "as it says")
 
 
-def _norm_stats(config: DataConfig, windows: list[Windows], experiment: Experiment) -> Iterator[Finding]:
-    for asset, members in assets(config, windows).items():
-        group, weights = [window for window, _ in members], [dataset.weight for _, dataset in members]
-        given, robot = members[0][1].norm_stats, members[0][0].robot
-        if given is not None:
-            stats, where = read_norm_stats(given), Path(given)
-            names = {"state": robot.state_names, "actions": robot.action_names}
-            notes = {name: guard(stats[name], dims)[1] for name, dims in names.items() if name in stats}
-            missing = [name for name in names if name not in stats]
-            if missing:
-                yield fail(
-                    "norm stats", f"{where} holds no {missing[0]!r}", "give another --data.datasets.N.norm-stats"
-                )
-        else:
-            where = experiment.assets_dir / asset
-            known = stored_norm_stats(group, weights, where, max_samples=config.max_norm_stats_samples)
-            if known is None:
-                text = f"none of these data in {where} yet"
-                yield warn("norm stats", text, f"the first start computes them; or now: stats {experiment.name}")
-                continue
-            notes = known[1]
-        flat = [f"{name} {dim} ({text})" for name, dims in notes.items() for dim, text in dims.items()]
+def _norm_stats(found: list[Asset], name: str) -> Iterator[Finding]:
+    for asset in found:
+        where = asset.folder if asset.given is None else Path(asset.given)
+        try:
+            known = asset.known()
+        except (OSError, ValueError) as error:
+            yield fail("norm stats", str(error), "as it says, or give another --data.datasets.N.norm-stats")
+            continue
+        if known is None:
+            text = f"none of these data in {where} yet"
+            yield warn("norm stats", text, f"the first start computes them; or now: stats {name}")
+            continue
+        flat = [f"{name} {dim} ({text})" for name, dims in known[1].items() for dim, text in dims.items()]
         if flat:
             text = f"{where}: nearly constant or seldom moving dims: {', '.join(flat)}"
             yield warn(

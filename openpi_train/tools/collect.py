@@ -33,6 +33,7 @@ from openpi_train.data.workers import start_worker
 from openpi_train.data.zarr.store import ArrayInfo
 from openpi_train.data.zarr.write import Contents, write_store
 from openpi_train.envs.base import Env
+from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def collect(
     if out.exists():
         raise FileExistsError(f"{out} is there already: give another --out, or remove it")
     rounds = out.with_name(f"{out.name}.rounds")
-    with tables.explain_cache_errors(rounds, "--out"), tables.locked(rounds, f"collecting {out.name}"):
+    with tables.explain_cache_errors(rounds, "--out"), locks.held(rounds / tables.LOCK, f"collecting {out.name}"):
         _claim(rounds, env, seed)
         with _processes(workers) as run:
             done = _rounds(env, numbers, episodes_per_task, seed, rounds, run)

@@ -174,7 +174,7 @@ def _in_closed_loop(
 
 
 def _execute(config: ClosedLoop, policy: Policy) -> int:
-    return max(1, policy.form.window.num_ahead // 2) if config.execute is None else config.execute
+    return policy.form.window.num_executed if config.execute is None else config.execute
 
 
 def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:

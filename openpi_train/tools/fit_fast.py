@@ -14,6 +14,7 @@ import numpy as np
 from openpi_train.data.fast import FastTokenizer, fit_fast
 from openpi_train.data.opened import OpenedDatasets, open_data
 from openpi_train.data.rows import Rows
+from openpi_train.data.transforms import padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +84,7 @@ def chunks_of(data: OpenedDatasets, rows: Rows, action_dim: int, most: int) -> n
         row = {"state": state, "actions": actions}
         for transform in transforms:
             row = transform(row)
-        missing = action_dim - actions.shape[-1]
-        if missing < 0:
-            raise ValueError(
-                f"the robot's actions have {actions.shape[-1]} dims, the model's {action_dim}: "
-                f"set --model.action-dim {actions.shape[-1]}"
-            )
-        found.append(np.pad(row["actions"], ((0, 0), (0, 0), (0, missing))))
+        found.append(padded("actions", row["actions"], action_dim))
     return np.concatenate(found)
 
 

@@ -168,7 +168,7 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
         raise Missing(f"no sample batch: rows of {type(data).__name__} are not shown here.")
     config = experiment.demonstrations
     rows = data.train.batch(np.arange(min(_ROWS, data.train.num_samples)))[0]
-    tokenizer = open_tokenizer(experiment.model, config.tokenizer, offline=config.offline)
+    tokenizer = open_tokenizer(experiment.policy, config.tokenizer, offline=config.offline)
     cameras = [name for name in rows if name.startswith("image/")]
     parts = []
     for index, place in enumerate(data.train.describe(np.arange(len(rows["state"])))):

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from openpi_train.data.config import DataConfig
-from openpi_train.data.norm_stats import compute_norm_stats, store_norm_stats
+from openpi_train.data.norm_stats import assets
 from openpi_train.data.normalize import NormStats
-from openpi_train.data.opened import assets, open_windows
+from openpi_train.data.opened import open_windows
 from openpi_train.data.windows import WindowShape
 
 _COLUMNS = ("mean", "std", "q01", "q99", "low", "high")
@@ -27,17 +27,14 @@ def stats_table(config: DataConfig, *, shape: WindowShape, assets_dir: str | Pat
     """
     windows = open_windows(config, shape)
     parts = []
-    for asset, members in assets(config, windows).items():
-        group, weights = [window for window, _ in members], [dataset.weight for _, dataset in members]
-        stats, notes = compute_norm_stats(group, weights, config.max_norm_stats_samples)
+    for asset in assets(config, windows, assets_dir or ""):
+        stats, notes = computed = asset.compute()
         if assets_dir is not None:
-            folder = Path(assets_dir) / asset
-            store_norm_stats(stats, notes, group, weights, folder, max_samples=config.max_norm_stats_samples)
-            parts.append(f"written to {folder}")
-        robot = group[0].robot
-        samples = sum(len(window) for window in group)
-        for name, dims in (("state", robot.state_names), ("actions", robot.action_names)):
-            title = f"{asset}: {name}, {samples} samples, horizon {shape.horizon}"
+            asset.store(computed)
+            parts.append(f"written to {asset.folder}")
+        samples = sum(map(len, asset.windows))
+        for name, dims in asset.dims.items():
+            title = f"{asset.name}: {name}, {samples} samples, horizon {shape.horizon}"
             parts.append(_table(title, dims, stats[name], notes[name]))
     return "\n".join(parts)
 

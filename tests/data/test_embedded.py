@@ -172,7 +172,7 @@ def test_what_is_torn_or_different_is_moved_aside_and_written_anew(tmp_path, che
     prepare(tmp_path, seed=int(harm == "other arguments"))
     assert len(cheap) == 2
     assert (root / "data").read_text() == "whole"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tabletop", "tabletop.aside-1"]
+    assert [path.name.partition("-")[0] for path in sorted(tmp_path.iterdir())] == ["tabletop", "tabletop.aside"]
     assert "is now at" in caplog.text
     prepare(tmp_path, seed=int(harm == "other arguments"))
     assert len(cheap) == 2

@@ -8,7 +8,7 @@ import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.norm_stats import cached_norm_stats, compute_norm_stats, summarize
+from openpi_train.data.norm_stats import Asset, compute_norm_stats, summarize
 from openpi_train.data.normalize import NormStats, guard, normalize, read_norm_stats, unnormalize, write_norm_stats
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
@@ -20,6 +20,12 @@ ROBOT = Bridge(trajectory=True)
 def windows(seed=0, fraction=0.2, horizon=6, episodes=12):
     source = dataclasses.replace(FAKE, seed=seed, num_episodes=episodes).open()
     return Windows(source=source, robot=ROBOT, shape=WindowShape(horizon=horizon), validation_fraction=fraction)
+
+
+def kept_stats(windows, weights=(1.0,), *, folder, max_samples=10**6):
+    """The stats of these datasets, kept in `folder`."""
+    asset = Asset(name=folder.name, windows=windows, weights=weights, folder=folder, max_samples=max_samples)
+    return asset.stats()
 
 
 def explicit(window):
@@ -129,10 +135,10 @@ def test_bridge_like_rotations_with_rare_wraps_are_left_alone():
 def test_cached_stats_are_reused_until_the_data_change(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = tmp_path / "asset"
-    first = cached_norm_stats([windows()], [2.0], folder, max_samples=10**6)
+    first = kept_stats([windows()], [2.0], folder=folder)
     assert "computing from" in caplog.text
     caplog.clear()
-    again = cached_norm_stats([windows()], [1.0], folder, max_samples=10**6)
+    again = kept_stats([windows()], [1.0], folder=folder)
     assert "computing" not in caplog.text
     for name, stats in first.items():
         for key in ("mean", "std", "q01", "q99", "low", "high"):
@@ -140,18 +146,18 @@ def test_cached_stats_are_reused_until_the_data_change(tmp_path, caplog):
     changes = [{"windows": [windows(**change)]} for change in ({"seed": 1}, {"horizon": 3}, {"fraction": 0.4})]
     for change in (*changes, {"max_samples": 100}, {"windows": [windows(), windows(seed=1)], "weights": [1.0, 2.0]}):
         same = {"windows": [windows()], "weights": [1.0], "folder": folder, "max_samples": 10**6}
-        cached_norm_stats(**same)
+        kept_stats(**same)
         caplog.clear()
-        cached_norm_stats(**same | change)
+        kept_stats(**same | change)
         assert "changed since" in caplog.text, change
 
 
 def test_an_edited_file_is_kept_and_not_taken_for_a_computed_one(tmp_path, caplog):
-    computed = cached_norm_stats([windows()], [1.0], tmp_path, max_samples=10**6)
+    computed = kept_stats([windows()], [1.0], folder=tmp_path)
     path = tmp_path / "norm_stats.json"
     path.write_text(path.read_text().replace("0.0", "0.5", 1))
     edited = path.read_bytes()
-    again = cached_norm_stats([windows()], [1.0], tmp_path, max_samples=10**6)
+    again = kept_stats([windows()], [1.0], folder=tmp_path)
     assert "was edited since it was computed; kept as norm_stats.edited.json" in caplog.text
     assert (tmp_path / "norm_stats.edited.json").read_bytes() == edited
     assert np.array_equal(again["state"].q01, computed["state"].q01)
@@ -163,7 +169,7 @@ def test_degenerate_dims_are_named_in_a_warning_each_time(tmp_path, caplog):
     window = Windows(source=source, robot=Bridge(), shape=WindowShape(horizon=2))
     for _ in range(2):
         caplog.clear()
-        cached_norm_stats([window], [1.0], tmp_path / "arm", max_samples=10**6)
+        kept_stats([window], [1.0], folder=tmp_path / "arm")
         assert "norm stats of arm: nearly constant or seldom moving dims of state: z_m (std = 0" in caplog.text
 
 

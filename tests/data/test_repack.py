@@ -76,7 +76,7 @@ def test_interrupted_repack_goes_on_where_it_stopped(source, tmp_path, monkeypat
     assert not (tmp_path / "out").exists()
     with pytest.raises(FileNotFoundError, match="holds no repacked dataset"):
         StepArray(path=str(tmp_path / "out.partial")).open()
-    with pytest.raises(ValueError, match="holds the beginning of another repack"):
+    with pytest.raises(ValueError, match="was begun with other steps_per_file: give the same again, or remove it"):
         repack(source, tmp_path / "out", steps_per_file=9)
     done = written.copy()
     written.clear()

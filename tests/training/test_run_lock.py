@@ -14,7 +14,7 @@ import pytest
 from openpi_train_configs.debug import debug
 
 from openpi_train.fields import as_json
-from openpi_train.runtime import waiting
+from openpi_train.runtime import locks, waiting
 from openpi_train.runtime.exits import USAGE, UsageError
 from openpi_train.training import run_lock
 from openpi_train.training.rundir import open_run
@@ -58,7 +58,7 @@ def test_a_run_that_another_process_has_is_waited_for_then_refused_and_left_as_i
     with caplog.at_level(logging.INFO), pytest.raises(UsageError, match=rf"in use: {holder}.*another --exp-name") as no:
         open_run(request(tmp_path, **flags))
     assert no.value.exit_code == USAGE
-    assert f"process {other.pid} on" in caplog.text and "waiting for it to be free since" in caplog.text
+    assert f"the run in {place}: waiting for process {other.pid} on" in caplog.text
     assert [path.name for path in (tmp_path / "debug").iterdir()] == ["x"]
     assert sorted(path.name for path in place.iterdir()) == before
 
@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_warned_of_once(number, tmp_path, monkeyp
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
     open_run(request(tmp_path))
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert os.strerror(number) in record.getMessage() and "cannot be locked" in record.getMessage()

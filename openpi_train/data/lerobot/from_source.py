@@ -6,6 +6,7 @@ from typing import Any
 from openpi_train.data.conversion import Conversion
 from openpi_train.data.lerobot.features import Version
 from openpi_train.data.lerobot.write import LeRobotWriter
+from openpi_train.data.source import stored_name
 
 _VIDEO = ("av1", "h264")
 
@@ -27,9 +28,13 @@ def write(conversion: Conversion, out: Path, *, version: Version) -> None:
     for name, column in conversion.columns.items():
         names = about.dim_names.get(name)
         shape = column.shape[1:] or (1,)
-        features[_stored(name)] = {"dtype": column.dtype.name, "shape": shape, "names": list(names) if names else None}
+        features[stored_name(name)] = {
+            "dtype": column.dtype.name,
+            "shape": shape,
+            "names": list(names) if names else None,
+        }
     for camera, size in conversion.sizes.items():
-        features[_stored(camera)] = {"dtype": "video" if is_video else "image", "shape": (*size, 3)}
+        features[stored_name(camera)] = {"dtype": "video" if is_video else "image", "shape": (*size, 3)}
     writer = LeRobotWriter(
         out,
         fps=about.control_hz,
@@ -41,11 +46,7 @@ def write(conversion: Conversion, out: Path, *, version: Version) -> None:
     )
     frames = conversion.frames if is_video else conversion.encoded
     for steps in conversion.episodes(writer.num_episodes):
-        columns = {_stored(name): column[steps.start : steps.stop] for name, column in conversion.columns.items()}
-        pictures = {_stored(camera): frames(steps, camera) for camera in conversion.source.cameras}
+        columns = {stored_name(name): column[steps.start : steps.stop] for name, column in conversion.columns.items()}
+        pictures = {stored_name(camera): frames(steps, camera) for camera in conversion.source.cameras}
         writer.add_episode(columns, pictures, task=conversion.prompts(steps))
     writer.finish()
-
-
-def _stored(name: str) -> str:
-    return name.replace("/", ".")

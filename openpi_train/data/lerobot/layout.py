@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.rlds.schema import WIDEST_COLUMN
+from openpi_train.data.source import WIDEST_COLUMN
 
 INFO_FILE = "meta/info.json"
 VERSIONS = ("v2.0", "v2.1", "v3.0")

@@ -4,78 +4,26 @@ Read next: `layout.py` (what lies where), `index.py` (built at the first opening
 Neither lerobot nor torch is needed; pyarrow reads the parquet files while indexing, PyAV the videos.
 """
 
-import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files, image, places, tables
+from openpi_train.data import files, image, tables
 from openpi_train.data.lerobot import video
-from openpi_train.data.lerobot.index import FORMAT, is_fresh, open_index
 from openpi_train.data.lerobot.layout import INFO_FILE, read_layout
-from openpi_train.data.source import About, BadRecord, Source, SourceConfig, column_name, report_dropped
+from openpi_train.data.source import About, BadRecord, column_name
 from openpi_train.data.spans import read_span
-from openpi_train.data.stored import StoredSource, reopen
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeRobot(SourceConfig):
-    """A LeRobot dataset on a local or mounted disk. Dots in its features' names become slashes, as RLDS writes them."""
-
-    # The folder that holds meta/, data/ and videos/.
-    path: str
-    # Where the index is kept (per frame 40 bytes, or its picture, and the columns); None: $OPENPI_TRAIN_HOME/index.
-    cache_dir: str | None = None
-    # How far a video frame's time may be from the time that its step says.
-    tolerance_s: float = 1e-4
-    # Threads that build the index; 0 is one for each processor.
-    build_workers: int = 0
-    # Verify the index's checksums when it is opened.
-    check_crc: bool = True
-    # An episode whose files are damaged or disagree: stop, or leave it out.
-    on_bad_record: Literal["error", "skip"] = "error"
-
-    def open(self) -> Source:
-        """Open the dataset, building or refreshing its index first.
-
-        Raises FileNotFoundError (no dataset, missing files), ValueError (a version that is not read, a missing extra),
-        BadRecord (damaged episodes and `on_bad_record="error"`), OSError (a cache that cannot be written).
-        """
-        root = Path(self.path).expanduser()
-        index = open_index(
-            root,
-            cache_dir=places.indexes(self.cache_dir),
-            tolerance_s=self.tolerance_s,
-            check_crc=self.check_crc,
-            workers=self.build_workers,
-        )
-        dropped = [(1, "{file}, episode {episode}: {why}".format_map(entry)) for entry in index.manifest["dropped"]]
-        report_dropped(str(root), dropped, self.on_bad_record)
-        return LeRobotSource(root, index)
-
-    def is_ready(self) -> bool:
-        """Whether `open` finds an index that is up to date, or first has to read all files.
-
-        Raises FileNotFoundError (no dataset, missing files) and ValueError (a version that is not read).
-        """
-        return is_fresh(
-            Path(self.path).expanduser(), cache_dir=places.indexes(self.cache_dir), tolerance_s=self.tolerance_s
-        )
+from openpi_train.data.stored import StoredSource
 
 
 class LeRobotSource(StoredSource):
-    """An opened dataset. See `Source`; pickles as its paths, so that a data worker maps the same files."""
+    """An opened dataset. See `Source`."""
 
     def __init__(self, root: Path, index: tables.Tables):
         super().__init__(root, index)
-        manifest = index.manifest
-        self.num_dropped = len(manifest["dropped"])
         self._spans, self._files = index.group("spans/"), index.group("files/")
-        self._encodings = [video.Encoding(**fields) for fields in manifest["encodings"]]
-
-    def __reduce__(self):
-        return _reopen, (self._root, self.stored.root, self.fingerprint)
+        self._encodings = [video.Encoding(**fields) for fields in index.manifest["encodings"]]
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
         """See `Source.frames`; frames that share a video's key frame are decoded in one pass."""
@@ -119,7 +67,6 @@ class LeRobotSource(StoredSource):
         )
 
     def describe(self, step: int) -> str:
-        """See `Source.describe`."""
         episode = self.episode_of(step)
         file = self.stored.manifest["sources"][int(self.stored.arrays["data_files"][episode])][0]
         return f"{self._root / file}, record {int(self.stored.arrays['records'][episode])}, {self.place_of(step)}"
@@ -159,7 +106,3 @@ def _flat(names: Any) -> tuple[str, ...]:
     if isinstance(names, dict):
         return tuple(name for part in names.values() for name in _flat(part))
     return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def _reopen(root: Path, place: Path, fingerprint: str) -> LeRobotSource:
-    return LeRobotSource(root, reopen(place, fingerprint, format_version=FORMAT))

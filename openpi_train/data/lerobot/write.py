@@ -28,8 +28,6 @@ from openpi_train.data.lerobot.layout import require
 
 logger = logging.getLogger(__name__)
 
-_PLAN = "plan.json"
-
 
 class LeRobotWriter:
     """Adds episodes to a new dataset.
@@ -79,7 +77,8 @@ class LeRobotWriter:
             "codec": codec,
             "identity": dict(identity or {}),
         }
-        self._claim()
+        files.claim(self._work, self._plan)
+        (self._work / "episodes").mkdir(exist_ok=True)
         self.episodes: list[dict[str, Any]] = [
             files.read_json(folder / EPISODE_FILE) for folder in sorted((self._work / "episodes").glob("[0-9]*"))
         ]
@@ -147,21 +146,6 @@ class LeRobotWriter:
             whole.rename(self.path)
             shutil.rmtree(self._work)
         return self.path
-
-    def _claim(self) -> None:
-        """Note what is being written, or check that what was begun is the same."""
-        plan = self._work / _PLAN
-        if not plan.is_file():
-            files.write_json(plan, self._plan)
-            (self._work / "episodes").mkdir(exist_ok=True)
-            return
-        begun = files.read_json(plan)
-        differing = [name for name in self._plan if begun.get(name) != self._plan[name]]
-        if differing:
-            raise ValueError(
-                f"{self._work} was begun with other {', '.join(differing)}: give the same again, choose another "
-                "folder, or move it aside"
-            )
 
     def _numbering(self, number: int, per_step: Sequence[str]) -> dict[str, np.ndarray]:
         length, tasks = len(per_step), list(dict.fromkeys([*self.tasks, *per_step]))

@@ -1,5 +1,5 @@
 """RLDS, the native dataset format. Read next: `source.py` reads, `index.py` says where all lies, `write.py` writes."""
 
-from openpi_train.data.rlds.source import Rlds
+from openpi_train.data.rlds.index import Rlds
 
 __all__ = ["Rlds"]

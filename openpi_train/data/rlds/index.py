@@ -1,288 +1,218 @@
-"""Builds the sidecar index of an RLDS split: where every encoded image lies, and all that is small, as arrays.
+"""An RLDS split and its index: where every encoded image lies, and all that is small, as arrays.
 
-Read next: `data/tables.py` (how the arrays lie on disk), `shard.py` (reads one shard), `source.py` (the source).
+Read next: `data/sidecar.py` (how an index is kept), `shard.py` (reads one shard), `source.py` (the source).
 
-    <cache_dir>/<name>-<version>-<split>-<key>/
-      manifest.json          shards with size and mtime, counts, dropped records, fingerprint, files with checksums
-      parts/<shard>-<key>.npz   one per shard, kept: a killed build goes on, a changed shard costs only itself
-      tables-<key>/
-        episode_ends.npy int64 [episodes]      episode_ids.npy <U32 [episodes]   records.npy int64 [episodes]
-        shard_ends.npy int64 [shards]          steps up to and with each shard
-        columns/<name>.npy [steps, ...]        spans/<camera>.npy int64 [steps, 2]: byte offset and length
-        prompt_index.npy int32 [steps]         prompts.json
+    manifest.json             besides what every index has: the shards with size and mtime
+    parts/<shard>-<key>.npz   one per shard, kept: a killed build goes on, a changed shard costs only itself
+    tables-<key>/
+      records.npy int64 [episodes]           shard_ends.npy int64 [shards], steps up to and with each shard
+      spans/<camera>.npy int64 [steps, 2]    byte offset and length
 """
 
 import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
-import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openpi_train.data import tables
+from openpi_train.data import files, tables
+from openpi_train.data.progress import Progress
+from openpi_train.data.repack import StepArray, is_repacked
 from openpi_train.data.rlds.schema import (
     FEATURES_FILE,
     INFO_FILE,
     Schema,
     Shard,
+    find_version,
     list_shards,
     load_builder,
     read_schema,
 )
 from openpi_train.data.rlds.shard import scan_shard
-from openpi_train.data.source import BadRecord
+from openpi_train.data.rlds.source import RldsSource
+from openpi_train.data.sidecar import FORMAT, IndexedConfig, Sidecar, digest, first_changed, stat_files
+from openpi_train.data.source import Source
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-_REPORT_S = 5.0
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rlds(IndexedConfig):
+    """An RLDS dataset on a local or mounted disk. Its index takes about 16 bytes per image, and the columns."""
+
+    # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version; or a directory that `repack` wrote.
+    path: str
+    # A split that dataset_info.json names; join several as "train+val".
+    split: str = "train"
+    # Threads that build the index; 0 is one for each processor.
+    build_workers: int = 0
+    # Verify the records' checksums while indexing and the index's when it is opened.
+    check_crc: bool = True
+    # The instruction's text feature ("language_instruction", "episode_metadata/task"), "auto" or "none".
+    prompt_feature: str = "auto"
+    # Numeric features to keep although they are wider than 256 numbers, e.g. "language_embedding".
+    wide_columns: tuple[str, ...] = ()
+
+    def sidecar(self) -> "RldsIndex":
+        return RldsIndex(self, find_version(self.path))
+
+    def open(self) -> Source:
+        """See `IndexedConfig.open`; a repacked copy needs no index."""
+        if is_repacked(self.path):
+            return StepArray(path=self.path, split=self.split, check_crc=self.check_crc).open()
+        return super().open()
+
+    def is_ready(self) -> bool:
+        return is_repacked(self.path) or super().is_ready()
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexOptions:
-    """What decides an index's content, next to the dataset itself."""
+class RldsIndex(Sidecar):
+    """The index of a split."""
 
-    split: str
-    prompt_feature: str
-    wide_columns: tuple[str, ...]
-    check_crc: bool
+    config: Rlds
 
+    dropped_line = "{file}, record {record} (episode {record} of that file): {why}"
 
-def open_index(directory: Path, options: IndexOptions, *, cache_dir: Path, workers: int) -> tables.Tables:
-    """The index of a dataset's split: the cached one where it is fresh, else built or brought up to date first.
+    @property
+    def label(self) -> str:
+        return f"{self.root.parent.name}-{self.root.name}-{self.config.split.replace(' ', '')}"
 
-    Raises FileNotFoundError for missing shards, ValueError for metadata that does not fit, BadRecord where no
-    episode is readable, OSError for a cache that cannot be written.
-    """
-    label, root = _place(directory, options, cache_dir)
-    manifest = _fresh_manifest(root, directory)
-    if manifest is None:
-        with (
-            tables.explain_cache_errors(root, "the source's cache_dir (--...cache-dir)"),
-            tables.locked(root, f"index of {label}"),
-        ):
-            manifest = _fresh_manifest(root, directory) or _build(root, label, directory, options, workers)
-    return tables.open_tables(root, manifest, check_crc=options.check_crc)
+    @property
+    def dataset(self) -> str:
+        return f"{self.root} split {self.config.split!r}"
 
+    @property
+    def identity(self) -> str:
+        config = self.config
+        settings = (config.split, config.prompt_feature, config.wide_columns, config.check_crc)
+        return json.dumps([str(self.root.resolve()), *settings])
 
-def is_fresh(directory: Path, options: IndexOptions, *, cache_dir: Path) -> bool:
-    """Whether `open_index` has nothing to build. Raises as it does for an unknown split or missing shards."""
-    fresh = _fresh_manifest(_place(directory, options, cache_dir)[1], directory) is not None
-    if not fresh:
-        _stat_shards(directory, list_shards(load_builder(directory), options.split))
-    return fresh
+    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+        if manifest["metadata_sha256"] != self._metadata_digest():
+            return f"{self.root / INFO_FILE}"
+        return first_changed(self.root, ((one["name"], one["size"], one["mtime_ns"]) for one in manifest["shards"]))
 
+    def survey(self) -> tuple[Any, list[Shard], list[tuple[int, int]]]:
+        """tensorflow-datasets' builder; the shards; size and mtime_ns of each."""
+        builder = load_builder(self.root)
+        shards = list_shards(builder, self.config.split)
+        what = f"shards that {INFO_FILE} names are missing in {self.root}"
+        stats = stat_files(
+            self.root, [one.name for one in shards], what=what, how="Download them, or choose another split."
+        )
+        return builder, shards, [(size, mtime_ns) for _, size, mtime_ns in stats]
 
-def _place(directory: Path, options: IndexOptions, cache_dir: Path) -> tuple[str, Path]:
-    """What an index is called in the log, and its folder."""
-    key = _key([str(directory.resolve()), *dataclasses.astuple(options)])
-    label = f"{directory.parent.name}-{directory.name}-{options.split.replace(' ', '')}"
-    return label, cache_dir / f"{label}-{key}"
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Read the shards that have no part yet, and join all parts."""
+        builder, shards, stats = self.survey()
+        schema = read_schema(builder, self.config.prompt_feature, self.config.wide_columns)
+        parts = self._read_shards(shards, stats, schema)
+        written = self._join(directory, parts, shards, stats, schema)
+        for path in self.place.glob("parts/*"):
+            if path not in parts:
+                path.unlink()
+        return {
+            "metadata_sha256": self._metadata_digest(),
+            "prompt_feature": schema.prompt,
+            "cameras": schema.cameras,
+            "skipped": schema.skipped,
+            **written,
+        }
 
+    def source(self, index: tables.Tables) -> Source:
+        return RldsSource(self.root, index)
 
-def _fresh_manifest(root: Path, directory: Path) -> dict[str, Any] | None:
-    """The manifest, where the dataset's metadata and shards are still those that it was built from."""
-    manifest = tables.read_manifest(root, format_version=FORMAT)
-    if manifest is None or manifest["metadata_sha256"] != _metadata_digest(directory):
-        return None
-    for shard in manifest["shards"]:
-        try:
-            found = (directory / shard["name"]).stat()
-        except FileNotFoundError:
-            return None
-        if (found.st_size, found.st_mtime_ns) != (shard["size"], shard["mtime_ns"]):
-            logger.info("%s changed since its index was built: reading it again", shard["name"])
-            return None
-    return manifest
+    def _metadata_digest(self) -> str:
+        paths = [self.root / name for name in (INFO_FILE, FEATURES_FILE)]
+        return hashlib.sha256(b"".join(p.read_bytes() if p.is_file() else b"missing" for p in paths)).hexdigest()
 
+    def _read_shards(self, shards: list[Shard], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
+        """A part for every shard, of which those that an earlier build left are not read again."""
+        content = [FORMAT, dataclasses.asdict(schema), self.config.check_crc]
+        parts = [
+            self.place / "parts" / f"{shard.name}-{_key([*content, shard.num_episodes, stat])}.npz"
+            for shard, stat in zip(shards, stats, strict=True)
+        ]
+        missing = [index for index, part in enumerate(parts) if not _is_whole(part)]
+        total_mb = sum(stats[index][0] for index in missing) / 1e6
+        logger.info("%s: indexing %d of %d shards, %.1f MB", self.label, len(missing), len(shards), total_mb)
+        progress = Progress(self.label, total_mb, "MB")
 
-def _build(root: Path, label: str, directory: Path, options: IndexOptions, workers: int) -> dict[str, Any]:
-    """Read the shards that have no part yet, join all parts, and put the new manifest in place."""
-    builder = load_builder(directory)
-    shards = list_shards(builder, options.split)
-    schema = read_schema(builder, options.prompt_feature, options.wide_columns)
-    stats = _stat_shards(directory, shards)
-    parts_directory = root / "parts"
-    parts_directory.mkdir(exist_ok=True)
-    content = [FORMAT, dataclasses.asdict(schema), options.check_crc]
-    parts = [
-        parts_directory / f"{shard.name}-{_key([*content, shard.num_episodes, stat])}.npz"
-        for shard, stat in zip(shards, stats, strict=True)
-    ]
-    missing = [index for index, part in enumerate(parts) if not part.is_file()]
-    progress = _Progress(label, len(missing), sum(stats[index][0] for index in missing))
-    logger.info("%s: indexing %d of %d shards, %.1f MB", label, len(missing), len(shards), progress.total / 1e6)
+        def scan(index: int) -> None:
+            arrays = scan_shard(
+                self.root, shards[index], schema, self.config.check_crc, lambda size: progress.add(size / 1e6)
+            )
+            with files.replacing(parts[index]) as file:
+                np.savez(file, allow_pickle=False, **arrays)
 
-    def scan(index: int, keep_going: Callable[[int], None]) -> None:
-        _write_part(parts[index], scan_shard(directory, shards[index], schema, options.check_crc, keep_going))
+        # Their time goes into reads, checksums and hashes, which release Python's lock.
+        progress.in_threads(scan, missing, self.config.build_workers or os.cpu_count() or 1)
+        return parts
 
-    _run_parallel(scan, missing, workers or os.cpu_count() or 1, progress)
-    manifest = {
-        "format": FORMAT,
-        "dataset": str(directory),
-        "name": builder.info.name,
-        "version": str(builder.info.version),
-        **dataclasses.asdict(options),
-        "metadata_sha256": _metadata_digest(directory),
-        "prompt_feature": schema.prompt,
-        "cameras": schema.cameras,
-        "skipped": schema.skipped,
-    }
-    joined = _join(root, parts, shards, stats, schema)
-    # As a later open will read it, so that both see the same.
-    published = tables.publish(root, {**manifest, **joined})
-    for path in root.glob("parts/*"):
-        if path not in parts:
-            path.unlink()
-    progress.report_end(joined, schema)
-    return published
-
-
-def _write_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _join(root: Path, parts: list[Path], shards: list[Shard], stats: list[tuple[int, int]], schema: Schema) -> dict:
-    """Write the tables from all parts; returns what the manifest says about them."""
-    texts: dict[str, int] = {}
-    heads, dropped = [], []
-    for path in parts:
-        with np.load(path) as part:
-            part_texts, part_dropped = json.loads(part["texts"].tobytes())
-            renumbered = np.array([texts.setdefault(text, len(texts)) for text in part_texts], np.int32)
-            prompt_index = renumbered[part["prompt_index"]] if len(renumbered) else part["prompt_index"]
-            heads.append({**{key: part[key] for key in ("lengths", "ids", "records")}, "prompt_index": prompt_index})
-            dropped += part_dropped
-    shard_steps = [int(head["lengths"].sum()) for head in heads]
-    num_steps, num_episodes = sum(shard_steps), sum(len(head["ids"]) for head in heads)
-    if num_steps == 0:
-        first = "{file}, record {record}: {why}".format(**dropped[0]) if dropped else "they are empty"
-        raise BadRecord(f"no readable episode in {len(shards)} shards; the first: {first}")
-    name = f"tables-{_key([path.name for path in parts])}"
-    temporary = root / f".{name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-
-    def pieces(key: str) -> Iterator[np.ndarray]:
+    def _join(
+        self, directory: Path, parts: list[Path], shards: list[Shard], stats: list[tuple[int, int]], schema: Schema
+    ) -> dict[str, Any]:
+        """Write the tables from all parts; returns what the manifest says about them."""
+        texts: dict[str, int] = {}
+        heads, dropped = [], []
         for path in parts:
             with np.load(path) as part:
-                yield part[key]
+                part_texts, part_dropped = json.loads(part["texts"].tobytes())
+                renumbered = np.array([texts.setdefault(text, len(texts)) for text in part_texts], np.int32)
+                prompts = renumbered[part["prompt_index"]] if len(renumbered) else part["prompt_index"]
+                heads.append({**{key: part[key] for key in ("lengths", "ids", "records")}, "prompt_index": prompts})
+                dropped += part_dropped
+        shard_steps = [int(head["lengths"].sum()) for head in heads]
+        num_steps, num_episodes = sum(shard_steps), sum(len(head["ids"]) for head in heads)
+        self.require_episodes(num_episodes, dropped)
 
-    ends = np.cumsum(np.concatenate([head["lengths"] for head in heads]))
-    tables.write_array(temporary, "episode_ends", np.int64, (num_episodes,), [ends])
-    tables.write_array(temporary, "shard_ends", np.int64, (len(parts),), [np.cumsum(shard_steps)])
-    tables.write_array(temporary, "episode_ids", "<U32", (num_episodes,), (head["ids"] for head in heads))
-    tables.write_array(temporary, "records", np.int64, (num_episodes,), (head["records"] for head in heads))
-    tables.write_array(temporary, "prompt_index", np.int32, (num_steps,), (head["prompt_index"] for head in heads))
-    for camera in schema.cameras:
-        tables.write_array(temporary, f"spans/{camera}", np.int64, (num_steps, 2), pieces(f"spans/{camera}"))
-    for column, (dtype, shape) in schema.columns.items():
-        tables.write_array(temporary, f"columns/{column}", dtype, (num_steps, *shape), pieces(f"columns/{column}"))
-    tables.write_prompts(temporary, list(texts))
-    return {
-        "num_episodes": num_episodes,
-        "num_steps": num_steps,
-        "dropped": dropped,
-        "fingerprint": tables.content_fingerprint(temporary, list(texts), list(schema.cameras)),
-        "shards": [
-            {"name": shard.name, "size": size, "mtime_ns": mtime_ns, "episodes": len(head["ids"]), "steps": steps}
-            for shard, (size, mtime_ns), head, steps in zip(shards, stats, heads, shard_steps, strict=True)
-        ],
-        "files": tables.list_files(temporary),
-        "tables": tables.put_in_place(temporary, root / name),
-    }
+        def pieces(key: str) -> Iterator[np.ndarray]:
+            for path in parts:
+                with np.load(path) as part:
+                    yield part[key]
 
+        def write(name: str, dtype: Any, shape: tuple[int, ...], chunks: Any) -> None:
+            tables.write_array(directory, name, dtype, shape, chunks)
 
-def _run_parallel(scan: Callable, indices: list[int], workers: int, progress: "_Progress") -> None:
-    """Scan shards on threads: their time goes into reads, checksums and hashes, which release Python's lock."""
-    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
-        pending = {pool.submit(scan, index, progress.add) for index in indices}
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                    progress.shards += 1
-                progress.report()
-        except BaseException:
-            progress.stopped = True
-            for future in pending:
-                future.cancel()
-            raise
+        write("episode_ends", np.int64, (num_episodes,), [np.cumsum(np.concatenate([h["lengths"] for h in heads]))])
+        write("shard_ends", np.int64, (len(parts),), [np.cumsum(shard_steps)])
+        write("episode_ids", "<U32", (num_episodes,), (head["ids"] for head in heads))
+        write("records", np.int64, (num_episodes,), (head["records"] for head in heads))
+        write("prompt_index", np.int32, (num_steps,), (head["prompt_index"] for head in heads))
+        for camera in schema.cameras:
+            write(f"spans/{camera}", np.int64, (num_steps, 2), pieces(f"spans/{camera}"))
+        for column, (dtype, shape) in schema.columns.items():
+            write(f"columns/{column}", dtype, (num_steps, *shape), pieces(f"columns/{column}"))
+        tables.write_prompts(directory, list(texts))
+        return {
+            "dropped": dropped,
+            "shards": [
+                {"name": shard.name, "size": size, "mtime_ns": mtime_ns, "episodes": len(head["ids"]), "steps": steps}
+                for shard, (size, mtime_ns), head, steps in zip(shards, stats, heads, shard_steps, strict=True)
+            ],
+        }
 
 
-class _Progress:
-    """Counts what the threads read, and logs it every few seconds; `stopped` makes them give up."""
-
-    def __init__(self, label: str, num_shards: int, total: int):
-        self.label, self.num_shards, self.total = label, num_shards, total
-        self.shards, self.bytes, self.stopped = 0, 0, False
-        self.start = self.last_report = time.monotonic()
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        if self.stopped:
-            raise InterruptedError("the index build was stopped")
-        with self._lock:
-            self.bytes += count
-
-    def report(self) -> None:
-        now = time.monotonic()
-        if now - self.last_report < _REPORT_S:
-            return
-        self.last_report = now
-        rate = self.bytes / (now - self.start)
-        left_s = (self.total - self.bytes) / rate if rate else math.inf
-        logger.info(
-            "%s: %d of %d shards, %.0f of %.0f MB, %.0f MB/s, about %.0f s left",
-            *(self.label, self.shards, self.num_shards, self.bytes / 1e6, self.total / 1e6, rate / 1e6, left_s),
-        )
-
-    def report_end(self, joined: dict[str, Any], schema: Schema) -> None:
-        seconds = time.monotonic() - self.start
-        logger.info(
-            "%s: index done in %.1f s (%.0f MB/s): %d episodes, %d steps, cameras %s, %d records dropped",
-            *(self.label, seconds, self.bytes / 1e6 / seconds, joined["num_episodes"], joined["num_steps"]),
-            *(list(schema.cameras), sum(entry["episodes"] for entry in joined["dropped"])),
-        )
-        for name, why in schema.skipped.items():
-            logger.info("%s: %s is not in the index: %s", self.label, name, why)
-
-
-def _stat_shards(directory: Path, shards: list[Shard]) -> list[tuple[int, int]]:
-    """Size and mtime_ns of every shard. Raises FileNotFoundError naming those that are missing."""
-    paths = [directory / shard.name for shard in shards]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{len(missing)} of the {len(paths)} shards that {INFO_FILE} names are missing in {directory}: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download them, or choose another split."
-        )
-    return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-
-
-def _metadata_digest(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for name in (INFO_FILE, FEATURES_FILE):
-        path = directory / name
-        digest.update(path.read_bytes() if path.is_file() else b"missing")
-    return digest.hexdigest()
+def _is_whole(part: Path) -> bool:
+    """Whether an earlier build left this part, and it reads as it was written."""
+    try:
+        with zipfile.ZipFile(part) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError:
+        return False
+    except (zipfile.BadZipFile, EOFError) as error:
+        damaged = str(error)
+    if damaged:
+        logger.warning("%s is damaged (%s): reading its shard again", part, damaged)
+    return not damaged
 
 
 def _key(parts: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    return digest(json.dumps(parts, sort_keys=True))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files, places
-from openpi_train.data.source import About
+from openpi_train.data.source import WIDEST_COLUMN, About
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,6 @@ INFO_FILE = "dataset_info.json"
 FEATURES_FILE = "features.json"
 # Beside them where `data convert` wrote the dataset: what `About.as_json` gives, which the others have no place for.
 ABOUT_FILE = "openpi_train.json"
-# A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of the index.
-WIDEST_COLUMN = 256
 # Relabelling changes these but not what was seen and done, so they are no part of an episode's identity.
 _RELABELLED = ("reward", "discount")
 

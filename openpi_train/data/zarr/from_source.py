@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from openpi_train.data.conversion import Conversion
+from openpi_train.data.source import stored_name
 from openpi_train.data.zarr.layout import ABOUT
 from openpi_train.data.zarr.store import ArrayInfo
 from openpi_train.data.zarr.write import Contents, write_store
@@ -20,7 +21,7 @@ def write(conversion: Conversion, out: Path) -> None:
     """
     source = conversion.source
     rows, sizes = source.num_steps, conversion.sizes
-    names = {name.replace("/", "."): name for name in (*conversion.columns, *source.cameras)}
+    names = {stored_name(name): name for name in (*conversion.columns, *source.cameras)}
     arrays = {}
     for stored, name in names.items():
         column = conversion.columns.get(name)

@@ -1,133 +1,125 @@
-"""Builds the index of a replay buffer: its columns as memory-mapped arrays, a digest of every episode, what is damaged.
+"""A replay buffer and its index: its columns as memory-mapped arrays, a digest of every episode, what is damaged.
 
-Read next: `data/tables.py` (how the arrays lie on disk), `source.py` (the reader).
+Read next: `data/sidecar.py` (how an index is kept), `source.py` (the reader).
 
-    <cache_dir>/<name>-<key>/
-      manifest.json          the store's stamp, cameras, dropped episodes, fingerprint, tables with checksums
-      tables-<key>/
-        episode_ends.npy int64 [episodes]      episode_ids.npy <U32 [episodes]
-        first_rows.npy int64 [episodes]        the store's row of each episode's first step
-        columns/<name>.npy [steps, ...]        prompt_index.npy int32 [steps]    prompts.json
-        frames/<camera>.bin                    the decoded copy: all rows' pictures, uint8, one after the other
+    manifest.json             besides what every index has: the store's stamp
+    tables-<key>/
+      first_rows.npy int64 [episodes]    the store's row of each episode's first step
+      frames/<camera>.bin                the decoded copy: all rows' pictures, uint8, one after the other
 """
 
 import dataclasses
+import functools
 import hashlib
-import json
 import logging
 import math
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openpi_train.data import tables
-from openpi_train.data.source import BadRecord
-from openpi_train.data.zarr.layout import TASK_ID, Layout, pictures, read_layout
+from openpi_train.data.progress import Progress
+from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed
+from openpi_train.data.source import Source
+from openpi_train.data.zarr.layout import TASK_ID, Layout, pictures, read_layout, require, sort_arrays
+from openpi_train.data.zarr.source import ZarrSource
 from openpi_train.data.zarr.store import BadChunk, Store
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-_REPORT_S = 5.0
 _MOST_OF_FREE_DISK = 0.25
+# Decompressed chunks that a process keeps: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
+_CACHE_BYTES = 1 << 28
 
 
-def open_index(store: Store, *, cache_dir: Path, decoded_copy: bool | None, check_crc: bool = True) -> tables.Tables:
-    """The index of a store: the cached one where it is fresh, else built first by reading every chunk once.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zarr(IndexedConfig):
+    """A replay buffer of diffusion_policy or RoboTwin, zarr format 2 or 3, on a local or mounted disk.
 
-    Raises FileNotFoundError where there is no store, ValueError for one that is no replay buffer, BadRecord where no
-    episode is readable, OSError for a cache that cannot be written.
+    Its index takes the columns, and the decoded copy.
     """
-    place = _place(store, cache_dir, decoded_copy)
-    manifest = _fresh_manifest(place, store)
-    if manifest is None:
-        with (
-            tables.explain_cache_errors(place, "the source's cache_dir (--...cache-dir)"),
-            tables.locked(place, f"index of {store.root.name}"),
-        ):
-            manifest = _fresh_manifest(place, store) or _build(store, place, decoded_copy)
-    return tables.open_tables(place, manifest, check_crc=check_crc)
+
+    # The store: a folder, or a zip file.
+    path: str
+    # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes. None:
+    # where chunks hold several pictures, and the copy takes at most a quarter of the free disk.
+    decoded_copy: bool | None = None
+    # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
+    fill_missing: bool = False
+
+    def sidecar(self) -> "ZarrIndex":
+        return ZarrIndex(self, Path(self.path).expanduser())
+
+    def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each column, per step, from the store's metadata alone."""
+        store = self.sidecar().store
+        require(store)
+        return {name: shape for name, (_, shape) in sort_arrays(store)[0].items()}
 
 
-def is_fresh(store: Store, *, cache_dir: Path, decoded_copy: bool | None) -> bool:
-    """Whether `open_index` has nothing to build. Raises as it does for what is no replay buffer."""
-    if _fresh_manifest(_place(store, cache_dir, decoded_copy), store) is not None:
-        return True
-    read_layout(store)
-    return False
+@dataclasses.dataclass(frozen=True)
+class ZarrIndex(Sidecar):
+    """The index of a store, and a decoded copy of its pictures where that is asked for, or worth it."""
 
+    config: Zarr
 
-def _place(store: Store, cache_dir: Path, decoded_copy: bool | None) -> Path:
-    options = f"{store.root.resolve()} {store.fill_missing} {decoded_copy}"
-    return cache_dir / f"{store.root.name}-{hashlib.sha256(options.encode()).hexdigest()[:12]}"
+    dropped_line = "episode {episode}: {why}"
 
+    @functools.cached_property
+    def store(self) -> Store:
+        """What the index is made of."""
+        return Store(self.root, fill_missing=self.config.fill_missing, cache_bytes=_CACHE_BYTES)
 
-def _fresh_manifest(place: Path, store: Store) -> dict[str, Any] | None:
-    """The manifest, where the store's files are still those that it was built from."""
-    manifest = tables.read_manifest(place, format_version=FORMAT)
-    if manifest is None or not store.root.exists():
-        return None
-    if manifest["stamp"] != store.stamp():
-        logger.info("%s changed since its index was built: reading it again", store.root)
-        return None
-    for name, (size, mtime_ns) in manifest["decoded"].items():
-        path = place / manifest["tables"] / name
-        found = path.stat() if path.is_file() else None
-        if found is None or (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-            logger.info("%s was changed or removed: reading the store again", path)
-            return None
-    return manifest
+    @property
+    def identity(self) -> str:
+        return f"{self.root.resolve()} {self.config.fill_missing} {self.config.decoded_copy}"
 
+    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+        if manifest["stamp"] != self.store.stamp():
+            return str(self.root)
+        copies = ((name, *found) for name, found in manifest["decoded"].items())
+        return first_changed(self.tables_of(manifest), copies)
 
-def _build(store: Store, place: Path, decoded_copy: bool | None) -> dict[str, Any]:
-    """Read the whole store and put the new manifest in place."""
-    started, stamp = time.monotonic(), store.stamp()
-    layout = read_layout(store)
-    key = hashlib.sha256(json.dumps([FORMAT, stamp]).encode()).hexdigest()[:12]
-    temporary = place / f".tables-{key}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    scan, copies = Scan(store, layout), decoded_copy
-    if copies is None:
-        copies = _copy_is_worth_it(store, layout, place)
-    for name in layout.cameras:
-        path = temporary / "frames" / f"{name}.bin"
-        if copies:
-            path.parent.mkdir(exist_ok=True)
-        with path.open("wb") if copies else open(os.devnull, "wb") as file:
-            scan.array(name, lambda block, file=file: file.write(np.ascontiguousarray(block).data))
-    for name in layout.columns:
-        scan.array(name)
-    if layout.tasks:
-        scan.array(TASK_ID, check=lambda ids: ids.min() >= 0 and ids.max() < len(layout.tasks), digest=False)
-    good = [episode for episode in range(len(layout.episode_ends)) if episode not in scan.problems]
-    dropped = [{"episode": episode, "why": why} for episode, why in sorted(scan.problems.items())]
-    if not good:
-        raise BadRecord(f"no readable episode in {store.root}; the first: {dropped[0]['why']}")
-    written = _write_tables(temporary, store, layout, scan, good)
-    decoded = {
-        str(path.relative_to(temporary)): [path.stat().st_size, path.stat().st_mtime_ns]
-        for path in temporary.glob("frames/*.bin")
-    }
-    manifest = {
-        "format": FORMAT,
-        "dataset": str(store.root),
-        "stamp": stamp,
-        "cameras": {name: dataclasses.asdict(camera) for name, camera in layout.cameras.items()},
-        "decoded": decoded,
-        "dropped": dropped,
-        **written,
-        "tables": tables.put_in_place(temporary, place / f"tables-{key}"),
-    }
-    # As a later open will read it, so that both see the same.
-    published = tables.publish(place, manifest)
-    _report(store, layout, published, time.monotonic() - started)
-    return published
+    def survey(self) -> Layout:
+        """The store's layout."""
+        return read_layout(self.store)
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Read every chunk once; see `Sidecar.write`."""
+        stamp, layout = self.store.stamp(), self.survey()
+        scan = Scan(self.store, layout)
+        copies = self.config.decoded_copy
+        if copies is None:
+            copies = _copy_is_worth_it(self.store, layout, self.place)
+        for name in layout.cameras:
+            path = directory / "frames" / f"{name}.bin"
+            if copies:
+                path.parent.mkdir(exist_ok=True)
+            with path.open("wb") if copies else open(os.devnull, "wb") as file:
+                scan.array(name, lambda block, file=file: file.write(np.ascontiguousarray(block).data))
+        for name in layout.columns:
+            scan.array(name)
+        if layout.tasks:
+            scan.array(TASK_ID, check=lambda ids: ids.min() >= 0 and ids.max() < len(layout.tasks), digest=False)
+        good = [episode for episode in range(len(layout.episode_ends)) if episode not in scan.problems]
+        dropped = [{"episode": episode, "why": why} for episode, why in sorted(scan.problems.items())]
+        self.require_episodes(len(good), dropped)
+        _write_tables(directory, self.store, layout, scan, good)
+        decoded = {str(path.relative_to(directory)): path.stat() for path in directory.glob("frames/*.bin")}
+        return {
+            "stamp": stamp,
+            "cameras": {name: dataclasses.asdict(camera) for name, camera in layout.cameras.items()},
+            "decoded": {name: [found.st_size, found.st_mtime_ns] for name, found in decoded.items()},
+            "dropped": dropped,
+            "skipped": {f"data/{name}": why for name, why in layout.skipped.items()},
+        }
+
+    def source(self, index: tables.Tables) -> Source:
+        return ZarrSource(self.store, index)
 
 
 class Scan:
@@ -156,11 +148,9 @@ class Scan:
             shape = (*camera.size, 3) if camera else self._layout.columns[name][1]
             for entry in self._digests:
                 entry.update(f"{name} {'uint8' if camera else info.dtype.name} {shape}".encode())
-        said = time.monotonic()
+        progress = Progress(f"{self._store.root.name}: {name}", info.shape[0], "rows")
         for first, end in info.blocks():
-            if time.monotonic() - said > _REPORT_S:
-                said = time.monotonic()
-                logger.info("%s: %s, %d of %d rows read", self._store.root.name, name, first, info.shape[0])
+            progress.add(end - first)
             pieces = list(self._pieces(name, first, end, check))
             block = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             take(block)
@@ -206,8 +196,8 @@ class Scan:
         return np.zeros((end - first, *shape), dtype)
 
 
-def _write_tables(directory: Path, store: Store, layout: Layout, scan: Scan, good: list[int]) -> dict[str, Any]:
-    """Write the tables of all readable episodes; returns what the manifest says about them."""
+def _write_tables(directory: Path, store: Store, layout: Layout, scan: Scan, good: list[int]) -> None:
+    """Write the tables of all readable episodes."""
     starts = np.concatenate([[0], layout.episode_ends[:-1]])[good]
     stops = layout.episode_ends[good]
     ends = np.cumsum(stops - starts)
@@ -230,22 +220,6 @@ def _write_tables(directory: Path, store: Store, layout: Layout, scan: Scan, goo
     index = (of_task[ids] for ids in column(TASK_ID, np.int64, ())) if layout.tasks else [np.zeros(steps, np.int32)]
     write("prompt_index", np.int32, (steps,), index)
     tables.write_prompts(directory, prompts)
-    return {
-        "num_episodes": len(good),
-        "num_steps": steps,
-        "fingerprint": tables.content_fingerprint(directory, prompts, list(layout.cameras)),
-        "files": tables.list_files(directory),
-    }
-
-
-def _report(store: Store, layout: Layout, manifest: dict[str, Any], seconds: float) -> None:
-    logger.info(
-        "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
-        *(store.root.name, seconds, manifest["num_episodes"], manifest["num_steps"]),
-        *(list(manifest["cameras"]), len(manifest["dropped"])),
-    )
-    for name, why in layout.skipped.items():
-        logger.info("%s: data/%s is not in the index: %s", store.root.name, name, why)
 
 
 def _copy_is_worth_it(store: Store, layout: Layout, place: Path) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.rlds.schema import WIDEST_COLUMN
+from openpi_train.data.source import WIDEST_COLUMN
 from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
 
 # What `merge.py` adds: which of the tasks in the root's attributes each row belongs to.

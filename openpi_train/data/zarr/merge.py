@@ -4,6 +4,7 @@ Read next: `write.py`, which copies block by block; `layout.py`, which reads the
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from openpi_train.data.zarr.layout import TASK_ID, TASKS, read_layout
 from openpi_train.data.zarr.store import ArrayInfo, BadChunk, Store
-from openpi_train.data.zarr.write import Contents, write_store
+from openpi_train.data.zarr.write import Contents, read_across, write_store
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +63,11 @@ def merge(parts: Sequence[Part], out: Path, *, prompts: Mapping[str, str], chunk
         for name, info in stores[0].arrays.items()
     }
 
-    def read(name: str, first: int, end: int) -> np.ndarray:
-        pieces = []
-        for store, begin in zip(stores, offsets[:-1].tolist(), strict=True):
-            low, high = max(first - begin, 0), min(end - begin, store.rows)
-            if low < high:
-                pieces.append(store.read(name, low, high))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
     ends = [store.ends + offset for store, offset in zip(stores, offsets[:-1], strict=True)]
     ids = [[tasks.index(task) for task in store.task_of_episode] for store in stores]
     contents = Contents(
         arrays=arrays,
-        read=read,
+        read=functools.partial(read_across, stores),
         episode_ends=np.concatenate(ends),
         tasks=tasks,
         task_ids=np.concatenate(ids),

@@ -8,6 +8,7 @@ as in its own script, they are put right. Read next: `write.py`, which writes th
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from openpi_train.data import image
 from openpi_train.data.source import BadRecord
 from openpi_train.data.zarr.store import ArrayInfo
-from openpi_train.data.zarr.write import Contents, write_store
+from openpi_train.data.zarr.write import Contents, read_across, write_store
 
 _VECTOR = "joint_action/vector"
 
@@ -44,17 +45,9 @@ def convert(
     sizes = {name: (int(ends[-1]), 3, *first.sizes[name]) for name in cameras}
     arrays = {name: ArrayInfo(shape, np.dtype(np.uint8), chunk_rows) for name, shape in sizes.items()}
 
-    def read(name: str, begin: int, end: int) -> np.ndarray:
-        pieces = []
-        for episode, last in zip(episodes, ends.tolist(), strict=True):
-            low, high = max(begin - (last - episode.rows), 0), min(end - (last - episode.rows), episode.rows)
-            if low < high:
-                pieces.append(episode.read(name, low, high))
-        return np.concatenate(pieces)
-
     contents = Contents(
         arrays={**arrays, "state": joints, "action": joints},
-        read=read,
+        read=functools.partial(read_across, episodes),
         episode_ends=ends.astype(np.int64),
         tasks=[(task, prompt)],
         task_ids=np.zeros(len(ends), np.int32),

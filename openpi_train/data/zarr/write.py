@@ -9,22 +9,22 @@ import dataclasses
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import google_crc32c
 import numpy as np
 
 from openpi_train.data import files, tables
+from openpi_train.data.progress import Progress
 from openpi_train.data.zarr.layout import TASK_ID, TASKS
 from openpi_train.data.zarr.store import EPISODE_ENDS, ArrayInfo, Store
+from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
-_PLAN, _JOURNAL = "plan.json", "journal.jsonl"
-_REPORT_S = 5.0
+_JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,28 @@ class Contents:
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@runtime_checkable
+class Part(Protocol):
+    """A part of an array: some of its rows, which begin with 0 here."""
+
+    rows: int
+
+    def read(self, name: str, first: int, end: int) -> np.ndarray:
+        """Rows first..end-1 of an array by name."""
+        ...
+
+
+def read_across(parts: Iterable[Part], name: str, first: int, end: int) -> np.ndarray:
+    """Rows first..end-1 of an array whose rows are those of all parts, one part after the other."""
+    pieces, begin = [], 0
+    for part in parts:
+        low, high = max(first - begin, 0), min(end - begin, part.rows)
+        if low < high:
+            pieces.append(part.read(name, low, high))
+        begin += part.rows
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def write_store(contents: Contents, out: Path) -> None:
     """Write the store `out`, continuing where an earlier attempt at the same was ended, and verify it by checksums.
 
@@ -58,8 +80,10 @@ def write_store(contents: Contents, out: Path) -> None:
     if out.exists():
         raise FileExistsError(f"{out} is there already: give another target, or remove it")
     work = out.with_name(f"{out.name}.unfinished")
-    with tables.explain_cache_errors(work, "--out"), tables.locked(work, f"writing {out.name}"):
-        _claim(work, contents)
+    with tables.explain_cache_errors(work, "--out"), locks.held(work / tables.LOCK, f"writing {out.name}"):
+        arrays = {name: [list(info.shape), info.dtype.str, info.chunk_rows] for name, info in contents.arrays.items()}
+        if files.claim(work, {**contents.identity, "arrays": arrays}):
+            logger.info("continuing %s", work)
         writer = _Writer(work, contents)
         writer.copy()
         _write_array(work, EPISODE_ENDS, _info(contents.episode_ends), [(0, contents.episode_ends)])
@@ -68,25 +92,9 @@ def write_store(contents: Contents, out: Path) -> None:
         for group in ("", "data", "meta"):
             files.write_json(work / group / ".zgroup", {"zarr_format": 2})
         writer.verify()
-        for name in (_PLAN, _JOURNAL, "lock"):
+        for name in (files.PLAN, _JOURNAL, tables.LOCK):
             (work / name).unlink()
         work.rename(out)
-
-
-def _claim(work: Path, contents: Contents) -> None:
-    """Make the folder, or continue in it. Raises ValueError where it is another store's."""
-    arrays = {name: [list(info.shape), info.dtype.str, info.chunk_rows] for name, info in contents.arrays.items()}
-    plan = json.loads(json.dumps({**contents.identity, "arrays": arrays}))
-    if not (work / _PLAN).is_file():
-        files.write_json(work / _PLAN, plan)
-        return
-    known = files.read_json(work / _PLAN)
-    differing = sorted(name for name in {*known, *plan} if known.get(name) != plan.get(name))
-    if differing:
-        raise ValueError(
-            f"{work} was begun with other {', '.join(differing)}: give the same again, or remove it to start anew"
-        )
-    logger.info("continuing %s", work)
 
 
 class _Writer:
@@ -97,12 +105,12 @@ class _Writer:
         task_id = ArrayInfo((rows,), np.dtype(np.int32), max(info.chunk_rows for info in contents.arrays.values()))
         self.work, self.contents = work, contents
         self.arrays = {**contents.arrays, TASK_ID: task_id}
-        self.total_bytes = sum(info.shape[0] * info.row_bytes for info in self.arrays.values())
+        self.total_mb = sum(info.shape[0] * info.row_bytes for info in self.arrays.values()) / 1e6
         self.done = self._read_journal()
 
     def copy(self) -> None:
         """Write what the journal does not have yet."""
-        progress = _Progress(f"writing {self.work.stem}", self.total_bytes)
+        progress = Progress(f"writing {self.work.stem}", self.total_mb, "MB")
         with (self.work / _JOURNAL).open("a", encoding="utf-8") as journal:
             journal.write("\n")  # behind a line that a kill cut short
             for name, info in self.arrays.items():
@@ -110,23 +118,23 @@ class _Writer:
 
     def verify(self) -> None:
         """Read all back. Raises ValueError naming rows that are not what was written."""
-        store, progress = Store(self.work), _Progress(f"verifying {self.work.stem}", self.total_bytes)
+        store, progress = Store(self.work), Progress(f"verifying {self.work.stem}", self.total_mb, "MB")
         for (name, first, end), crc in self.done.items():
             if _crc(store.read(f"data/{name}", slice(first, end))) != crc:
                 raise ValueError(
                     f"{self.work}: rows {first}..{end - 1} of data/{name} are not what was written there; check the "
                     "disk, remove the folder and start again"
                 )
-            progress.add((end - first) * self.arrays[name].row_bytes)
+            progress.add((end - first) * self.arrays[name].row_bytes / 1e6)
 
-    def _missing(self, name: str, progress: "_Progress") -> Iterator[tuple[int, np.ndarray]]:
+    def _missing(self, name: str, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
         info = self.arrays[name]
         for first, end in info.blocks():
             if (name, first, end) not in self.done:
                 values = np.ascontiguousarray(self._rows(name, first, end))
                 assert values.shape == (end - first, *info.shape[1:]) and values.dtype == info.dtype
                 yield first, values
-            progress.add((end - first) * info.row_bytes)
+            progress.add((end - first) * info.row_bytes / 1e6)
 
     def _rows(self, name: str, first: int, end: int) -> np.ndarray:
         if name != TASK_ID:
@@ -207,20 +215,3 @@ def _info(values: np.ndarray) -> ArrayInfo:
 
 def _crc(values: np.ndarray) -> int:
     return google_crc32c.value(values.tobytes())
-
-
-class _Progress:
-    """Says every few seconds how far something is."""
-
-    def __init__(self, what: str, total: int):
-        self.what, self.total, self.done = what, total, 0
-        self.started = self.said = time.monotonic()
-
-    def add(self, size: int) -> None:
-        """So much more is done."""
-        self.done += size
-        now = time.monotonic()
-        if now - self.said > _REPORT_S:
-            self.said = now
-            left_s = (now - self.started) / self.done * (self.total - self.done)
-            logger.info("%s: %.0f %%, about %.0f s left", self.what, 100 * self.done / self.total, left_s)

@@ -156,6 +156,16 @@ def test_a_fresh_index_is_used_again_and_a_changed_file_is_read_again(broken, ca
     assert caplog.text.count("index done") == 2
 
 
+def test_pictures_in_the_index_that_were_lost_or_copied_are_made_again(broken):
+    copy = broken("v30_image")
+    source = copy.open()
+    frames, paths = source.frames(np.arange(5), WRIST), list(source.stored.root.rglob("pictures/*.bin"))
+    assert paths
+    for harm in (paths[0].touch, paths[0].unlink):
+        harm()
+        np.testing.assert_array_equal(copy.open().frames(np.arange(5), WRIST), frames)
+
+
 def test_version_2_0_is_read_and_others_are_refused_with_what_to_do(broken):
     copy = broken("v21_video")
     (copy.root / "meta/episodes_stats.jsonl").unlink()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rlds_toy import toy_source, write_toy
 
-from openpi_train.data import tables
+from openpi_train.data import progress, tables
 from openpi_train.data.rlds import index as rlds_index
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.source import BadRecord
@@ -167,17 +167,32 @@ def test_file_that_ends_between_records_is_noticed_by_its_count(toy, tmp_path):
         toy_source(toy, tmp_path / "cache").open()
 
 
-def test_damaged_index_file_is_named(toy, tmp_path):
+def test_damaged_index_file_is_named_and_made_again(toy, tmp_path, scanned, caplog):
     source = toy_source(toy, tmp_path / "cache").open()
-    path = source.stored.root / source.stored.manifest["tables"] / "columns" / "action.npy"
-    flip(path, -1)
-    with pytest.raises(ValueError, match=rf"{path} is damaged .*; delete .* and start again"):
-        toy_source(toy, tmp_path / "cache").open()
-    path.unlink()
-    with pytest.raises(ValueError, match=rf"{path} is missing; delete"):
-        toy_source(toy, tmp_path / "cache").open()
-    shutil.rmtree(source.stored.root)
+    root, name = source.stored.root, source.stored.manifest["tables"]
+    part, actions = min(root.glob("parts/*")), np.array(source.columns["action"])
+    harms = {
+        f"{root / name / 'columns/action.npy'} is damaged": lambda: flip(root / name / "columns/action.npy", -1),
+        f"{root / name / 'prompts.json'} is missing": (root / name / "prompts.json").unlink,
+        "is damaged (KeyError('shards')": lambda: (root / "manifest.json").write_text(
+            f'{{"format": 1, "metadata_sha256": "{source.stored.manifest["metadata_sha256"]}"}}'
+        ),
+        "manifest.json cannot be read": lambda: (root / "manifest.json").write_text("{torn"),
+    }
+    scanned.clear()
+    for said, harm in harms.items():
+        caplog.clear()
+        harm()
+        again = toy_source(toy, tmp_path / "cache").open()
+        assert said in caplog.text
+        np.testing.assert_array_equal(again.columns["action"], actions)
+        assert again.fingerprint == source.fingerprint
+        assert toy_source(toy, tmp_path / "cache").is_ready()
+    assert scanned == []  # its parts were whole
+    flip(part, len(part.read_bytes()) // 2)
+    (root / "manifest.json").unlink()
     assert toy_source(toy, tmp_path / "cache").open().fingerprint == source.fingerprint
+    assert f"{part} is damaged" in caplog.text and len(scanned) == 1
 
 
 @pytest.mark.parametrize(
@@ -204,7 +219,7 @@ def test_cache_without_permission_says_so(toy, tmp_path):
 
 
 def test_progress_is_logged_while_building(toy, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(rlds_index, "_REPORT_S", 0.0)
+    monkeypatch.setattr(progress, "_REPORT_S", 0.0)
     with caplog.at_level(logging.INFO):
         toy_source(toy, tmp_path / "cache").open()
     assert "MB/s, about" in caplog.text

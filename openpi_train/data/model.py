@@ -1,0 +1,36 @@
+"""What robots' data ask of a model: the part of `models/base.py: PolicyConfig` that shapes its rows.
+
+A protocol, since models know data and not the other way. What each entry promises is said there.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.normalize import Form
+from openpi_train.data.rows import RowTransform
+from openpi_train.data.windows import WindowShape
+
+
+@runtime_checkable
+class RowModel(Protocol):
+    """A model of robots' actions, as its data see it."""
+
+    reads_text: ClassVar[bool]
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def window(self) -> WindowShape: ...
+    @property
+    def normalization(self) -> Form: ...
+    @property
+    def prompt_length(self) -> int | None: ...
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> Any: ...
+    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]: ...
+    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "RowModel": ...
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int: ...
+    def chunk_tokenizer(self, tokenizer: Any) -> FastTokenizer | None: ...
+    def with_text_length(self, length: int) -> "RowModel": ...
+    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Any: ...

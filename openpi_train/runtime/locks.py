@@ -1,0 +1,73 @@
+"""A file that one process at a time holds. Read next: `waiting.py`.
+
+The lock is the kernel's (`flock`): it goes when its holder ends, however that is, so that none is ever stale.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from openpi_train.runtime.waiting import Wait
+
+_POLL_S = 0.2
+
+
+def take(path: Path, purpose: str, *, limit_s: float = math.inf) -> int:
+    """Lock the file, making it and its folder where they are missing; returns it open, and closing it frees the lock.
+
+    While another process has it this waits, with a log line that names the holder and the `purpose`. Raises
+    TimeoutError naming the holder after `limit_s`, OSError where the file cannot be made or the disk has no locks.
+    """
+    wait = Wait(limit_s)
+    wait.reported = -math.inf  # the first line at once
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its holder has moved or removed the folder just now
+            file = _try(path)
+            if file is not None:
+                return file
+        if wait.is_over():
+            raise TimeoutError(f"{_holder(path)} has it, still after {limit_s:g} s")
+        wait.report(lambda: f"{purpose}: waiting for {_holder(path)},")
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def held(path: Path, purpose: str) -> Iterator[None]:
+    """Hold the file's lock in the block, however long it takes to get. Raises OSError as `take`."""
+    file = take(path, purpose)
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def _try(path: Path) -> int | None:
+    """Take the lock and say in the file who has it; None while another process does."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(file), path.stat())  # not moved aside between the two lines above
+    except OSError as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    if not is_there:
+        os.close(file)
+        return None
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, only its words are missing
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {platform.node()} (since {time.strftime('%F %T%z')})".encode())
+    return file
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    return "another process"
