@@ -7,8 +7,7 @@ import pytest
 from jobs import Slurm
 from runs.command import ROOT, losses, places, train
 
-from openpi_train.launch.slurm_script import SlurmJob, script
-from openpi_train.launch.spec import LaunchSpec
+from openpi_train.launch.slurm import Slurm, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 40
@@ -29,12 +28,14 @@ def play(actors):
 
     def submit(*parts: str, afterwards: int = 0, max_restarts: int = 20, sbatch: tuple[str, ...] = ()) -> str:
         program = ("bash", str(ROOT / "tests" / "slurm" / "actor.sh"))
-        run = LaunchSpec(arguments=parts, processes_per_host=2, hosts=("a", "b"), program=program)
-        job = SlurmJob(
-            run=run,
+        job = Slurm(
+            arguments=parts,
+            program=program,
+            nodes=2,
+            processes_per_node=2,
             job_name="play",
-            chdir=str(actors.folder),
-            output_dir=str(actors.folder),
+            folder=actors.folder,
+            output_dir=actors.folder,
             env=(f"AFTERWARDS={afterwards}",),
             max_restarts=max_restarts,
         )
