@@ -34,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The launcher's options and, after the first "--", what every process is to run."""
-    if "--" not in argv:
-        return list(argv), ()
-    at = list(argv).index("--")
+    at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), tuple(argv[at + 1 :])
 
 

@@ -244,8 +244,8 @@ def _labels(spec: Kubernetes) -> Json:
     return {"app.kubernetes.io/name": "openpi-train", "app.kubernetes.io/instance": spec.name}
 
 
-def _exit_codes(codes: list[int]) -> Json:
-    return {"containerName": _CONTAINER, "operator": "In", "values": list(codes)}
+def _exit_codes(numbers: list[int]) -> Json:
+    return {"containerName": _CONTAINER, "operator": "In", "values": list(numbers)}
 
 
 def _check_arguments(arguments: tuple[str, ...]) -> None:

@@ -4,12 +4,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from openpi_train.fields import at_least
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,17 @@ class Wait:
         if now - self.reported >= REPORT_EVERY_S:
             self.reported = now
             logger.info("%s since %.0f s, limit %.0f s", what(), now - self.start, self.timeout_s)
+
+    def until_it_works(self, attempt: Callable[[], Result], what: Callable[[], str], pause_s: float) -> Result:
+        """What `attempt` returns once it raises no OSError; the last one is raised when the time is over."""
+        while True:
+            try:
+                return attempt()
+            except OSError:
+                if self.is_over():
+                    raise
+            self.report(what)
+            time.sleep(pause_s)
 
     def remaining_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self.start))

@@ -276,7 +276,9 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
     out = tmp_path / "run.yaml"
     assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
     assert not (tmp_path / "applied").exists()
-    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, "kubectl's own exit code"
+    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
+        "kubectl's own exit code"
+    )
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     assert (tmp_path / "applied").read_text() == out.read_text()
     assert capfd.readouterr().out == ""

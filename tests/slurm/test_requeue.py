@@ -7,7 +7,7 @@ import pytest
 from jobs import Slurm
 from runs.command import ROOT, losses, places, train
 
-from openpi_train.launch.slurm import Slurm, script
+from openpi_train.launch import slurm as slurm_form
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 40
@@ -28,7 +28,7 @@ def play(actors):
 
     def submit(*parts: str, afterwards: int = 0, max_restarts: int = 20, sbatch: tuple[str, ...] = ()) -> str:
         program = ("bash", str(ROOT / "tests" / "slurm" / "actor.sh"))
-        job = Slurm(
+        job = slurm_form.Slurm(
             arguments=parts,
             program=program,
             nodes=2,
@@ -39,7 +39,7 @@ def play(actors):
             env=(f"AFTERWARDS={afterwards}",),
             max_restarts=max_restarts,
         )
-        (actors.folder / "play.sh").write_text(script(job))
+        (actors.folder / "play.sh").write_text(slurm_form.script(job))
         return actors.run("sbatch", "--parsable", *sbatch, actors.folder / "play.sh")
 
     return submit
