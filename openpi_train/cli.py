@@ -154,7 +154,7 @@ def data(argv: Sequence[str]) -> int:
 
 def launch(argv: Sequence[str]) -> int:
     """`launch local|manual`: start the processes of a run."""
-    from openpi_train.launch.command import main
+    from openpi_train.launch.forms import main
 
     return main(list(argv))
 

@@ -19,26 +19,26 @@ from pathlib import Path
 # Also from a checkout that is not installed, like `python -m` from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from openpi_train.launch import command
-from openpi_train.launch.slurm import in_step, resumed
-from openpi_train.launch.slurm_script import RANK_VARIABLES
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand
+from openpi_train.launch import forms
+from openpi_train.launch.slurm import RANK_VARIABLES, resumed
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand, cpu_devices
+from openpi_train.runtime.world import in_slurm_step
 
 # What the guide of the older tool starts where it names no experiment; `launch_multi_node.sh` has the same.
 _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
 
 def main(argv: list[str]) -> int:
-    options, arguments = command.split_arguments(argv)
+    options, arguments = forms.split_arguments(argv)
     given = _parser().parse_args(options)
     try:
         if given.mode == "create_slurm":
-            return command.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
+            return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":
             return _inside_slurm(given, arguments)
         if given.rank is not None:
             return _one_process(given, arguments)
-        return command.main([*_launch(given), "--", *arguments])
+        return forms.main([*_launch(given), "--", *arguments])
     except LaunchError as error:
         sys.stderr.write(f"run_distributed: {error}\n")
         return 2
@@ -104,13 +104,11 @@ def _inside_slurm(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
     if "SLURM_JOB_ID" not in os.environ:
         raise LaunchError("this is no Slurm job: use sbatch or salloc first, or --mode create_slurm to write a job")
     program = [sys.executable, "-m", "openpi_train", *resumed(arguments or _DEFAULT_RUN)]
-    if not in_step(os.environ):
+    if not in_slurm_step(os.environ):
         counts = {"--ntasks": given.world_size, "--ntasks-per-node": given.gpus_per_node}
         words = [word for name, value in counts.items() if value for word in (name, str(value))]
         program = ["srun", "--kill-on-bad-exit=1", "--label", *words, *program]
-    devices = given.devices_per_process
-    cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}
-    command = ProcessCommand("", tuple(program), cpu)
+    command = ProcessCommand(tuple(program), cpu_devices(given.devices_per_process or None))
     if given.dry_run:
         print(command.line())
         return 0
@@ -132,13 +130,12 @@ def _one_process(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
         "NODE_RANK": given.node_rank,
         "MASTER_ADDR": given.master_addr or "127.0.0.1",
         "MASTER_PORT": given.master_port or DEFAULT_PORT,
-        "JAX_PLATFORMS": "cpu" if given.devices_per_process else None,
-        "JAX_NUM_CPU_DEVICES": given.devices_per_process,
     }
     if given.world_size is None or not arguments:
         raise LaunchError("--rank needs --world-size, and after -- the experiment: `-- pi0_bridge_traj --exp-name x`")
     env = {name: str(value) for name, value in variables.items() if value is not None}
-    command = ProcessCommand("", (sys.executable, "-m", "openpi_train", *arguments), env)
+    env |= cpu_devices(given.devices_per_process or None)
+    command = ProcessCommand((sys.executable, "-m", "openpi_train", *arguments), env)
     if given.dry_run:
         print(command.line())
         return 0

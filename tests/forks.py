@@ -262,7 +262,7 @@ def main(channel: socket.socket) -> None:
     _own.update(os.environ)
     import tyro  # noqa: F401
 
-    import openpi_train.launch.command
+    import openpi_train.launch.forms
     import openpi_train.registry
     import openpi_train.training.prepare
     import openpi_train.training.start  # noqa: F401

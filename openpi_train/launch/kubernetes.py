@@ -14,42 +14,60 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, check_variable
+from openpi_train.launch import codes
+from openpi_train.launch.options import Launch, option
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, check_arguments, check_port, check_variable
 from openpi_train.launch.yaml import dump_all
 
 Json = dict[str, Any]
 
 _CONTAINER = "train"
 _REPLICATED_JOB = "hosts"
-_GIVE_UP = [2, 3, 4, 5, 6]  # usage, data, checkpoint, numbers, batch: the same would happen again
-_GO_ON = [70, 75]  # a peer was lost, or stopped on request after a good save
+_GIVE_UP = [codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.NUMBERS, codes.INDIVISIBLE]  # the same would happen again
+_GO_ON = [codes.PEER_LOST, codes.PREEMPTED]
 # Distinguishes jobs, and in a JobSet also attempts: every Job has a uid of its own.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KubernetesSpec:
-    """A run as Kubernetes is asked for it."""
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
-    name: str
-    image: str
-    arguments: tuple[str, ...]
-    """What follows `python -m openpi_train` in every pod."""
-    num_nodes: int
-    gpus_per_node: int
-    form: str = "job"
-    namespace: str | None = None
-    port: int = DEFAULT_PORT
-    claims: tuple[tuple[str, str], ...] = ()
-    """Persistent volume claims and where they are mounted."""
-    cpus: str | None = None
-    memory: str | None = None
-    env: tuple[tuple[str, str], ...] = ()
-    node_selector: tuple[tuple[str, str], ...] = ()
-    service_account: str | None = None
-    shared_memory_gib: int = 16
-    max_restarts: int = 10
-    grace_s: int = 120
+
+def _claim(text: str) -> tuple[str, str]:
+    name, _, path = text.partition(":")
+    if not name or not path.startswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:/MOUNT, a claim and an absolute path")
+    return name, path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kubernetes(Launch):
+    """A manifest for Kubernetes: an Indexed Job or a JobSet."""
+
+    name: str = option("name of the job, its service and its pods")
+    image: str = option("container image with openpi_train installed")
+    num_nodes: int = option("number of hosts: one pod and process on each", flags=["--nodes"], metavar="NODES")
+    gpus_per_node: int = option("GPUs of each pod; 0 trains on processors")
+    form: str = option("jobset needs its controller (%(default)s)", "job", choices=("job", "jobset"))
+    namespace: str | None = option("(default: that of kubectl)", None)
+    port: int = option("coordinator's port; it and the next (%(default)s)", DEFAULT_PORT)
+    claims: tuple[tuple[str, str], ...] = option(
+        "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
+    )
+    cpus: str | None = option('processors of each pod, as Kubernetes writes them: "32"', None)
+    memory: str | None = option('memory of each pod, with its /dev/shm: "256Gi"', None)
+    env: tuple[tuple[str, str], ...] = option("set in every pod", (), type=_pair, metavar="NAME=VALUE")
+    node_selector: tuple[tuple[str, str], ...] = option(None, (), type=_pair, metavar="KEY=VALUE")
+    service_account: str | None = option("(default: the namespace's; none is needed)", None)
+    shared_memory_gib: int = option("size of /dev/shm (%(default)s)", 16)
+    max_restarts: int = option("after failures that may pass (%(default)s)", 10)
+    grace_s: int = option("time to save after SIGTERM (%(default)s s)", 120)
+    out: Path | None = option("file to write (default: the terminal)", None)
+    apply: bool = option("hand the manifest to `kubectl apply`", False)
+    dry_run: bool = option("only write the manifest, also with --apply", False)
 
     def __post_init__(self):
         # The last part of a pod's host name is its index, and a name of DNS has 63 letters.
@@ -61,8 +79,7 @@ class KubernetesSpec:
             )
         if self.num_nodes < 1 or self.gpus_per_node < 0 or self.max_restarts < 0 or self.grace_s < 1:
             raise LaunchError("--nodes and --grace-s must be at least 1, --gpus-per-node and --max-restarts at least 0")
-        if not 1 <= self.port <= 65534:
-            raise LaunchError(f"--port {self.port} is not from 1 to 65534")
+        check_port(self.port, "--port")
         for variable, _ in self.env:
             check_variable(variable)
         if self.memory is not None and not re.fullmatch(r"[1-9]\d*[KMGTP]i?", self.memory):
@@ -77,13 +94,30 @@ class KubernetesSpec:
         job = self.name if self.form == "job" else f"{self.name}-{_REPLICATED_JOB}-0"
         return f"{job}-{index}"
 
+    def launch(self) -> int:
+        """Write the manifest, apply it if asked to, and return the exit code."""
+        text = dump_all(manifest(self))
+        if not self.claims:
+            sys.stderr.write("launch: no --pvc: what a pod writes, checkpoints too, is lost with the pod\n")
+        if self.out:
+            self.out.write_text(text, encoding="utf-8")
+        if not self.apply or self.dry_run:
+            sys.stdout.write("" if self.out else text)
+            return 0
+        try:
+            return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
+        except FileNotFoundError:
+            raise LaunchError(
+                "--apply: there is no kubectl here; write the manifest with --out FILE and apply it"
+            ) from None
 
-def manifest(spec: KubernetesSpec) -> list[Json]:
+
+def manifest(spec: Kubernetes) -> list[Json]:
     """The objects to create, in order."""
     return [_service(spec), _job(spec)] if spec.form == "job" else [_jobset(spec)]
 
 
-def _job(spec: KubernetesSpec) -> Json:
+def _job(spec: Kubernetes) -> Json:
     """Pods that fail are replaced one by one. 70 and 75, and evictions, do not count towards --max-restarts."""
     ignored = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -97,7 +131,7 @@ def _job(spec: KubernetesSpec) -> Json:
     }
 
 
-def _jobset(spec: KubernetesSpec) -> Json:
+def _jobset(spec: Kubernetes) -> Json:
     """All pods are replaced together, as soon as one fails in a way that another attempt may mend."""
     give_up = {"name": "giveUp", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
@@ -118,7 +152,7 @@ def _jobset(spec: KubernetesSpec) -> Json:
     }
 
 
-def _service(spec: KubernetesSpec) -> Json:
+def _service(spec: Kubernetes) -> Json:
     """Gives the pods names; also before they are ready, since they are ready only when they have met."""
     return {
         "apiVersion": "v1",
@@ -136,7 +170,7 @@ def _service(spec: KubernetesSpec) -> Json:
     }
 
 
-def _job_spec(spec: KubernetesSpec, *, backoff_limit: int, further_rules: list[Json]) -> Json:
+def _job_spec(spec: Kubernetes, *, backoff_limit: int, further_rules: list[Json]) -> Json:
     give_up = {"action": "FailJob", "onExitCodes": _exit_codes(_GIVE_UP)}
     return {
         "completionMode": "Indexed",
@@ -148,7 +182,7 @@ def _job_spec(spec: KubernetesSpec, *, backoff_limit: int, further_rules: list[J
     }
 
 
-def _pod_spec(spec: KubernetesSpec) -> Json:
+def _pod_spec(spec: Kubernetes) -> Json:
     claims = [(f"claim-{number}", name, path) for number, (name, path) in enumerate(spec.claims)]
     memory = {"medium": "Memory", "sizeLimit": f"{spec.shared_memory_gib}Gi"}
     optional = {"serviceAccountName": spec.service_account, "nodeSelector": dict(spec.node_selector)}
@@ -179,7 +213,7 @@ def _pod_spec(spec: KubernetesSpec) -> Json:
     }
 
 
-def _environment(spec: KubernetesSpec) -> list[Json]:
+def _environment(spec: Kubernetes) -> list[Json]:
     variables = {
         "OPENPI_TRAIN_NUM_PROCESSES": str(spec.num_nodes),
         "OPENPI_TRAIN_COORDINATOR": f"{spec.pod_name(0)}.{spec.name}:{spec.port}",
@@ -192,7 +226,7 @@ def _environment(spec: KubernetesSpec) -> list[Json]:
     return [token, *({"name": name, "value": value} for name, value in variables.items())]
 
 
-def _resources(spec: KubernetesSpec) -> Json:
+def _resources(spec: Kubernetes) -> Json:
     """Memory is limited to what is asked for; processor time is not, since data workers can use idle cores."""
     requests = {name: value for name, value in (("cpu", spec.cpus), ("memory", spec.memory)) if value}
     limits = {"memory": spec.memory} if spec.memory else {}
@@ -201,106 +235,23 @@ def _resources(spec: KubernetesSpec) -> Json:
     return {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
 
 
-def _metadata(spec: KubernetesSpec) -> Json:
+def _metadata(spec: Kubernetes) -> Json:
     namespace = {"namespace": spec.namespace} if spec.namespace else {}
     return {"name": spec.name, **namespace, "labels": _labels(spec)}
 
 
-def _labels(spec: KubernetesSpec) -> Json:
+def _labels(spec: Kubernetes) -> Json:
     return {"app.kubernetes.io/name": "openpi-train", "app.kubernetes.io/instance": spec.name}
 
 
-def _exit_codes(codes: list[int]) -> Json:
-    return {"containerName": _CONTAINER, "operator": "In", "values": list(codes)}
+def _exit_codes(numbers: list[int]) -> Json:
+    return {"containerName": _CONTAINER, "operator": "In", "values": list(numbers)}
 
 
 def _check_arguments(arguments: tuple[str, ...]) -> None:
     flags = {argument.partition("=")[0] for argument in arguments}
-    if not arguments:
-        raise LaunchError(
-            "nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x --resume`"
-        )
+    check_arguments(arguments)
     if "--overwrite" in flags:
         raise LaunchError("--overwrite: a pod that is restarted would move its own run aside; give --resume instead")
     if "--exp-name" in flags and "--resume" not in flags:
         raise LaunchError("pods are restarted: add --resume after the experiment, which also starts a run that is new")
-
-
-def add_parser(forms: Any) -> None:
-    """Add this form to the `launch` verb's."""
-    parser = forms.add_parser("kubernetes", help="a manifest for Kubernetes: an Indexed Job or a JobSet")
-    parser.add_argument("--name", required=True, help="name of the job, its service and its pods")
-    parser.add_argument("--image", required=True, help="container image with openpi_train installed")
-    parser.add_argument("--nodes", type=int, required=True, help="number of hosts: one pod and process on each")
-    parser.add_argument("--gpus-per-node", type=int, required=True, help="GPUs of each pod; 0 trains on processors")
-    parser.add_argument(
-        "--form", choices=("job", "jobset"), default="job", help="jobset needs its controller (%(default)s)"
-    )
-    parser.add_argument("--namespace", help="(default: that of kubectl)")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="coordinator's port; it and the next (%(default)s)"
-    )
-    parser.add_argument("--pvc", type=_claim, action="append", default=[], metavar="NAME:/MOUNT", help="volume claim")
-    parser.add_argument("--cpus", help='processors of each pod, as Kubernetes writes them: "32"')
-    parser.add_argument("--memory", help='memory of each pod, with its /dev/shm: "256Gi"')
-    parser.add_argument("--env", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="set in every pod")
-    parser.add_argument("--node-selector", type=_pair, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--service-account", help="(default: the namespace's; none is needed)")
-    parser.add_argument("--shared-memory-gib", type=int, default=16, help="size of /dev/shm (%(default)s)")
-    parser.add_argument("--max-restarts", type=int, default=10, help="after failures that may pass (%(default)s)")
-    parser.add_argument("--grace-s", type=int, default=120, help="time to save after SIGTERM (%(default)s s)")
-    parser.add_argument("--out", type=Path, help="file to write (default: the terminal)")
-    parser.add_argument("--apply", action="store_true", help="hand the manifest to `kubectl apply`")
-    parser.add_argument("--dry-run", action="store_true", help="only write the manifest, also with --apply")
-    parser.set_defaults(launch=launch)
-
-
-def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
-    """Write the manifest, apply it if asked to, and return the exit code."""
-    spec = KubernetesSpec(
-        name=given.name,
-        image=given.image,
-        arguments=arguments,
-        num_nodes=given.nodes,
-        gpus_per_node=given.gpus_per_node,
-        form=given.form,
-        namespace=given.namespace,
-        port=given.port,
-        claims=tuple(given.pvc),
-        cpus=given.cpus,
-        memory=given.memory,
-        env=tuple(given.env),
-        node_selector=tuple(given.node_selector),
-        service_account=given.service_account,
-        shared_memory_gib=given.shared_memory_gib,
-        max_restarts=given.max_restarts,
-        grace_s=given.grace_s,
-    )
-    text = dump_all(manifest(spec))
-    if not spec.claims:
-        sys.stderr.write("launch: no --pvc: what a pod writes, checkpoints too, is lost with the pod\n")
-    if given.out:
-        given.out.write_text(text, encoding="utf-8")
-    if not given.apply or given.dry_run:
-        sys.stdout.write("" if given.out else text)
-        return 0
-    try:
-        return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
-    except FileNotFoundError:
-        raise LaunchError(
-            "--apply: there is no kubectl here; write the manifest with --out FILE and apply it"
-        ) from None
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
-def _claim(text: str) -> tuple[str, str]:
-    name, _, path = text.partition(":")
-    if not name or not path.startswith("/"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:/MOUNT, a claim and an absolute path")
-    return name, path

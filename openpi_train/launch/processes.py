@@ -4,10 +4,8 @@ On the terminal: process 0 as it is, of the others only what they write to stder
 process also has a file with all of its output. The first failure ends all, and its error is the last thing shown.
 """
 
-import argparse
 import dataclasses
 import errno
-import math
 import os
 import random
 import signal
@@ -21,23 +19,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from openpi_train.launch import codes
 from openpi_train.launch.child import Child, Started
 from openpi_train.launch.spec import DEFAULT_PORT, ProcessCommand
 from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 # Codes that a process ends with because another one did: never the root cause if there is a different one.
-_FOLLOWS_FROM_ANOTHER = (70, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
-_PREEMPTED = 75  # stopped on request after a good save; the others are saving too
+_FOLLOWS_FROM_ANOTHER = (codes.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
 _HIDDEN = b"[Gloo] Rank "  # gloo greets every new group of processes on stdout
-_INDIVISIBLE = 6  # the batch does not divide over so many devices; over fewer it may
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_showing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """How a start of the run ended, as seen from here."""
 
     code: int
@@ -50,19 +48,14 @@ class Outcome:
     status: Status = NOTHING
     """What process 0 told of itself."""
 
-    @property
-    def indivisible(self) -> bool:
-        """The batch does not divide over so many devices."""
-        return self.code == _INDIVISIBLE
 
-
-class Record:
+class ProcessRecord:
     """What the launcher knows of one process, wherever it runs.
 
     Its output lies in `path`; `code` is there once it has ended; `status` is what it last told of itself.
     """
 
-    def __init__(self, rank: int, log_dir: Path, screen: "Screen", host: str = ""):
+    def __init__(self, rank: int, log_dir: Path, host: str = ""):
         self.rank, self.host = rank, host
         self.who = f"process {rank} on {host}" if host else f"process {rank}"
         self.prefix = f"[{host}:{rank}]" if host else f"[{rank}]"
@@ -72,7 +65,6 @@ class Record:
         self.ended_at = float("inf")
         self.lost = False
         self.status = NOTHING
-        self._screen = screen
         self._log = self.path.open("wb", buffering=0)
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
@@ -86,7 +78,7 @@ class Record:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]
         if (is_error or self.rank == 0) and not line.startswith(_HIDDEN):
-            self._screen.show(self.prefix, line)
+            show_line(self.prefix, line)
 
     def end(self, code: int) -> None:
         """The process has ended, or is given up as lost; the first word counts."""
@@ -106,18 +98,6 @@ class Record:
             self._log.close()
 
 
-class Screen:
-    """The terminal: whole lines of several processes, never mixed."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-
-    def show(self, prefix: str, line: bytes) -> None:
-        """Print one line of a process."""
-        with self._lock:
-            tell(f"{prefix} {line.decode(errors='replace').rstrip()}", sys.stdout)
-
-
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Write a line to the terminal (stderr). One that is gone, or a full disk behind it, stops nobody who trains."""
     screen: TextIO = sys.stderr if stream is None else stream
@@ -130,55 +110,30 @@ def tell(text: str, stream: TextIO | None = None) -> None:
                 os.dup2(nowhere.fileno(), screen.fileno())
 
 
+def show_line(prefix: str, line: bytes) -> None:
+    """Print a line of a process; those of several are never mixed."""
+    with _showing:
+        tell(_prefixed(prefix, line), sys.stdout)
+
+
+def _prefixed(prefix: str, line: bytes) -> str:
+    return f"{prefix} {line.decode(errors='replace').rstrip()}"
+
+
 def stop_signals() -> list[signal.Signals]:
     """What a launcher takes as a request to stop. SIGHUP, which a closed terminal sends, not under `nohup`."""
     return [one for one in _STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every form that starts processes on this machine."""
-    devices = "make so many CPU devices in each process, use no GPU"
-    parser.add_argument("--devices-per-process", type=at_least(1), help=devices)
-    parser.add_argument("--dry-run", action="store_true", help="print the processes' command lines, start nothing")
-    parser.add_argument("--log-dir", type=Path, help="folder for the processes' output (default: a temporary one)")
-    grace = "time to end after another failed (%(default)s s)"
-    parser.add_argument("--grace-s", type=seconds, default=15.0, help=grace)
-
-
-def add_per_node_options(parser: argparse.ArgumentParser) -> None:
-    """How many processes each of several hosts has."""
-    count = parser.add_mutually_exclusive_group(required=True)
-    count.add_argument("--gpus-per-node", type=at_least(1), help="one process for each of so many GPUs per host")
-    count.add_argument("--processes-per-node", type=at_least(1), help="processes per host; they share its GPUs equally")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """What reads the number of an option that counts something; it does so itself, as this needs no tyro."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-        return int(text)
-
-    return number
-
-
-def seconds(text: str) -> float:
-    """The seconds of an option."""
+@contextmanager
+def stop_signals_to(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have requests to stop handled so in here."""
+    previous = {signum: signal.signal(signum, handler) for signum in stop_signals()}
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
-
-
-def start(share: Sequence[ProcessCommand], *, dry_run: bool, log_dir: Path | None, grace_s: float) -> int:
-    """Start this machine's `share` of a run, or with `dry_run` only print it; returns the exit code."""
-    if dry_run:
-        return show(share)
-    return run(share, announced(len(share), log_dir), grace_s).code
+        yield
+    finally:
+        for signum, before in previous.items():
+            signal.signal(signum, before)
 
 
 def show(share: Sequence[ProcessCommand]) -> int:
@@ -197,16 +152,15 @@ def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path
     return log_dir
 
 
-def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> Outcome:
+def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> LaunchOutcome:
     """Run all commands on this machine to the end of the run, as `oversee` does."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    screen = Screen()
-    records = [Record(command.rank, log_dir, screen) for command in commands]
+    records = [ProcessRecord(command.rank, log_dir) for command in commands]
     children = (_child(command, record) for command, record in zip(commands, records, strict=True))
     return oversee(children, records, grace_s)
 
 
-def _child(command: ProcessCommand, record: Record) -> Child:
+def _child(command: ProcessCommand, record: ProcessRecord) -> Child:
     """The process, whose record ends with its last status."""
     file = record.path.with_suffix(".status.json")
     file.unlink(missing_ok=True)  # of an earlier run with the same --log-dir
@@ -218,7 +172,7 @@ def _child(command: ProcessCommand, record: Record) -> Child:
     return Child(command.argv, {**command.env, VARIABLE: str(file)}, record.take, end)
 
 
-def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float) -> Outcome:
+def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s: float) -> LaunchOutcome:
     """Start what `start` yields, wait until all `records` have ended, and return how: code 0, or that of the first
     failure.
 
@@ -237,7 +191,7 @@ def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float)
         for closed in (*started, *records):
             closed.close()
     code, reason = _report(records)
-    return Outcome(
+    return LaunchOutcome(
         code=code,
         reason=reason,
         asked=bool(received),
@@ -246,7 +200,7 @@ def oversee(start: Iterable[Started], records: Sequence[Record], grace_s: float)
     )
 
 
-def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s: float) -> None:
+def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], grace_s: float) -> None:
     """Return when all have ended; from the first failure on, make them.
 
     They first get a moment to notice by themselves: a process that is told to stop after a peer has died waits for
@@ -255,7 +209,7 @@ def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s
     failed_at, asked, killed = None, False, False
     while any(record.code is None for record in records):
         time.sleep(0.05)
-        if not any(record.code not in (None, 0, _PREEMPTED) for record in records):
+        if not any(record.code not in (None, 0, codes.PREEMPTED) for record in records):
             continue
         failed_at = failed_at or time.monotonic()
         since_s = time.monotonic() - failed_at
@@ -267,21 +221,21 @@ def _wait_for_end(records: Sequence[Record], started: Sequence[Started], grace_s
             _send(started, signal.SIGKILL)
 
 
-def _report(records: Sequence[Record]) -> tuple[int, str]:
+def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
     """Show the root cause last, and return the exit code of the run and the cause in words."""
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
         return 0, "done"
-    failed = [record for record in ended if record.code != _PREEMPTED] or ended
+    failed = [record for record in ended if record.code != codes.PREEMPTED] or ended
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
     assert culprit.code is not None
-    if culprit.code == _PREEMPTED:
+    if culprit.code == codes.PREEMPTED:
         tell("stopped on request, with all saved that there was to save: continue with the same command and --resume")
         return culprit.code, "it was asked to stop, and saved"
     for line in culprit.errors:
-        tell(f"{culprit.prefix} {line.decode(errors='replace').rstrip()}")
+        tell(_prefixed(culprit.prefix, line))
     names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
     reason = f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}"
     tell(f"{reason}: see {culprit.path}")
@@ -298,12 +252,8 @@ def forwarded_signals(started: Sequence[Started]) -> Iterator[list[int]]:
         passed_on = signal.SIGTERM if signum == signal.SIGHUP else signum
         _send(started, passed_on if len(received) == 1 else signal.SIGKILL)
 
-    previous = {signum: signal.signal(signum, forward) for signum in stop_signals()}
-    try:
+    with stop_signals_to(forward):
         yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
 
 
 def _send(started: Sequence[Started], signum: int) -> None:

@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from openpi_train.launch import codes
 from openpi_train.launch.child import Child
 from openpi_train.launch.processes import forwarded_signals
-from openpi_train.launch.spec import LaunchSpec, commands
+from openpi_train.launch.spec import LaunchSpec, share_of
 from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 MARK = b"\x1e"  # the separator of RFC 7464 for JSON texts in a stream
@@ -44,8 +45,7 @@ class Share:
         self._lock = threading.Lock()
         self.children = [
             self._start(command.rank, command.argv, {**job["env"], **command.env})
-            for command in commands(LaunchSpec(**job["spec"]))
-            if command.env["NODE_RANK"] == str(job["node"])
+            for command in share_of(LaunchSpec(**job["spec"]), job["node"])
         ]
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ def main() -> int:
     """Run the share that the first line of stdin describes; 0 unless there is none: the processes' codes are told."""
     first = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]
     if not first.endswith(b"\n"):
-        return 2
+        return codes.USAGE
     with tempfile.TemporaryDirectory(prefix="openpi_train_", ignore_cleanup_errors=True) as folder:
         share = Share(json.loads(first), Path(folder))
         with forwarded_signals(share.children):

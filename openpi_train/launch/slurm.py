@@ -1,109 +1,139 @@
-"""`launch slurm`: write an sbatch file for a run, and submit it if asked. Read next: `slurm_script.py`, its text.
+"""`launch slurm`: write an sbatch file for a run, and submit it if asked. Read next: `../runtime/world.py`.
 
-Inside the job nothing is given: every task learns from Slurm who it is.
+Inside the job nothing is given: Slurm says to every task who it is. So the file only starts one task per process,
+passes on a request to stop, and has the job requeued when starting again would help.
 """
 
-import argparse
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from openpi_train.launch.slurm_script import SlurmJob, script
-from openpi_train.launch.spec import LaunchError, LaunchSpec
+from openpi_train.launch.options import Launch, at_least, option
+from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices
 
+# What other ways to start a run leave in a shell; a process would believe them and not Slurm.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MOST_SIGNAL_S = 65535  # Slurm's own
+_CONTAINER_RUNTIMES = ("pyxis", "apptainer")
 _OWN_FOLDER = "slurm_scripts"
-_INTERACTIVE_STEP = "4294967290"  # the shell that salloc may open on the first node, a step of one task
 
 
-def add_parser(forms: Any) -> None:
-    """Add this form to the `launch` verb's."""
-    parser = forms.add_parser("slurm", help="write an sbatch file that starts, requeues and continues the run")
-    parser.add_argument("--nodes", "--num-nodes", type=int, default=1, help="number of hosts (%(default)s)")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs of each host")
-    parser.add_argument("--processes-per-node", type=int, help="processes per host (default: one for each GPU)")
-    parser.add_argument("--devices-per-process", type=int, help="make so many CPU devices in each process, use no GPU")
-    parser.add_argument("--job-name", help="default: the experiment's name")
-    parser.add_argument("--cpus-per-task", type=int, help="CPU cores of each process")
-    parser.add_argument("--memory", help="of each host, as Slurm writes it: 200G")
-    parser.add_argument("--time-limit", help="as Slurm writes it: 24:00:00, or 2-0 for two days")
-    parser.add_argument("--partition")
-    parser.add_argument("--account")
-    parser.add_argument("--qos")
-    parser.add_argument("--output-dir", type=Path, default=Path(_OWN_FOLDER), help="for file and output (%(default)s)")
-    parser.add_argument("--file", type=Path, help="the file to write (default: <output dir>/<job name>.sh)")
-    parser.add_argument(
-        "--venv", type=Path, help="virtual environment to activate (default: the Python that runs this)"
-    )
-    parser.add_argument("--container", metavar="IMAGE", help="run in this image, whose `python` has the package")
-    parser.add_argument("--container-runtime", choices=["pyxis", "apptainer"], default="pyxis")
-    parser.add_argument(
-        "--container-mount", action="append", default=[], metavar="SOURCE:TARGET", help="may be repeated"
-    )
-    parser.add_argument("--sbatch-arg", action="append", default=[], help="may be repeated: --sbatch-arg=--exclusive")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
-    parser.add_argument("--max-restarts", type=int, default=20, help="requeue so often (%(default)s); 0: never")
-    parser.add_argument(
-        "--stop-before-s", type=int, default=120, help="save and stop so long before the time limit (%(default)s s)"
-    )
-    parser.add_argument("--submit", action="store_true", help="submit the file and print the job's id")
-    parser.add_argument("--dry-run", action="store_true", help="print the file, write and submit nothing")
-    parser.set_defaults(launch=launch)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slurm(Launch):
+    """Write an sbatch file that starts, requeues and continues the run.
 
-
-def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
-    """Write the file, say where it is, and with --submit give it to Slurm."""
-    job = described(given, arguments, Path.cwd())
-    if given.dry_run:
-        print(script(job), end="")
-        return 0
-    file = Path(os.path.abspath(given.file or Path(job.output_dir) / f"{job.job_name}.sh"))
-    Path(job.output_dir).mkdir(parents=True, exist_ok=True)
-    _write(file, script(job))
-    if not given.submit:
-        print(f"written: {file}\nsubmit it: sbatch {file}")
-        return 0
-    number = _submit(file)
-    print(f"written: {file}\nsubmitted: job {number}, output {job.output_dir}/{job.job_name}_{number}.out")
-    return 0
-
-
-def described(given: argparse.Namespace, arguments: tuple[str, ...], folder: Path) -> SlurmJob:
-    """The job that the options describe, to be run in `folder`.
-
-    Raises:
-        LaunchError: the options contradict each other, or --venv is none.
+    What is None is left to the cluster.
     """
-    if given.nodes < 1:
-        raise LaunchError(f"--nodes {given.nodes}: there must be at least one")
-    per_node = given.processes_per_node or given.gpus_per_node
-    if not per_node:
-        raise LaunchError("say what each node runs: --gpus-per-node 4 (a process for each), or --processes-per-node 1")
-    inside = given.venv or given.container
-    run = LaunchSpec(
-        arguments=resumed(arguments),
-        processes_per_host=per_node,
-        hosts=tuple(f"node {node}" for node in range(given.nodes)),
-        devices_per_process=given.devices_per_process,
-        program=("python" if inside else sys.executable, "-m", "openpi_train"),
+
+    nodes: int = option("number of hosts (%(default)s)", 1, flags=("--nodes", "--num-nodes"))
+    gpus_per_node: int | None = option("GPUs of each host", None)
+    processes_per_node: int | None = option("processes per host (default: one for each GPU)", None, type=at_least(1))
+    devices_per_process: int | None = option(
+        "make so many CPU devices in each process, use no GPU", None, type=at_least(1)
     )
-    options: dict[str, Any] = {field.name: getattr(given, field.name, None) for field in dataclasses.fields(SlurmJob)}
-    for name in ("container_mount", "sbatch_arg", "env"):
-        options[name] = tuple(options[name])
-    options |= {
-        "run": run,
-        "job_name": given.job_name or re.sub(r"[^\w.-]+", "-", arguments[0]),
-        "chdir": str(folder.absolute()),
-        "output_dir": os.path.abspath(folder / given.output_dir),
-        "venv": _environment_folder(given.venv, folder),
-    }
-    return SlurmJob(**options)
+    job_name: str | None = option("default: the experiment's name", None)
+    cpus_per_task: int | None = option("CPU cores of each process", None)
+    memory: str | None = option("of each host, as Slurm writes it: 200G", None)
+    time_limit: str | None = option("as Slurm writes it: 24:00:00, or 2-0 for two days", None)
+    partition: str | None = option(None, None)
+    account: str | None = option(None, None)
+    qos: str | None = option(None, None)
+    output_dir: Path = option("for file and output (%(default)s)", Path(_OWN_FOLDER))
+    file: Path | None = option("the file to write (default: <output dir>/<job name>.sh)", None)
+    venv: Path | None = option("virtual environment to activate (default: the Python that runs this)", None)
+    container: str | None = option("run in this image, whose `python` has the package", None, metavar="IMAGE")
+    container_runtime: str = option(None, "pyxis", choices=_CONTAINER_RUNTIMES)
+    container_mount: tuple[str, ...] = option("may be repeated", (), metavar="SOURCE:TARGET")
+    sbatch_arg: tuple[str, ...] = option("may be repeated: --sbatch-arg=--exclusive", ())
+    env: tuple[str, ...] = option("may be repeated", (), metavar="NAME=VALUE")
+    max_restarts: int = option("requeue so often (%(default)s); 0: never", 20)
+    stop_before_s: int = option("save and stop so long before the time limit (%(default)s s)", 120)
+    submit: bool = option("submit the file and print the job's id", False)
+    dry_run: bool = option("print the file, write and submit nothing", False)
+    folder: Path = dataclasses.field(default_factory=Path.cwd)
+    """Where the job runs: relative paths of the run mean the same there as where the file was written."""
+    program: tuple[str, ...] | None = None
+    """What runs the arguments; None is our own, by the Python of `venv`, of `container`, or this one."""
+
+    def __post_init__(self):
+        check_arguments(self.arguments)
+        if self.nodes < 1:
+            raise LaunchError(f"--nodes {self.nodes}: there must be at least one")
+        if self.num_tasks_per_node < 1:
+            raise LaunchError(
+                "say what each node runs: --gpus-per-node 4 (a process for each), or --processes-per-node 1"
+            )
+        for header in _headers(self):
+            if not header.isprintable():
+                raise LaunchError(f"{header!r} has a line break or another invisible character: leave it out")
+        if not re.fullmatch(r"[\w.+-]+", self.name):
+            raise LaunchError(f"--job-name {self.name!r} has other characters than letters, digits and _ . + -")
+        if self.gpus_per_node and self.gpus_per_node % self.num_tasks_per_node:
+            raise LaunchError(
+                f"{self.num_tasks_per_node} processes per node cannot share {self.gpus_per_node} GPUs equally: use "
+                "as many processes as GPUs, a number that divides them, or one"
+            )
+        for setting in self.env:
+            if "=" not in setting:
+                raise LaunchError(f"--env {setting!r} is not NAME=VALUE")
+            check_variable(setting.partition("=")[0])
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise LaunchError(f"--cpus-per-task {self.cpus_per_task}: there must be at least one")
+        if self.memory is not None and not re.fullmatch(r"\d+[KMGT]?", self.memory):
+            raise LaunchError(f"--memory {self.memory!r} is not a number with K, M, G or T, as Slurm writes it: 256G")
+        if wrong := [option for option in self.sbatch_arg if not option.startswith("-")]:
+            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is no option of sbatch: --sbatch-arg=--exclusive, say")
+        if self.venv and self.container:
+            raise LaunchError("--venv and --container exclude each other: a container brings its own Python")
+        if self.container_runtime not in _CONTAINER_RUNTIMES:
+            raise LaunchError(f"--container-runtime {self.container_runtime!r} is not one of {_CONTAINER_RUNTIMES}")
+        if self.max_restarts < 0 or not 0 < self.stop_before_s <= _MOST_SIGNAL_S:
+            raise LaunchError(f"--max-restarts must be 0 or more and --stop-before-s from 1 to {_MOST_SIGNAL_S}")
+        limit_s = None if self.time_limit is None else time_limit_s(self.time_limit)
+        if limit_s is not None and limit_s <= 2 * self.stop_before_s:
+            raise LaunchError(
+                f"--time-limit {self.time_limit} leaves the run no time: it is told to stop {self.stop_before_s} s "
+                "before its end (--stop-before-s). Give a longer limit, or a shorter notice"
+            )
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.job_name or re.sub(r"[^\w.-]+", "-", self.arguments[0])
+
+    @property
+    def num_tasks_per_node(self) -> int:
+        """A task is a process of the run."""
+        return self.processes_per_node or self.gpus_per_node or 0
+
+    def absolute(self, path: Path) -> str:
+        """A path as the job knows it."""
+        return os.path.abspath(self.folder / path)
+
+    def launch(self) -> int:
+        """Write the file, say where it is, and with --submit give it to Slurm."""
+        if self.venv and not os.path.isfile(activate := f"{self.absolute(self.venv)}/bin/activate"):
+            raise LaunchError(f"--venv {self.venv} is no virtual environment: {activate} is not there")
+        text = script(dataclasses.replace(self, arguments=resumed(self.arguments)))
+        if self.dry_run:
+            print(text, end="")
+            return 0
+        output_dir = self.absolute(self.output_dir)
+        file = Path(self.absolute(self.file or Path(output_dir, f"{self.name}.sh")))
+        os.makedirs(output_dir, exist_ok=True)  # Slurm makes none
+        _write(file, text)
+        if not self.submit:
+            print(f"written: {file}\nsubmit it: sbatch {file}")
+            return 0
+        number = _submit(file)
+        print(f"written: {file}\nsubmitted: job {number}, output {output_dir}/{self.name}_{number}.out")
+        return 0
 
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
@@ -116,18 +146,98 @@ def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
     return arguments if "--resume" in arguments or not arguments else (*arguments, "--resume")
 
 
-def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step, which is a process of the run, and no batch script or shell in a job."""
-    return "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP
+def script(job: Slurm) -> str:
+    """The text of the sbatch file."""
+    activate = [f"source {shlex.quote(job.absolute(job.venv) + '/bin/activate')} || exit"] if job.venv else []
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# Written by `openpi-train launch slurm`. Submit it with sbatch; submitted again, it continues the run.",
+            *(f"#SBATCH {header}" for header in _headers(job)),
+            "",
+            "# Who a process is comes from the Slurm step, not from what the submitting shell had set.",
+            f"unset {' '.join(RANK_VARIABLES)} OPENPI_TRAIN_JOB_TOKEN",
+            *(f"export {name}={shlex.quote(value)}" for name, value in _environment(job).items()),
+            *activate,
+            "",
+            f"max_restarts={job.max_restarts}",
+            _TASK,
+            f"program=({shlex.join(_program(job))})",
+            f"{shlex.join(_srun(job))} \\",
+            '    bash -c "$task" task "${program[@]}" &',
+            _END,
+        ]
+    )
 
 
-def _environment_folder(venv: Path | None, folder: Path) -> str | None:
-    if venv is None:
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a Slurm time limit ("30", "30:00", "24:00:00", "1-0", "1-12:00"); None for no limit.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    absolute = os.path.abspath(folder / venv)
-    if not os.path.isfile(f"{absolute}/bin/activate"):
-        raise LaunchError(f"--venv {venv} is no virtual environment: {absolute}/bin/activate is not there")
-    return absolute
+    parsed = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if parsed is None:
+        raise LaunchError(
+            f"--time-limit {text!r} is not Slurm's minutes, minutes:seconds, hours:minutes:seconds, or days-hours"
+        )
+    days, *parts = (int(part) if part else None for part in parsed.groups())
+    first, second, third = parts
+    if days is None and third is None:  # minutes[:seconds]
+        first, second, third = 0, first, second
+    return (((days or 0) * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
+
+
+def _headers(job: Slurm) -> list[str]:
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.num_tasks_per_node,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.memory,
+        "time": job.time_limit,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "chdir": job.folder.absolute(),
+        "output": f"{job.absolute(job.output_dir).replace('%', '%%')}/%x_%j.out",
+        "open-mode": "append",  # a requeued job goes on in the same file
+        "signal": f"TERM@{job.stop_before_s}",  # to the tasks, which save; the shell is told by their exit codes
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    return [*lines, "--requeue" if job.max_restarts else "--no-requeue", *map(shlex.quote, job.sbatch_arg)]
+
+
+def _environment(job: Slurm) -> dict[str, str]:
+    given = dict(setting.split("=", 1) for setting in job.env)
+    own = {"PYTHONUNBUFFERED": "1", "OPENPI_TRAIN_GRACE_S": str(job.stop_before_s)}
+    return own | cpu_devices(job.devices_per_process) | given
+
+
+def _program(job: Slurm) -> list[str]:
+    own = ("python" if job.venv or job.container else sys.executable, "-m", "openpi_train")
+    program = [*(job.program or own), *job.arguments]
+    if job.container is None or job.container_runtime == "pyxis":
+        return program
+    folder = str(job.folder.absolute())
+    mounts = [word for mount in (folder, *job.container_mount) for word in ("--bind", mount)]
+    gpus = ["--nv"] if job.gpus_per_node else []
+    return ["apptainer", "exec", *gpus, *mounts, "--pwd", folder, job.container, *program]
+
+
+def _srun(job: Slurm) -> list[str]:
+    nodes, tasks = job.nodes, job.num_tasks_per_node
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    # srun does not take it over from the job since Slurm 22.05.
+    words += [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else []
+    if job.container is not None and job.container_runtime == "pyxis":
+        folder = job.folder.absolute()
+        mounts = ",".join([f"{folder}:{folder}", *job.container_mount])
+        words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
+    return [*words, "--kill-on-bad-exit=1", "--label"]
 
 
 def _write(file: Path, text: str) -> None:
@@ -150,3 +260,46 @@ def _submit(file: Path) -> str:
     if done.returncode:
         raise LaunchError(f"sbatch refused {file}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]  # "4711" or "4711;cluster"
+
+
+_TASK = r"""
+# srun returns the highest exit code of its tasks, which should be the cause and not what followed from it. So each
+# task moves its own up: an error of the program (1 to 49) by 200, "lost a peer" and "saved and stopped" (70, 75) by
+# 100. A task that was killed (129 and up) then counts only where nobody knows better. Signals are the program's affair.
+task='trap : INT TERM USR1 USR2; "$@"; code=$?
+    case $code in 70|75) code=$((code + 100));; [1-9]|[1-4][0-9]) code=$((code + 200));; esac; exit "$code"'
+
+# The time limit and `scancel --signal=TERM <job>` reach the tasks without this shell, `scancel --batch` only this
+# shell, which passes it on; not by way of srun, which would kill the tasks.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM USR1
+"""
+
+_END = r"""step=$!
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal interrupts `wait`
+wait "$step"
+code=$?
+trap '' TERM USR1
+case $code in
+    170 | 175) code=$((code - 100)) ;;
+    20[1-9] | 2[1-4][0-9]) code=$((code - 200)) ;;
+esac
+
+# 70: a process or the network was lost. 75: saved and stopped. 143: told to stop before the program listened.
+restarts=${SLURM_RESTART_COUNT:-0}
+say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $((restarts + 1)): exit code $code, $*"; }
+case $code in
+    70 | 75 | 143)
+        state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+        if [ "$state" != RUNNING ]; then
+            say "not requeued, since the job is being ended from outside (state: ${state:-unknown})"
+        elif [ "$restarts" -ge "$max_restarts" ]; then
+            say "not requeued again: --max-restarts $max_restarts"
+        else
+            say "requeueing"
+            scontrol requeue "$SLURM_JOB_ID" || say "scontrol could not requeue it"
+        fi
+        ;;
+    *) say "the run has ended" ;;
+esac
+exit "$code"
+"""

@@ -40,12 +40,22 @@ class LaunchSpec:
     def __post_init__(self):
         if self.processes_per_host < 1 or not self.hosts:
             raise LaunchError(f"{self.processes_per_host} processes on {len(self.hosts)} hosts: there must be one")
-        if not 1 <= self.port <= 65534:
-            raise LaunchError(f"port {self.port} is not from 1 to 65534")
+        check_port(self.port, "port")
         if self.devices_per_process is not None and self.devices_per_process < 1:
             raise LaunchError(f"{self.devices_per_process} devices per process: there must be at least one")
-        if not self.arguments:
-            raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
+        check_arguments(self.arguments)
+
+
+def check_arguments(arguments: tuple[str, ...]) -> None:
+    """Raise LaunchError where there is nothing to run."""
+    if not arguments:
+        raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
+
+
+def check_port(port: int, name: str) -> None:
+    """Raise LaunchError where `port` and the next one cannot be the run's. `name` is how the user has said it."""
+    if not 1 <= port <= 65534:
+        raise LaunchError(f"{name} {port} is not from 1 to 65534")
 
 
 def check_variable(name: str) -> None:
@@ -58,9 +68,8 @@ def check_variable(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessCommand:
-    """One process: the host it belongs on, its command line, and what it needs in its environment besides the usual."""
+    """One process: its command line, and what it needs in its environment besides the usual."""
 
-    host: str
     argv: tuple[str, ...]
     env: dict[str, str]
 
@@ -77,26 +86,34 @@ class ProcessCommand:
 def commands(spec: LaunchSpec) -> list[ProcessCommand]:
     """The processes of a run, host by host, in the order of their ranks."""
     return [
-        ProcessCommand(host, (*spec.program, *spec.arguments), _environment(spec, node, local))
-        for node, host in enumerate(spec.hosts)
+        ProcessCommand((*spec.program, *spec.arguments), _environment(spec, node, local))
+        for node in range(len(spec.hosts))
         for local in range(spec.processes_per_host)
     ]
 
 
+def share_of(spec: LaunchSpec, node: int) -> list[ProcessCommand]:
+    """The processes of the host of this number."""
+    first = node * spec.processes_per_host
+    return commands(spec)[first : first + spec.processes_per_host]
+
+
+def cpu_devices(count: int | None) -> dict[str, str]:
+    """The variables with which a process makes so many CPU devices; none where jax chooses."""
+    return {} if count is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+
+
 def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
     environment = {
-        "RANK": node * spec.processes_per_host + local,
-        "WORLD_SIZE": len(spec.hosts) * spec.processes_per_host,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": spec.processes_per_host,
-        "NODE_RANK": node,
+        "RANK": str(node * spec.processes_per_host + local),
+        "WORLD_SIZE": str(len(spec.hosts) * spec.processes_per_host),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(spec.processes_per_host),
+        "NODE_RANK": str(node),
         "MASTER_ADDR": spec.hosts[0],
-        "MASTER_PORT": spec.port,
+        "MASTER_PORT": str(spec.port),
     }
     if len(spec.hosts) > 1:
         environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name who is missing
-    if spec.devices_per_process is not None:
-        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": spec.devices_per_process}
-    if spec.token:
-        environment["OPENPI_TRAIN_JOB_TOKEN"] = spec.token
-    return {name: str(value) for name, value in environment.items()}
+    token = {"OPENPI_TRAIN_JOB_TOKEN": spec.token} if spec.token else {}
+    return {**environment, **cpu_devices(spec.devices_per_process), **token}

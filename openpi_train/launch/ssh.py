@@ -4,7 +4,6 @@ One ssh per host runs the host's share there. The processes look to this launche
 the first failure ends all, signals are passed on, and nothing is left running when the launcher or its connection dies.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -14,136 +13,143 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import remote, supervise
+from openpi_train.launch import codes, remote
 from openpi_train.launch.child import DRAIN_S, Child, Started
-from openpi_train.launch.processes import (
-    Outcome,
-    Record,
-    Screen,
-    add_options,
-    add_per_node_options,
-    announced,
-    at_least,
-    oversee,
-)
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, commands
+from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
+from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, share_of
 from openpi_train.launch.status import Status
-from openpi_train.launch.supervise import Rules, Start
+from openpi_train.launch.supervise import Rules, Start, max_restarts_option, supervise
 
 # No questions, which nobody could answer; a host that is gone is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-_USAGE_ERROR = 2
-_PEER_LOST = 70
 _SSH_FAILED = 255  # ssh's own failure; every other code is that of what ran over there
 
 
-def add_parser(forms: Any) -> None:
-    """Add this form to the `launch` verb's."""
-    parser = forms.add_parser("ssh", help="all processes on a list of hosts, started from here")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--hosts", help="host names with commas between, as ssh knows them; user@host where needed")
-    where.add_argument("--hosts-file", type=Path, help="file with a host per line; # begins a comment")
-    add_per_node_options(parser)
-    parser.add_argument(
-        "--master-addr", help="address of the first host, which all hosts can reach (default: its name)"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ssh(Launch):
+    """All processes on a list of hosts, started from here."""
+
+    hosts: str | None = option(
+        "host names with commas between, as ssh knows them; user@host where needed", None, one_of="hosts"
     )
-    port = f"coordinator's port there (default: {DEFAULT_PORT}, and others for restarts)"
-    parser.add_argument("--master-port", type=int, help=port)
-    parser.add_argument("--workdir", default=os.getcwd(), help="folder to run in, on every host (default: this one)")
-    parser.add_argument("--python", default=sys.executable, help="Python on every host (default: the path of this one)")
-    parser.add_argument(
-        "--env",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="variables; NAME alone: as it is here",
+    hosts_file: Path | None = option("file with a host per line; # begins a comment", None, one_of="hosts")
+    per_node: PerNode
+    master_addr: str | None = option("address of the first host, which all hosts can reach (default: its name)", None)
+    master_port: int | None = option(
+        f"coordinator's port there (default: {DEFAULT_PORT}, and others for restarts)", None
     )
-    parser.add_argument("--ssh-command", default=SSH, help="what connects, instead of: %(default)s")
-    supervise.add_option(parser)
-    fewer = "go on with the other hosts after one was lost, if so many are left (default: always all)"
-    parser.add_argument("--min-nodes", type=at_least(0), metavar="M", help=fewer)
-    add_options(parser)
-    parser.set_defaults(launch=launch)
-
-
-def launch(given: argparse.Namespace, arguments: tuple[str, ...]) -> int:
-    """Start the shares of all hosts, as often as asked, and return the exit code of the run."""
-    hosts = {_name(host): host for host in _hosts(given)}
-    if given.min_nodes is not None and not given.max_restarts:
-        raise LaunchError("--min-nodes is for going on after a host was lost: give --max-restarts, too")
-    if given.min_nodes is not None and not 1 <= given.min_nodes <= len(hosts):
-        raise LaunchError(f"--min-nodes {given.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
-    env = _variables(given.env)
-    far = f"cd {shlex.quote(given.workdir)} && exec {shlex.quote(given.python)} -m {remote.__name__}"
-    lines = {name: (*shlex.split(given.ssh_command), host, far) for name, host in hosts.items()}
-    first = Start(arguments=arguments, hosts=tuple(hosts))
-    spec = _spec(given, first, first.hosts[0])
-    if given.dry_run:
-        everything, count = commands(spec), spec.processes_per_host
-        for node, line in enumerate(lines.values()):
-            print(shlex.join(line))
-            for command in everything[node * count : (node + 1) * count]:
-                print(f"    {command.line()}")
-        return 0
-    log_dir = announced(len(hosts) * spec.processes_per_host, given.log_dir, f" on {', '.join(hosts)}")
-
-    def begin(start: Start) -> Outcome:
-        spec = dataclasses.replace(_spec(given, start, first.hosts[0]), token=secrets.token_hex(8))
-        job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": given.grace_s}
-        return _run(job, spec, {name: lines[name] for name in start.hosts}, start.log_dir(log_dir))
-
-    rules = Rules(max_restarts=given.max_restarts, min_hosts=given.min_nodes, fits=_sharing(given, arguments))
-    return supervise.supervise(begin, first, rules)
-
-
-def _spec(given: argparse.Namespace, start: Start, first_host: str) -> LaunchSpec:
-    """What one start runs where. A restart has another port, so that what an old start left cannot be in the way."""
-    master, *others = start.hosts
-    if master == first_host and given.master_addr:
-        master = given.master_addr
-    return LaunchSpec(
-        arguments=start.arguments,
-        processes_per_host=given.gpus_per_node or given.processes_per_node,
-        hosts=(master, *others),
-        port=given.master_port or DEFAULT_PORT + 2 * start.number,
-        devices_per_process=given.devices_per_process,
-        program=(given.python, "-m", "openpi_train"),
+    workdir: str | None = option("folder to run in, on every host (default: this one)", None)
+    python: str = option("Python on every host (default: the path of this one)", sys.executable)
+    env: tuple[str, ...] = option(
+        "variables; NAME alone: as it is here", (), nargs="+", action="extend", metavar="NAME=VALUE"
     )
+    ssh_command: str = option("what connects, instead of: %(default)s", SSH)
+    max_restarts: int = max_restarts_option()
+    min_nodes: int | None = option(
+        "go on with the other hosts after one was lost, if so many are left (default: always all)",
+        None,
+        type=at_least(0),
+        metavar="M",
+    )
+    here: Here
+
+    def launch(self) -> int:
+        """Start the shares of all hosts, as often as asked, and return the exit code of the run."""
+        hosts = {_name(host): host for host in self._words_of_hosts()}
+        if self.min_nodes is not None and not self.max_restarts:
+            raise LaunchError("--min-nodes is for going on after a host was lost: give --max-restarts, too")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= len(hosts):
+            raise LaunchError(f"--min-nodes {self.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
+        env = _variables(self.env)
+        workdir = os.getcwd() if self.workdir is None else self.workdir
+        far = f"cd {shlex.quote(workdir)} && exec {shlex.quote(self.python)} -m {remote.__name__}"
+        lines = {name: (*shlex.split(self.ssh_command), host, far) for name, host in hosts.items()}
+        first = Start(arguments=self.arguments, hosts=tuple(hosts))
+        spec = self._spec(first, first.hosts[0])
+        if self.here.dry_run:
+            for node, line in enumerate(lines.values()):
+                print(shlex.join(line))
+                for command in share_of(spec, node):
+                    print(f"    {command.line()}")
+            return 0
+        num_processes = len(hosts) * spec.processes_per_host
+        log_dir = announced(num_processes, self.here.log_dir, f" on {', '.join(hosts)}")
+
+        def begin(start: Start) -> LaunchOutcome:
+            spec = dataclasses.replace(self._spec(start, first.hosts[0]), token=secrets.token_hex(8))
+            job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": self.here.grace_s}
+            return _run(job, spec, {name: lines[name] for name in start.hosts}, start.log_dir(log_dir))
+
+        rules = Rules(max_restarts=self.max_restarts, min_hosts=self.min_nodes, fits=self.can_share)
+        return supervise(begin, first, rules)
+
+    def can_share(self, num_hosts: int) -> bool:
+        """Whether so many hosts can share the batch, as far as the command line tells; else the run itself will say."""
+        words = [word.replace("_", "-") for argument in self.arguments for word in argument.split("=", 1)]
+        sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
+        if not sizes or not sizes[-1].isdecimal() or "--no-keep-effective-batch-size" in words:
+            return True
+        devices = 1 if self.per_node.gpus_per_node else self.here.devices_per_process or 1
+        return int(sizes[-1]) % (num_hosts * self.per_node.processes * devices) == 0
+
+    def _spec(self, start: Start, first_host: str) -> LaunchSpec:
+        """What one start runs where. A restart has another port: what an old start left cannot be in the way."""
+        master, *others = start.hosts
+        if master == first_host and self.master_addr:
+            master = self.master_addr
+        return LaunchSpec(
+            arguments=start.arguments,
+            processes_per_host=self.per_node.processes,
+            hosts=(master, *others),
+            port=self.master_port or DEFAULT_PORT + 2 * start.number,
+            devices_per_process=self.here.devices_per_process,
+            program=(self.python, "-m", "openpi_train"),
+        )
+
+    def _words_of_hosts(self) -> list[str]:
+        """The hosts as ssh is told them: name, or user@name."""
+        if self.hosts_file is None:
+            words = (self.hosts or "").split(",")
+        else:
+            try:
+                lines = self.hosts_file.read_text().splitlines()
+            except OSError as error:
+                raise LaunchError(f"--hosts-file {self.hosts_file}: {error.strerror}") from None
+            words = [line.partition("#")[0] for line in lines]
+        hosts = [word.strip() for word in words if word.strip()]
+        if not hosts:
+            raise LaunchError("no host is named: give --hosts node1,node2 or a --hosts-file with one per line")
+        for host in hosts:
+            if host.split() != [host] or host.startswith("-"):
+                raise LaunchError(f"host {host!r} is no name: one per line, or commas between, as in user@node1,node2")
+        names = [_name(host) for host in hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise LaunchError(f"{', '.join(twice)} named more than once: give each host once")
+        return hosts
 
 
-def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str]], log_dir: Path) -> Outcome:
+def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str]], log_dir: Path) -> LaunchOutcome:
     """One start, to its end: by each host's line, its share of the job."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    screen, count = Screen(), spec.processes_per_host
-    names = list(lines)
-    records = [Record(rank, log_dir, screen, names[rank // count]) for rank in range(len(names) * count)]
+    count, names = spec.processes_per_host, list(lines)
+    records = [ProcessRecord(rank, log_dir, names[rank // count]) for rank in range(len(names) * count)]
     started = (
-        Host(name, line, {**job, "node": node}, records[node * count : (node + 1) * count], screen)
+        Host(name, line, {**job, "node": node}, records[node * count : (node + 1) * count])
         for node, (name, line) in enumerate(lines.items())
     )
     return oversee(started, records, job["grace_s"])
 
 
-def _sharing(given: argparse.Namespace, arguments: Sequence[str]) -> Callable[[int], bool]:
-    """Whether so many hosts can share the batch, as far as the command line tells; else the run itself will say."""
-    each = given.gpus_per_node or given.processes_per_node * (given.devices_per_process or 1)
-    words = [word.replace("_", "-") for argument in arguments for word in argument.split("=", 1)]
-    sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
-    if not sizes or not sizes[-1].isdecimal() or "--no-keep-effective-batch-size" in words:
-        return lambda num_hosts: True
-    return lambda num_hosts: int(sizes[-1]) % (num_hosts * each) == 0
-
-
 class Host(Started):
     """One host of the run: the ssh that runs its share, and the records of the processes there."""
 
-    def __init__(self, name: str, argv: Sequence[str], job: dict[str, Any], records: Sequence[Record], screen: Screen):
-        self._name, self._screen = name, screen
+    def __init__(self, name: str, argv: Sequence[str], job: dict[str, Any], records: Sequence[ProcessRecord]):
+        self._name = name
         self._records = {record.rank: record for record in records}
         self._words: list[bytes] = []
         self._running = False
@@ -182,7 +188,7 @@ class Host(Started):
         if not line.startswith(remote.MARK):
             self._words.append(line)
             if is_error:
-                self._screen.show(f"[{self._name}]", line)
+                show_line(f"[{self._name}]", line)
             return
         kind, *news = json.loads(line.removeprefix(remote.MARK))
         if kind == remote.STARTED:
@@ -205,7 +211,7 @@ class Host(Started):
             self._give_up(lost, code)
         self._child.close_input()
 
-    def _give_up(self, lost: Sequence[Record], code: int) -> None:
+    def _give_up(self, lost: Sequence[ProcessRecord], code: int) -> None:
         if self._running:
             reason = f"the connection to {self._name} was lost (ssh ended with code {code})"
         else:
@@ -214,30 +220,9 @@ class Host(Started):
             lost[0].take(line, True)
         for record in lost:
             if self._running or code == _SSH_FAILED:
-                record.lose(_PEER_LOST)
+                record.lose(codes.PEER_LOST)
             else:
-                record.end(_USAGE_ERROR)
-
-
-def _hosts(given: argparse.Namespace) -> list[str]:
-    if given.hosts_file is None:
-        words = given.hosts.split(",")
-    else:
-        try:
-            lines = given.hosts_file.read_text().splitlines()
-        except OSError as error:
-            raise LaunchError(f"--hosts-file {given.hosts_file}: {error.strerror}") from None
-        words = [line.partition("#")[0] for line in lines]
-    hosts = [word.strip() for word in words if word.strip()]
-    if not hosts:
-        raise LaunchError("no host is named: give --hosts node1,node2 or a --hosts-file with one per line")
-    for host in hosts:
-        if host.split() != [host] or host.startswith("-"):
-            raise LaunchError(f"host {host!r} is no name: one per line, or commas between, as in user@node1,node2")
-    names = [_name(host) for host in hosts]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LaunchError(f"{', '.join(twice)} named more than once: give each host once")
-    return hosts
+                record.end(codes.USAGE)
 
 
 def _name(host: str) -> str:

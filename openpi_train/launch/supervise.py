@@ -4,16 +4,16 @@ A process that was killed, a lost peer, a stop that somebody else asked for: the
 checkpoint. Wrong flags, data, checkpoints and numbers would only end the next start, too.
 """
 
-import argparse
 import dataclasses
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from openpi_train.launch.processes import Outcome, at_least, stop_signals, tell
+from openpi_train.launch import codes
+from openpi_train.launch.options import at_least, option
+from openpi_train.launch.processes import LaunchOutcome, stop_signals_to, tell
 
-_PEER_LOST, _PREEMPTED, _INTERRUPTED = 70, 75, 130
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -46,18 +46,13 @@ class Rules:
     fits: Callable[[int], bool] = lambda num_hosts: True
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
+def max_restarts_option() -> Any:
     """The option of every form that can start a run again."""
-    parser.add_argument(
-        "--max-restarts",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="start again so many times after a killed or lost process, or a stop not asked of this launcher (0)",
-    )
+    help = "start again so many times after a killed or lost process, or a stop not asked of this launcher (0)"
+    return option(help, 0, type=at_least(0), metavar="N")
 
 
-def supervise(begin: Callable[[Start], Outcome], start: Start, rules: Rules) -> int:
+def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rules) -> int:
     """Start the run with `begin`, again and again by the rules; returns the exit code of the last start.
 
     A signal that ends this launcher's wait between two starts leaves it with that code, too.
@@ -74,7 +69,7 @@ def supervise(begin: Callable[[Start], Outcome], start: Start, rules: Rules) -> 
         start = following
 
 
-def after(start: Start, outcome: Outcome, rules: Rules) -> Start | None:
+def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
     """The start that is to follow on one that ended so; None for none."""
     fewer = _one_less(start.hosts, outcome, rules)
     if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
@@ -90,10 +85,10 @@ def after(start: Start, outcome: Outcome, rules: Rules) -> Start | None:
     )
 
 
-def can_be_mended(outcome: Outcome) -> bool:
+def can_be_mended(outcome: LaunchOutcome) -> bool:
     """Whether another start may end better: after a lost peer, a stop from elsewhere, or a signal that killed."""
-    killed = outcome.code > 128 and outcome.code != _INTERRUPTED
-    return not outcome.asked and (killed or outcome.code in (_PEER_LOST, _PREEMPTED))
+    killed = outcome.code > 128 and outcome.code != codes.INTERRUPTED
+    return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.PREEMPTED))
 
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,7 +97,7 @@ def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
     return kept if "--resume" in kept else (*kept, "--resume")
 
 
-def announcement(start: Start, outcome: Outcome, following: Start, rules: Rules) -> str:
+def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: Rules) -> str:
     """The line that says why the run starts again, when, with which hosts, and how often it still may."""
     left = rules.max_restarts - following.number
     without = [host for host in start.hosts if host not in following.hosts]
@@ -111,14 +106,14 @@ def announcement(start: Start, outcome: Outcome, following: Start, rules: Rules)
     return f"starting again in {following.pause_s:.0f} s ({restarts}): {outcome.reason}{hosts}"
 
 
-def _one_less(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[str, ...]:
+def _one_less(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
     """All hosts but one, where the run has said that it cannot share its batch among so many; else none."""
-    if outcome.asked or not outcome.indivisible or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
+    if outcome.asked or outcome.code != codes.INDIVISIBLE or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
         return ()
     return hosts[:-1]
 
 
-def _remaining(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[str, ...]:
+def _remaining(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
     """The hosts to go on with: all, or without the lost ones the most that can share the batch.
 
     Where too few would remain, all are tried again: the lost ones may come back. Where no number can share, the run
@@ -134,11 +129,9 @@ def _remaining(hosts: tuple[str, ...], outcome: Outcome, rules: Rules) -> tuple[
 def _stopped_within(pause_s: float, reason: str) -> bool:
     """Say why, and wait; returns whether this launcher was told to stop meanwhile."""
     told: list[int] = []
-    previous = {signum: signal.signal(signum, lambda signum, _: told.append(signum)) for signum in stop_signals()}
-    tell(reason)
-    deadline = time.monotonic() + pause_s
-    while not told and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for signum, handler in previous.items():
-        signal.signal(signum, handler)
+    with stop_signals_to(lambda signum, _: told.append(signum)):
+        tell(reason)
+        deadline = time.monotonic() + pause_s
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.05)
     return bool(told)

@@ -14,9 +14,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import listen_host
@@ -51,20 +52,15 @@ class Hello:
         return f"process {self.process_index} on {self.host}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Guest:
-    """One connection to process 0. `hello` is None until its line has come; `gone` once the other end has closed."""
+    """A process that has come to process 0. `gone` once the other end has closed."""
 
+    hello: Hello
+    peer: Peer
     connection: socket.socket
-    hello: Hello | None = None
-    peer: Peer | None = None
+    same_machine: bool
     gone: bool = False
-    same_machine: bool = True
-
-    def answer(self, own: Hello, error: str | None, lost: bool = False) -> None:
-        with contextlib.suppress(OSError):  # it left: its own log says why
-            verdict = {"host": own.host, "error": error, "lost": lost}
-            self.connection.sendall(json.dumps(verdict).encode() + b"\n")
 
 
 class Door:
@@ -98,33 +94,37 @@ class Door:
             except queue.Empty:
                 continue
         if error is None and cpu_collectives:
-            error = _unreachable_names([self.own, *(_hello(guest) for guest in guests.values())], guests.values())
+            error = _unreachable_names(self.own, guests.values())
         self.waiting, self.started = False, error is None
         for guest in guests.values():
-            guest.answer(self.own, error, lost=kind is PeerLostError)
+            self._answer(guest.connection, error, lost=kind is PeerLostError)
         if error is not None:
             self._close(error)
             raise kind(error)
-        return [guest.peer for guest in guests.values() if guest.peer is not None]
+        return [guest.peer for guest in guests.values()]
 
     def _close(self, error: str) -> None:
         self.listener.close()
         while not self.arrivals.empty():  # those who came while the verdict fell
-            self.arrivals.get().answer(self.own, error)
+            self._answer(self.arrivals.get().connection, error)
+
+    def _answer(self, connection: socket.socket, error: str | None, lost: bool = False) -> None:
+        with contextlib.suppress(OSError):  # it left: its own log says why
+            send_line(connection, {"host": self.own.host, "error": error, "lost": lost})
 
     def _receive(self, guest: Guest, guests: dict[int, Guest]) -> str | None:
         """Take in one arrival or departure; what makes the whole run impossible comes back as text."""
-        hello = _hello(guest)
+        hello = guest.hello
         present = guests.get(hello.process_index)
         if guest.gone:
             if present is guest:
                 del guests[hello.process_index]
             return None
-        error = _disagreement(self.own, hello, _hello(present) if present else None)
+        error = _disagreement(self.own, hello, present.hello if present else None)
         if error is None:
             guests[hello.process_index] = guest
         else:
-            guest.answer(self.own, error)
+            self._answer(guest.connection, error)
         return error
 
     def _missing(self, guests: Mapping[int, Guest]) -> str:
@@ -138,7 +138,7 @@ class Door:
             processes = f"process{'es' if len(indices) > 1 else ''} {', '.join(indices)}"
             names.append(f"{host} ({processes})" if host else processes)
         number = sum(map(len, missing.values()))
-        here = ", ".join([self.own.who(), *(_hello(guest).who() for _, guest in sorted(guests.items()))])
+        here = ", ".join([self.own.who(), *(guest.hello.who() for _, guest in sorted(guests.items()))])
         return f"waiting for {number} of {count} processes (here: {here}): {', '.join(names)}"
 
     def _accept(self) -> None:
@@ -156,37 +156,37 @@ class Door:
                 self.places.acquire()
                 self.crowded.clear()
             try:
-                threading.Thread(target=self._hear, args=(Guest(connection),), daemon=True).start()
+                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
             except RuntimeError as error:  # this process may have no more threads
                 self._warn("nobody hears whoever came to the rendezvous port: %s", error)
                 self.places.release()
                 connection.close()
 
-    def _hear(self, guest: Guest) -> None:
-        """Hear one guest out, hand it on, and notice when it leaves. Garbage ends here."""
-        with guest.connection:
+    def _hear(self, connection: socket.socket) -> None:
+        """Hear whoever has come, hand on who belongs to the run, and notice when it leaves. Garbage ends here."""
+        guest = None
+        with connection:
             try:
-                guest.peer = self._admitted(guest)
-            except (ValueError, TimeoutError) as error:
+                guest = self._admitted(connection)
+            except (ValueError, EOFError, TimeoutError) as error:
                 self._warn("ignored a stranger on the rendezvous port: %s", error)
             except OSError:
                 pass  # it left while it was turned away
             finally:
                 self.places.release()
-            if guest.peer is None:
+            if guest is None:
                 return
             self.arrivals.put(guest)
             guest.peer.listen()
             guest.gone = True
             self.arrivals.put(guest)
             if self.waiting:
-                logger.warning("%s left before all had come; still waiting for it", _hello(guest).who())
+                logger.warning("%s left before all had come; still waiting for it", guest.hello.who())
 
-    def _admitted(self, guest: Guest) -> Peer | None:
-        """The guest as one of the run; None where it was turned away. Raises ValueError for a stranger."""
-        connection = guest.connection
-        guest.same_machine = connection.getpeername()[0] == connection.getsockname()[0]
-        guest.hello = hello = _parse_hello(_read_line(connection, self.crowded))
+    def _admitted(self, connection: socket.socket) -> Guest | None:
+        """Whoever has come, as one of the run; None where it was turned away. Raises ValueError for a stranger."""
+        same_machine = connection.getpeername()[0] == connection.getsockname()[0]
+        hello = _parse_hello(_read_hello(connection, self.crowded))
         connection.settimeout(_HELLO_TIMEOUT_S)  # of an answer
         if hello.token != self.own.token:
             self._warn("turned away %s, which belongs to another job", hello.who())
@@ -198,8 +198,9 @@ class Door:
                 "first, or use another port"
             )
         else:
-            return Peer(hello.process_index, hello.host, connection)
-        guest.answer(self.own, error)
+            peer = Peer(hello.process_index, hello.host, connection)
+            return Guest(hello=hello, peer=peer, connection=connection, same_machine=same_machine)
+        self._answer(connection, error)
         return None
 
     def _warn(self, text: str, what: object) -> None:
@@ -232,8 +233,9 @@ def _disagreement(own: Hello, hello: Hello, present: Hello | None) -> str | None
     return None
 
 
-def _unreachable_names(hellos: Iterable[Hello], guests: Iterable[Guest]) -> str | None:
+def _unreachable_names(own: Hello, guests: Collection[Guest]) -> str | None:
     """Why gloo could not connect these hosts: it listens on whatever address the host name resolves to."""
+    hellos = [own, *(guest.hello for guest in guests)]
     bad = sorted({hello.host for hello in hellos if hello.local_name_is_loopback})
     if not bad or all(guest.same_machine for guest in guests):
         return None
@@ -263,25 +265,20 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _read_line(connection: socket.socket, crowded: threading.Event) -> bytes:
-    """One line from a peer that may be anybody. Raises ValueError if it is too long, breaks off or takes too long.
+def _read_hello(connection: socket.socket, crowded: threading.Event) -> bytes:
+    """What somebody says, who may be anybody. Raises ValueError if it is no line, too long or takes too long.
 
     The whole of it has `_HELLO_TIMEOUT_S`, `_HURRIED_TIMEOUT_S` while it is `crowded`.
     """
-    received, start = bytearray(), time.monotonic()
-    connection.settimeout(_HURRIED_TIMEOUT_S / 4)
-    while not received.endswith(b"\n"):
+    start = time.monotonic()
+
+    def check(num_bytes: int) -> None:
         limit_s = _HURRIED_TIMEOUT_S if crowded.is_set() else _HELLO_TIMEOUT_S
         if time.monotonic() - start > limit_s:
-            raise ValueError(f"it said {len(received)} bytes and no line in {limit_s:g} s")
-        try:
-            part = connection.recv(65536)
-        except TimeoutError:
-            continue
-        if not part or len(received) + len(part) > _HELLO_LIMIT_BYTES:
-            raise ValueError(f"{len(received) + len(part)} bytes that are no line")
-        received += part
-    return bytes(received)
+            raise ValueError(f"it said {num_bytes} bytes and no line in {limit_s:g} s")
+
+    connection.settimeout(_HURRIED_TIMEOUT_S / 4)
+    return b"".join(read_line(connection, _HELLO_LIMIT_BYTES, meanwhile=check))
 
 
 def _parse_hello(line: bytes) -> Hello:
@@ -308,8 +305,3 @@ def _is_well_formed(hello: Hello) -> bool:
         and isinstance(hello.facts, dict)
         and all(isinstance(value, str) for value in hello.facts.values())
     )
-
-
-def _hello(guest: Guest) -> Hello:
-    assert guest.hello is not None, "only guests that said hello are handed on"
-    return guest.hello

@@ -148,7 +148,10 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(DONE)
     if isinstance(code, str):
         logger.error("%s", code)
-    _leave(code if isinstance(code, int) else BUG, reason)
+    code = code if isinstance(code, int) else BUG
+    if _say_farewell is not None:
+        _say_farewell(code, reason)
+    end(code)
 
 
 def _report(error: BaseException, code: int) -> None:
@@ -172,12 +175,6 @@ def _report(error: BaseException, code: int) -> None:
 def brief(error: BaseException) -> str:
     """The first line of an error's message: those of jax's service go on for pages."""
     return str(error).strip().partition("\n")[0][:300]
-
-
-def _leave(code: int, reason: str) -> NoReturn:
-    if _say_farewell is not None:
-        _say_farewell(code, reason)
-    end(code)
 
 
 def end(code: int) -> NoReturn:

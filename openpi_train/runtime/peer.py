@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from openpi_train.runtime.lines import read_line, send_line
+
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
@@ -21,7 +23,7 @@ _SLICE_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Status:
+class PeerStatus:
     """What a process is doing: its phase, the last step it took, and how long it got no further (limit None: may)."""
 
     phase: str
@@ -51,7 +53,7 @@ class Peer:
         """`received` has already been read from the connection."""
         self.process_index = process_index
         self.who = f"process {process_index} on {host}"
-        self.status: Status | None = None
+        self.status: PeerStatus | None = None
         self.farewell: Ending | None = None
         self.farewell_time = 0.0
         self.verdict: Ending | None = None
@@ -62,11 +64,10 @@ class Peer:
         self._connection, self._received = connection, received
         self._lock = threading.Lock()
 
-    def send(self, kind: str, message: Status | Ending) -> None:
+    def send(self, kind: str, message: PeerStatus | Ending) -> None:
         """Send one message. A peer that is gone or takes nothing is left to `listen` and to its silence."""
-        line = json.dumps({kind: dataclasses.asdict(message)}).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
-            self._connection.sendall(line)
+            send_line(self._connection, {kind: dataclasses.asdict(message)})
 
     def hang_up(self) -> None:
         """Send nothing more. The peer closes the connection when it has heard all, which sets `closed`.
@@ -81,18 +82,10 @@ class Peer:
         """Take in what the peer says, until it hangs up or its connection breaks; then close."""
         try:
             self._connection.settimeout(_SLICE_S)
-            while len(self._received) < _LINE_LIMIT_BYTES:
-                *lines, self._received = self._received.split(b"\n")
-                for line in lines:
-                    self._hear(line)
-                try:
-                    part = self._connection.recv(65536)
-                except TimeoutError:
-                    continue
-                if not part:
-                    break
-                self._received += part
-        except OSError:
+            while True:
+                line, self._received = read_line(self._connection, _LINE_LIMIT_BYTES, self._received)
+                self._hear(line)
+        except (EOFError, OSError):
             pass  # a connection that broke is closed, too
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s said something that is no message of ours: %s", self.who, error)
@@ -105,7 +98,7 @@ class Peer:
         self.unheard_beats = 0
         for kind, fields in json.loads(line).items():
             if kind == "status":
-                self.status = Status(**fields)
+                self.status = PeerStatus(**fields)
             elif kind == "farewell":
                 self.farewell, self.farewell_time = Ending(**fields), time.monotonic()
                 self.on_news()

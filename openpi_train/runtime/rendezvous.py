@@ -8,17 +8,16 @@ Then the connection is the watchdog's (`peer.py`). The token keeps jobs apart; i
 jax's own service has none either: use a trusted network.
 """
 
-import contextlib
 import dataclasses
 import json
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from openpi_train.runtime.door import Door, Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
@@ -63,22 +62,19 @@ def _visit(own: Hello, host: str, port: int, timeout_s: float, name_timeout_s: f
     """The side of all other processes: knock until process 0 opens, say hello, wait for the verdict."""
     _await_name(own, host, name_timeout_s)
     where = f"process 0 at {host}, port {port + 1}"
-    wait = Wait(timeout_s)
-    while True:
-        try:
-            connection = socket.create_connection((host, port + 1), timeout=2.0)
-            break
-        except OSError as error:
-            reason = str(error)
-        if wait.is_over():
-            raise PeerLostError(
-                f"{own.who()} could not reach {where} within {timeout_s:.0f} s ({reason}): is it running, is the "
-                "address right, and does the firewall let this port and the one below through?"
-            )
-        wait.report(lambda: f"{own.who()} waits for {where}")
-        time.sleep(0.2)
     try:
-        connection.sendall(json.dumps(dataclasses.asdict(own)).encode() + b"\n")
+        connection = Wait(timeout_s).until_it_works(
+            lambda: socket.create_connection((host, port + 1), timeout=2.0),
+            lambda: f"{own.who()} waits for {where}",
+            pause_s=0.2,
+        )
+    except OSError as error:
+        raise PeerLostError(
+            f"{own.who()} could not reach {where} within {timeout_s:.0f} s ({error}): is it running, is the "
+            "address right, and does the firewall let this port and the one below through?"
+        ) from error
+    try:
+        send_line(connection, dataclasses.asdict(own))
         verdict, rest = _await_verdict(connection, own, where, timeout_s)
         if verdict["error"] is not None:
             raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
@@ -95,46 +91,38 @@ def _await_name(own: Hello, host: str, timeout_s: float) -> None:
 
     Raises UsageError where it does not and there is nothing to wait for, PeerLostError where it did not in time.
     """
-    wait = Wait(timeout_s)
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except OSError as error:
-            reason = str(error)
-        if wait.is_over():
-            raise (PeerLostError if timeout_s else UsageError)(
-                f"the coordinator's host name {host!r} does not resolve on {own.host} ({reason}): give its address, "
-                "or a name that every host knows"
-            )
-        wait.report(lambda: f"{own.who()} waits for the name {host!r} to be known here")
-        time.sleep(1.0)
+    try:
+        Wait(timeout_s).until_it_works(
+            lambda: socket.getaddrinfo(host, None),
+            lambda: f"{own.who()} waits for the name {host!r} to be known here",
+            pause_s=1.0,
+        )
+    except OSError as error:
+        raise (PeerLostError if timeout_s else UsageError)(
+            f"the coordinator's host name {host!r} does not resolve on {own.host} ({error}): give its address, "
+            "or a name that every host knows"
+        ) from error
 
 
 def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> tuple[dict, bytes]:
     """Process 0's answer, and what it has said since."""
     # Process 0 may have begun to wait for the others only now, and it must be the one to say who is missing.
     wait = Wait(timeout_s + 15.0)
-    connection.settimeout(1.0)
-    received = b""
-    while b"\n" not in received and len(received) < _VERDICT_LIMIT_BYTES:
+
+    def check(num_bytes: int) -> None:
         if wait.is_over():
             raise PeerLostError(f"{where} took {own.who()} in but never gave the sign to start")
         wait.report(lambda: f"{own.who()} is connected and waits until all {own.process_count} processes are here")
-        try:
-            part = connection.recv(65536)
-        except TimeoutError:
-            continue
-        except OSError:
-            part = b""
-        if not part:
-            raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why")
-        received += part
-    line, _, rest = received.partition(b"\n")
-    with contextlib.suppress(ValueError, RecursionError):
-        verdict = json.loads(line)
-        if _is_verdict(verdict):
+
+    connection.settimeout(1.0)
+    try:
+        line, rest = read_line(connection, _VERDICT_LIMIT_BYTES, meanwhile=check)
+        if _is_verdict(verdict := json.loads(line)):
             return verdict, rest
+    except (EOFError, OSError):
+        raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why") from None
+    except (ValueError, RecursionError):
+        pass
     raise UsageError(f"another program answers for {where}: use another port")
 
 

@@ -5,12 +5,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from openpi_train.fields import at_least
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,17 @@ class Wait:
             self.reported = now
             limit = f", limit {self.timeout_s:.0f} s" if math.isfinite(self.timeout_s) else ""
             logger.info("%s since %.0f s%s", what(), now - self.start, limit)
+
+    def until_it_works(self, attempt: Callable[[], Result], what: Callable[[], str], pause_s: float) -> Result:
+        """What `attempt` returns once it raises no OSError; the last one is raised when the time is over."""
+        while True:
+            try:
+                return attempt()
+            except OSError:
+                if self.is_over():
+                    raise
+            self.report(what)
+            time.sleep(pause_s)
 
     def remaining_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self.start))

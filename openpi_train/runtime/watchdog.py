@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from openpi_train.runtime import exits, logs, phases
 from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
-from openpi_train.runtime.peer import Ending, Peer, Status
+from openpi_train.runtime.peer import Ending, Peer, PeerStatus
 from openpi_train.runtime.waiting import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _WHAT_TO_DO = ". Start again with --resume"
 
 
 def judge(
-    own: Status, own_who: str, peers: Sequence[Peer], *, is_process_0: bool, beat_s: float, silence_s: float
+    own: PeerStatus, own_who: str, peers: Sequence[Peer], *, is_process_0: bool, beat_s: float, silence_s: float
 ) -> Ending | None:
     """Why all processes must end now, from what this one knows; None while all is well."""
     for peer in peers:
@@ -57,7 +57,7 @@ def judge(
     return _who_is_stuck(own, own_who, peers, beat_s) if is_process_0 else None
 
 
-def _who_is_stuck(own: Status, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
+def _who_is_stuck(own: PeerStatus, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
     everyone = [(own_who, own, 0)]
     everyone += [(peer.who, peer.status, peer.unheard_beats) for peer in peers if peer.status is not None]
     # Whoever is in a step may be waiting for one that is saving, say, which may take as long as it needs.
@@ -169,7 +169,7 @@ class Watchdog:
             logger.exception("the watchdog failed")
             exits.end(exits.BUG)
 
-    def _beat(self, status: Status) -> None:
+    def _beat(self, status: PeerStatus) -> None:
         """What is due every two seconds: tell, count, say what takes long, see whether a stop was asked for."""
         self._tell("status", status)
         for peer in self._peers:
@@ -180,7 +180,7 @@ class Watchdog:
             reason = f"asked to stop ({phase.name}): there is nothing to save yet; start again with --resume"
             self._end(Ending(PREEMPTED, reason))
 
-    def _report(self, status: Status) -> None:
+    def _report(self, status: PeerStatus) -> None:
         """Say what takes long: when, and again every so often."""
         reports = int(status.idle_s // _REPORT_EVERY_S)
         if reports > self._reports:
@@ -188,16 +188,16 @@ class Watchdog:
             logger.info("%s since %.0f s%s", status.words(), status.idle_s, limit)
         self._reports = reports
 
-    def _status(self) -> Status:
+    def _status(self) -> PeerStatus:
         now = phases.current()
-        return Status(
+        return PeerStatus(
             phase=now.name,
             step=now.step,
             idle_s=time.monotonic() - now.since,
             limit_s=phases.limit_s(self._stuck_s),
         )
 
-    def _tell(self, kind: str, message: Status | Ending) -> None:
+    def _tell(self, kind: str, message: PeerStatus | Ending) -> None:
         for peer in self._peers:
             peer.send(kind, message)
 

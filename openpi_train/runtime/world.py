@@ -175,7 +175,7 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
 
 def _from_slurm(environ: Mapping[str, str]) -> World | None:
     """A task of a Slurm step, started by srun. A batch script, salloc or an ssh login into an allocation is none."""
-    if "SLURM_STEP_NODELIST" not in environ or environ.get("SLURM_STEP_ID") == _INTERACTIVE_STEP:
+    if not in_slurm_step(environ):
         return None
     names = ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     values = {name: _number(environ, name) for name in names}
@@ -196,6 +196,11 @@ def _from_slurm(environ: Mapping[str, str]) -> World | None:
         source="slurm",
         token=f"slurm-{job}.{environ.get('SLURM_STEP_ID', '')}.{environ.get('SLURM_RESTART_COUNT', '')}",
     )
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether this is a task of a step, which is a process of the run, and no batch script or shell in a job."""
+    return "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP
 
 
 def _slurm_address(environ: Mapping[str, str], num_hosts: int) -> str:

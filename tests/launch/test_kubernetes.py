@@ -18,16 +18,16 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import Jobs
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from runs.command import ROOT, environment, places
 
-from openpi_train.launch import command, kubernetes
-from openpi_train.launch.kubernetes import KubernetesSpec, manifest
+from openpi_train.launch import forms, kubernetes
+from openpi_train.launch.kubernetes import Kubernetes, manifest
 from openpi_train.launch.processes import free_port
 from openpi_train.launch.spec import LaunchError
 from openpi_train.runtime import exits
 from openpi_train.runtime.world import WorldFlags, find_world
 
 RUN = ("pi0_bridge_traj", "--exp-name", "x", "--resume")
-PLAIN = KubernetesSpec(name="run", image="registry/trainer:1", arguments=RUN, num_nodes=2, gpus_per_node=8)
-FULL = KubernetesSpec(
+PLAIN = Kubernetes(name="run", image="registry/trainer:1", arguments=RUN, num_nodes=2, gpus_per_node=8)
+FULL = Kubernetes(
     name="run",
     image="registry:5000/team/trainer@sha256:0123",
     arguments=RUN,
@@ -65,7 +65,7 @@ def variables(spec, index):
 
 
 def with_form(spec, form):
-    return KubernetesSpec(**{**vars(spec), "form": form})
+    return Kubernetes(**{**vars(spec), "form": form})
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -163,7 +163,7 @@ def test_every_option_is_in_the_manifest(capsys):
     options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
         --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job"""
-    assert command.main(["kubernetes", *options.split(), "--", *RUN]) == 0
+    assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
     assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
@@ -226,7 +226,7 @@ def test_a_pod_knows_how_long_it_has_to_save(form):
 
 
 def test_a_pod_on_processors_is_told_so():
-    cpu = KubernetesSpec(**{**vars(PLAIN), "gpus_per_node": 0})
+    cpu = Kubernetes(**{**vars(PLAIN), "gpus_per_node": 0})
     assert variables(cpu, 0)["JAX_PLATFORMS"] == "cpu"
     assert "resources" in job_of(cpu)["spec"]["template"]["spec"]["containers"][0]
     assert "JAX_PLATFORMS" not in variables(PLAIN, 0)
@@ -253,17 +253,17 @@ def test_a_pod_on_processors_is_told_so():
 )
 def test_what_kubernetes_or_a_restart_would_choke_on_is_refused(changes, message):
     with pytest.raises(LaunchError, match=message):
-        KubernetesSpec(**{**vars(PLAIN), **changes})
+        Kubernetes(**{**vars(PLAIN), **changes})
 
 
 def test_a_verb_runs_in_pods_too():
-    assert KubernetesSpec(**{**vars(PLAIN), "arguments": ("doctor",)}).arguments == ("doctor",)
+    assert Kubernetes(**{**vars(PLAIN), "arguments": ("doctor",)}).arguments == ("doctor",)
 
 
 def test_the_command_prints_the_manifest_as_yaml(capsys):
-    assert command.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
+    assert forms.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
     out, err = capsys.readouterr()
-    expected = KubernetesSpec(**{**vars(PLAIN), "claims": (("data", "/data"),)})
+    expected = Kubernetes(**{**vars(PLAIN), "claims": (("data", "/data"),)})
     assert list(yaml.safe_load_all(out)) == manifest(expected)
     assert err == ""
 
@@ -274,9 +274,9 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
     kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     out = tmp_path / "run.yaml"
-    assert command.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
+    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
     assert not (tmp_path / "applied").exists()
-    assert command.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
+    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
         "kubectl's own exit code"
     )
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
@@ -286,19 +286,19 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
 
 def test_without_kubectl_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert command.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
+    assert forms.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
     assert "no kubectl here; write the manifest with --out FILE" in capsys.readouterr().err
 
 
 def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):
-    assert command.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
+    assert forms.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
     assert "no --pvc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "NAME")])
 def test_a_malformed_option_is_named(option, value, capsys):
     with pytest.raises(SystemExit):
-        command.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
+        forms.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
     assert option in capsys.readouterr().err
 
 
@@ -312,7 +312,7 @@ def pod(tmp_path):
     """Start a pod's own command line in its own environment; a mount namespace stands in for the cluster's DNS."""
     started: list[subprocess.Popen] = []
 
-    def start(spec: KubernetesSpec, index: int) -> Path:
+    def start(spec: Kubernetes, index: int) -> Path:
         hosts = tmp_path / f"hosts_{index}"
         hosts.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")  # a pod knows its own name, too
         inside = ("unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh")
@@ -337,7 +337,7 @@ def pod(tmp_path):
 def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_path):
     start, started = pod
     run = ("debug", *places(tmp_path), "--resume")
-    spec = KubernetesSpec(
+    spec = Kubernetes(
         name="run", image="x", arguments=run, num_nodes=2, gpus_per_node=0, port=free_port(), form="jobset"
     )
     names = [start(spec, index) for index in (1, 0)]

@@ -15,7 +15,7 @@ from openpi_train.launch.status import Status
 pytestmark = pytest.mark.multiprocess
 
 
-SEEN = "print(outcome.code, outcome.indivisible, outcome.status)"
+SEEN = "print(outcome.code, outcome.status)"
 
 
 def launcher(
@@ -211,8 +211,7 @@ def test_the_launcher_reads_how_far_process_0_got(tmp_path):
     """
     for far, expected in ((False, Status()), (True, Status(opened=True, saved_step=20))):
         code, out, _ = run(child.replace("FAR", str(far)), tmp_path, processes=2, result=SEEN)
-        assert (code, out.splitlines()[-1]) == (0, f"6 True {expected}")
-    assert not processes.Outcome(code=2).indivisible
+        assert (code, out.splitlines()[-1]) == (0, f"6 {expected}")
 
 
 def test_a_status_file_is_whole_or_as_it_was(tmp_path, monkeypatch):

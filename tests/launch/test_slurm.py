@@ -7,17 +7,23 @@ from pathlib import Path
 import pytest
 from launch.test_cli import EXPERIMENT, run_distributed
 
-from openpi_train.launch import command
-from openpi_train.launch.slurm import in_step, resumed
-from openpi_train.launch.slurm_script import SlurmJob, script, time_limit_s
-from openpi_train.launch.spec import LaunchError, LaunchSpec
+from openpi_train.launch import forms
+from openpi_train.launch.slurm import Slurm, resumed, script, time_limit_s
+from openpi_train.launch.spec import LaunchError
+from openpi_train.runtime.world import in_slurm_step
 
 SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
 
 
 def dry_run(capsys, *options: str, arguments: list[str] = EXPERIMENT) -> str:
-    assert command.main([*SMALL, *options, "--dry-run", *arguments]) == 0
+    assert forms.main([*SMALL, *options, "--dry-run", *arguments]) == 0
     return capsys.readouterr().out
+
+
+def job_of(*arguments: str, **options) -> Slurm:
+    """A job of one process."""
+    places = {"folder": Path("/"), "output_dir": Path("/tmp")}
+    return Slurm(arguments=arguments, processes_per_node=1, job_name="a", **places, **options)
 
 
 def headers(text: str) -> list[str]:
@@ -98,10 +104,7 @@ def test_the_tasks_of_the_file_meet_at_the_address_that_was_chosen(tmp_path):
     task |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
     ask = "import os; from openpi_train.runtime.world import *; world = find_world(WorldFlags(), os.environ); "
     ask += "print(world.source, world.process_index, world.coordinator)"
-    run = LaunchSpec(arguments=(ask,), processes_per_host=1, program=(sys.executable, "-c"))
-    job = SlurmJob(
-        run=run, job_name="a", chdir="/", output_dir="/tmp", env=("MASTER_ADDR={host}-ib", "MASTER_PORT=4000")
-    )
+    job = job_of(ask, program=(sys.executable, "-c"), env=("MASTER_ADDR={host}-ib", "MASTER_PORT=4000"))
     stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
     stale = {"MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}
     environ = {**os.environ, **stale, "SLURM_JOB_ID": "1", **task}
@@ -153,18 +156,18 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     ],
 )
 def test_what_cannot_be_is_refused_with_code_2(options, message, capsys):
-    assert command.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
+    assert forms.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_nodes_without_a_number_of_processes_are_refused(capsys):
-    assert command.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
+    assert forms.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
     assert "say what each node runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["--overwrite", "--no-resume"])
 def test_a_job_that_would_move_its_own_run_aside_is_refused(word, capsys):
-    assert command.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
+    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
     assert "would move its own run aside" in capsys.readouterr().err
 
 
@@ -188,11 +191,11 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
     options = [*SMALL, "--output-dir", str(tmp_path / "out")]
     file = tmp_path / "out" / "pi0_bridge_traj_tiny.sh"
     for _ in range(2):
-        assert command.main([*options, *EXPERIMENT]) == 0
+        assert forms.main([*options, *EXPERIMENT]) == 0
     assert capsys.readouterr().out == f"written: {file}\nsubmit it: sbatch {file}\n" * 2
     edited = file.read_text().replace("--nodes=2", "--nodes=3")
     file.write_text(edited)
-    assert command.main([*options, *EXPERIMENT]) == 0
+    assert forms.main([*options, *EXPERIMENT]) == 0
     (aside,) = set(file.parent.iterdir()) - {file}
     assert aside.read_text() == edited
     assert str(aside) in capsys.readouterr().out
@@ -201,7 +204,7 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
 
 def test_submitting_without_slurm_says_what_to_do(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert command.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert forms.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "submit" in (error := capsys.readouterr().err) and "from a login node" in error
 
 
@@ -209,7 +212,7 @@ def test_a_refusal_of_sbatch_is_shown(capsys, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert command.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert forms.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "invalid partition" in capsys.readouterr().err
 
 
@@ -258,15 +261,14 @@ def test_mode_slurm_outside_a_job_is_refused():
 
 
 def test_a_step_is_what_srun_has_started():
-    assert in_step(SLURM_TASK)
-    assert not in_step(SLURM_JOB)
-    assert not in_step({**SLURM_TASK, "SLURM_STEP_ID": "4294967290"})
+    assert in_slurm_step(SLURM_TASK)
+    assert not in_slurm_step(SLURM_JOB)
+    assert not in_slurm_step({**SLURM_TASK, "SLURM_STEP_ID": "4294967290"})
 
 
 def test_a_program_of_any_words_reaches_the_tasks_unchanged():
     words = ("debug", "--exp-name", "it's a $HOME; `x`")
-    run = LaunchSpec(arguments=words, processes_per_host=1, program=("printf", "%s\n"))
-    text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp"))
+    text = script(job_of(*words, program=("printf", "%s\n")))
     # An srun that starts one task, and a Slurm that is not asked anything after exit code 0.
     stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
     done = subprocess.run(
@@ -277,11 +279,10 @@ def test_a_program_of_any_words_reaches_the_tasks_unchanged():
 
 
 def test_job_specifications_are_checked_without_the_command_line():
-    run = LaunchSpec(arguments=("debug",), processes_per_host=1)
     with pytest.raises(LaunchError, match="exclude each other"):
-        SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", venv="/v", container="image")
+        job_of("debug", venv=Path("/v"), container="image")
     with pytest.raises(LaunchError, match="is not one of"):
-        SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", container="image", container_runtime="podman")
+        job_of("debug", container="image", container_runtime="podman")
 
 
 # Slurm as far as the batch script asks it: `srun` runs one task here (its exit code is Slurm's: that of the task), and
@@ -310,8 +311,7 @@ scontrol() { echo "scontrol $*"; }
     ],
 )
 def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(task, code, start, state, requeued):
-    run = LaunchSpec(arguments=(task,), processes_per_host=1, program=("bash", "-c"))
-    text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp", max_restarts=2))
+    text = script(job_of(task, program=("bash", "-c"), max_restarts=2))
     environ = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(start), "STATE": state}
     done = subprocess.run(["bash"], input=STAND_INS + text, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stdout + done.stderr
@@ -323,8 +323,7 @@ def test_of_several_tasks_the_cause_has_the_highest_code():
     """srun ends with the highest code of its tasks. An error outranks a lost peer, which outranks a killed task."""
     codes = {}
     for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 75", "exit 1", "exit 5"):
-        run = LaunchSpec(arguments=(task,), processes_per_host=1, program=("bash", "-c"))
-        text = script(SlurmJob(run=run, job_name="a", chdir="/", output_dir="/tmp"))
+        text = script(job_of(task, program=("bash", "-c")))
         stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n'
         environ = {**os.environ, "SLURM_JOB_ID": "1"}
         done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)

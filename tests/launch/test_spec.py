@@ -1,6 +1,8 @@
 import pytest
 
-from openpi_train.launch.spec import LaunchError, LaunchSpec, commands
+from openpi_train.launch import codes
+from openpi_train.launch.spec import LaunchError, LaunchSpec, commands, share_of
+from openpi_train.runtime import exits
 
 
 def test_ranks_run_host_by_host():
@@ -12,7 +14,7 @@ def test_ranks_run_host_by_host():
     assert {env["WORLD_SIZE"] for env in environments} == {"4"}
     assert {env["LOCAL_WORLD_SIZE"] for env in environments} == {"2"}
     assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {("10.0.0.1", "1234")}
-    assert [command.host for command in commands(spec)] == ["10.0.0.1"] * 2 + ["10.0.0.2"] * 2
+    assert [share_of(spec, node) for node in (0, 1)] == [commands(spec)[:2], commands(spec)[2:]]
 
 
 def test_processes_of_several_hosts_know_all_of_them():
@@ -47,3 +49,8 @@ def test_impossible_launches_are_refused(changes, message):
     fields = {"arguments": ("debug",), "processes_per_host": 1, **changes}
     with pytest.raises(LaunchError, match=message):
         LaunchSpec(**fields)
+
+
+def test_the_codes_are_those_of_the_runtime():
+    own = {name: code for name, code in vars(codes).items() if name.isupper()}
+    assert own == {name: getattr(exits, name) for name in own} and len(own) == 8

@@ -1,6 +1,5 @@
 """`launch ssh` with a stand-in for ssh that runs the far command here; the real ssh is in `tests/hosts`."""
 
-import argparse
 import json
 import os
 import queue
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import command, remote, ssh
+from openpi_train.launch import forms, remote, ssh
+from openpi_train.launch.options import Here, PerNode
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "debug", "--exp-name", "x"]
@@ -103,7 +103,7 @@ def is_running(pid: int) -> bool:
 
 def test_dry_run_prints_the_ssh_line_of_each_host_and_its_processes(capsys):
     options = ["ssh", "--hosts", "node1,ann@node2", "--gpus-per-node", "2", "--workdir", "/my work", "--dry-run"]
-    assert command.main([*options, "--python", "/venv/bin/python", "--ssh-command", "ssh -i key", *EXPERIMENT]) == 0
+    assert forms.main([*options, "--python", "/venv/bin/python", "--ssh-command", "ssh -i key", *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     far = "cd '\"'\"'/my work'\"'\"' && exec /venv/bin/python -m openpi_train.launch.remote"
     assert lines[0] == f"ssh -i key node1 '{far}'" and lines[3] == f"ssh -i key ann@node2 '{far}'"
@@ -114,7 +114,7 @@ def test_dry_run_prints_the_ssh_line_of_each_host_and_its_processes(capsys):
 def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
     (tmp_path / "hosts").write_text("# the good ones\nann@node1  # rack 3\n\nnode2\n")
     options = ["ssh", "--hosts-file", str(tmp_path / "hosts"), "--processes-per-node", "1", "--dry-run"]
-    assert command.main([*options, *EXPERIMENT]) == 0
+    assert forms.main([*options, *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [word for line in lines for word in line.split() if word in ("ann@node1", "node2")] == ["ann@node1", "node2"]
     assert "MASTER_ADDR=node1 " in lines[1]
@@ -134,7 +134,7 @@ def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
     ],
 )
 def test_hosts_that_cannot_be_are_refused(words, message, capsys):
-    assert command.main(["ssh", *words, "--processes-per-node", "1", *EXPERIMENT]) == 2
+    assert forms.main(["ssh", *words, "--processes-per-node", "1", *EXPERIMENT]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -355,6 +355,7 @@ def test_a_host_that_cannot_be_reached_is_left_out_where_enough_others_are_there
     ],
 )
 def test_the_numbers_of_hosts_that_can_share_the_batch(arguments, expected):
-    given = argparse.Namespace(gpus_per_node=None, processes_per_node=2, devices_per_process=2)
-    fits = ssh._sharing(given, arguments)
-    assert [number for number in range(1, 5) if fits(number)] == expected
+    launch = ssh.Ssh(
+        arguments=arguments, hosts="a", per_node=PerNode(processes_per_node=2), here=Here(devices_per_process=2)
+    )
+    assert [number for number in range(1, 5) if launch.can_share(number)] == expected

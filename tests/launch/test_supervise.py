@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from openpi_train.launch import supervise
-from openpi_train.launch.processes import Outcome
+from openpi_train.launch.processes import LaunchOutcome
 from openpi_train.launch.status import Status
 from openpi_train.launch.supervise import Rules, Start, after, announcement, can_be_mended, resumed
 
@@ -20,30 +20,30 @@ FIRST = Start(arguments=("debug", "--exp-name", "x", "--overwrite"), hosts=("a",
 
 @pytest.mark.parametrize("code", [70, 75, 128 + 9, 128 + 15, 128 + 11, 128 + 6])
 def test_a_lost_peer_a_stop_from_elsewhere_and_a_kill_are_mended(code):
-    assert can_be_mended(Outcome(code=code))
-    assert after(FIRST, Outcome(code=code), Rules(max_restarts=1)) is not None
-    assert after(FIRST, Outcome(code=code), Rules(max_restarts=0)) is None
+    assert can_be_mended(LaunchOutcome(code=code))
+    assert after(FIRST, LaunchOutcome(code=code), Rules(max_restarts=1)) is not None
+    assert after(FIRST, LaunchOutcome(code=code), Rules(max_restarts=0)) is None
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 130])
 def test_errors_of_the_run_itself_and_its_end_are_left_alone(code):
-    assert after(FIRST, Outcome(code=code), Rules(max_restarts=9)) is None
+    assert after(FIRST, LaunchOutcome(code=code), Rules(max_restarts=9)) is None
 
 
 @pytest.mark.parametrize("code", [70, 75, 137, 143])
 def test_a_stop_asked_of_the_launcher_is_obeyed(code):
-    assert after(FIRST, Outcome(code=code, asked=True), Rules(max_restarts=9)) is None
+    assert after(FIRST, LaunchOutcome(code=code, asked=True), Rules(max_restarts=9)) is None
 
 
 def test_only_a_run_that_was_opened_is_resumed():
     # Before that, an older run of this name may lie there, which nobody asked to continue.
-    following = after(FIRST, Outcome(code=137), Rules(max_restarts=3))
+    following = after(FIRST, LaunchOutcome(code=137), Rules(max_restarts=3))
     assert following and following.arguments == FIRST.arguments
-    following = after(following, Outcome(code=137, status=Status(opened=True)), Rules(max_restarts=3))
+    following = after(following, LaunchOutcome(code=137, status=Status(opened=True)), Rules(max_restarts=3))
     assert following and following.arguments == ("debug", "--exp-name", "x", "--resume")
-    following = after(following, Outcome(code=137), Rules(max_restarts=3))
+    following = after(following, LaunchOutcome(code=137), Rules(max_restarts=3))
     assert following and following.arguments == ("debug", "--exp-name", "x", "--resume")
-    assert after(following, Outcome(code=137), Rules(max_restarts=3)) is None
+    assert after(following, LaunchOutcome(code=137), Rules(max_restarts=3)) is None
 
 
 def test_resumed_says_it_once():
@@ -55,7 +55,7 @@ def test_the_pause_doubles_to_a_minute_and_begins_anew_after_progress():
     start, pauses = FIRST, []
     for saved_step in (10, 10, 10, 10, 0, 10, 10, 10, 10, 20, 20):
         following = after(
-            start, Outcome(code=70, status=Status(opened=True, saved_step=saved_step)), Rules(max_restarts=99)
+            start, LaunchOutcome(code=70, status=Status(opened=True, saved_step=saved_step)), Rules(max_restarts=99)
         )
         assert following
         start = following
@@ -78,12 +78,12 @@ def test_the_pause_doubles_to_a_minute_and_begins_anew_after_progress():
 )
 def test_lost_hosts_are_left_out_where_enough_are_left_that_can_share_the_batch(lost, min_hosts, batch, expected):
     rules = Rules(max_restarts=1, min_hosts=min_hosts, fits=lambda num_hosts: batch % num_hosts == 0)
-    following = after(FIRST, Outcome(code=70, lost_hosts=lost), rules)
+    following = after(FIRST, LaunchOutcome(code=70, lost_hosts=lost), rules)
     assert following and following.hosts == tuple(expected)
 
 
 def test_the_announcement_says_why_when_where_and_how_often_still():
-    outcome = Outcome(code=70, reason="process 3 on b failed with exit code 70", lost_hosts=("b",))
+    outcome = LaunchOutcome(code=70, reason="process 3 on b failed with exit code 70", lost_hosts=("b",))
     rules = Rules(max_restarts=2, min_hosts=1)
     following = after(FIRST, outcome, rules)
     assert following
@@ -93,7 +93,7 @@ def test_the_announcement_says_why_when_where_and_how_often_still():
 
 
 def test_each_start_has_a_folder_of_its_own_for_its_output(tmp_path):
-    following = after(FIRST, Outcome(code=70), Rules(max_restarts=1))
+    following = after(FIRST, LaunchOutcome(code=70), Rules(max_restarts=1))
     assert following
     assert (FIRST.log_dir(tmp_path), following.log_dir(tmp_path)) == (tmp_path, tmp_path / "restart_1")
 
@@ -103,9 +103,9 @@ def test_the_last_code_is_the_launchers_and_the_end_of_restarts_is_said(monkeypa
     codes = [137, 75, 70]
     begun = []
 
-    def begin(start: Start) -> Outcome:
+    def begin(start: Start) -> LaunchOutcome:
         begun.append(start.number)
-        return Outcome(code=codes[start.number], reason="lost")
+        return LaunchOutcome(code=codes[start.number], reason="lost")
 
     assert supervise.supervise(begin, FIRST, Rules(max_restarts=2)) == 70
     assert begun == [0, 1, 2]
@@ -121,10 +121,10 @@ def launcher(child: str, folder: Path, *options: str, first: str = "") -> subpro
     """`launch local` of one process that runs the Python text `child`; the launcher itself runs `first`."""
     (folder / "openpi_train_child.py").write_text("import os, signal, sys, time\n" + child)
     driver = (
-        f"import sys\nfrom openpi_train.launch import command, spec, supervise\n{first}\n"
+        f"import sys\nfrom openpi_train.launch import forms, spec, supervise\n{first}\n"
         f"program = (sys.executable, {str(folder / 'openpi_train_child.py')!r})\n"
         "spec.LaunchSpec.__init__.__kwdefaults__['program'] = program\n"
-        "sys.exit(command.main(sys.argv[1:]))\n"
+        "sys.exit(forms.main(sys.argv[1:]))\n"
     )
     words = ["local", "--processes", "1", "--log-dir", str(folder / "output"), *options, "--", "x", "--overwrite"]
     return subprocess.Popen(
@@ -170,11 +170,11 @@ def test_a_signal_between_two_starts_ends_the_launcher_with_the_runs_code(tmp_pa
 
 
 def test_a_batch_that_does_not_divide_is_tried_on_one_host_less_as_long_as_that_is_allowed():
-    refused = Outcome(code=6)
+    refused = LaunchOutcome(code=6)
     following = after(FIRST, refused, Rules(max_restarts=9, min_hosts=2))
     assert following and following.hosts == ("a", "b", "c") and following.arguments == FIRST.arguments
     following = after(following, refused, Rules(max_restarts=9, min_hosts=2))
     assert following and following.hosts == ("a", "b")
     assert after(following, refused, Rules(max_restarts=9, min_hosts=2)) is None
     assert after(FIRST, refused, Rules(max_restarts=9)) is None
-    assert after(FIRST, Outcome(code=2), Rules(max_restarts=9, min_hosts=2)) is None
+    assert after(FIRST, LaunchOutcome(code=2), Rules(max_restarts=9, min_hosts=2)) is None

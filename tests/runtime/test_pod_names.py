@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from openpi_train.runtime import rendezvous
+from openpi_train.runtime import rendezvous, waiting
 from openpi_train.runtime.door import Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
 
@@ -23,7 +23,7 @@ def resolver(monkeypatch):
                 raise socket.gaierror(-2, "Name or service not known")
 
         monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
-        monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
+        monkeypatch.setattr(waiting.time, "sleep", slept.append)
         return slept
 
     return set_up

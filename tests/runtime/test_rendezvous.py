@@ -12,6 +12,7 @@ import pytest
 from openpi_train.runtime import waiting
 from openpi_train.runtime.door import Guest, Hello, _unreachable_names
 from openpi_train.runtime.exits import PeerLostError, RunError, UsageError
+from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.world import World
 
@@ -214,11 +215,12 @@ def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
 
 def test_gloo_on_a_loopback_host_name_is_refused_across_hosts():
     own = Hello(process_index=0, process_count=2, host="a", token="", facts={}, local_name_is_loopback=True)
-    near, far = Guest(socket.socket()), Guest(socket.socket(), same_machine=False)
-    assert _unreachable_names([own], [near]) is None
-    assert "host name of a resolves to a loopback address" in (_unreachable_names([own], [near, far]) or "")
-    for guest in (near, far):
-        guest.connection.close()
+    hello = Hello(process_index=1, process_count=2, host="b", token="", facts={})
+    with socket.socket() as connection:
+        fields = {"hello": hello, "peer": Peer(1, "b", connection), "connection": connection}
+        near, far = Guest(**fields, same_machine=True), Guest(**fields, same_machine=False)
+        assert _unreachable_names(own, [near]) is None
+        assert "host name of a resolves to a loopback address" in (_unreachable_names(own, [near, far]) or "")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import types
 import pytest
 
 from openpi_train.runtime import phases, watchdog
-from openpi_train.runtime.peer import Ending, Peer, Status
+from openpi_train.runtime.peer import Ending, Peer, PeerStatus
 from openpi_train.runtime.phases import phase, step_done
 
-TRAINING = Status(phase="training", step=12, idle_s=1.0, limit_s=45.0)
+TRAINING = PeerStatus(phase="training", step=12, idle_s=1.0, limit_s=45.0)
 STUCK = dataclasses.replace(TRAINING, idle_s=46.0)
 SAVING = dataclasses.replace(STUCK, phase="saving", limit_s=None)
 
@@ -27,7 +27,7 @@ def peer():
         yield peer
 
 
-def judged(own: Status, *peers: Peer, is_process_0: bool = True):
+def judged(own: PeerStatus, *peers: Peer, is_process_0: bool = True):
     return watchdog.judge(own, "process 0 on a", peers, is_process_0=is_process_0, beat_s=2.0, silence_s=45.0)
 
 
@@ -129,7 +129,7 @@ def test_messages_arrive_whole_and_count_as_signs_of_life():
         ours.sendall(b'ing", "step": 0, "idle_s": 1.5, "limit_s": null}}\n')
         sender.send("farewell", Ending(3, "torn file"))
         assert news.wait(10)
-        assert receiver.status == Status(phase="starting", step=0, idle_s=1.5, limit_s=None)
+        assert receiver.status == PeerStatus(phase="starting", step=0, idle_s=1.5, limit_s=None)
         assert (receiver.farewell, receiver.unheard_beats) == (Ending(3, "torn file"), 0)
         ours.shutdown(socket.SHUT_RDWR)
         listener.join(10)

@@ -7,8 +7,7 @@ import pytest
 from jobs import Slurm
 from runs.command import ROOT, losses, places, train
 
-from openpi_train.launch.slurm_script import SlurmJob, script
-from openpi_train.launch.spec import LaunchSpec
+from openpi_train.launch import slurm as slurm_form
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 40
@@ -29,16 +28,18 @@ def play(actors):
 
     def submit(*parts: str, afterwards: int = 0, max_restarts: int = 20, sbatch: tuple[str, ...] = ()) -> str:
         program = ("bash", str(ROOT / "tests" / "slurm" / "actor.sh"))
-        run = LaunchSpec(arguments=parts, processes_per_host=2, hosts=("a", "b"), program=program)
-        job = SlurmJob(
-            run=run,
+        job = slurm_form.Slurm(
+            arguments=parts,
+            program=program,
+            nodes=2,
+            processes_per_node=2,
             job_name="play",
-            chdir=str(actors.folder),
-            output_dir=str(actors.folder),
+            folder=actors.folder,
+            output_dir=actors.folder,
             env=(f"AFTERWARDS={afterwards}",),
             max_restarts=max_restarts,
         )
-        (actors.folder / "play.sh").write_text(script(job))
+        (actors.folder / "play.sh").write_text(slurm_form.script(job))
         return actors.run("sbatch", "--parsable", *sbatch, actors.folder / "play.sh")
 
     return submit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import command
+from openpi_train.launch import forms
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "pi0_bridge_traj_tiny", "--exp-name", "x"]
@@ -30,7 +30,7 @@ def run_distributed(*argv: str, **environment: str) -> subprocess.CompletedProce
 
 def test_dry_run_prints_a_line_per_process(capsys):
     options = ["local", "--processes", "2", "--devices-per-process", "2", "--port", "1234", "--dry-run"]
-    assert command.main([*options, *EXPERIMENT]) == 0
+    assert forms.main([*options, *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 "
@@ -42,7 +42,7 @@ def test_dry_run_prints_a_line_per_process(capsys):
 
 def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys):
     options = ["manual", "--num-nodes", "3", "--master-addr", "10.0.0.1", "--gpus-per-node", "2", "--dry-run"]
-    assert command.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0
+    assert forms.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0
     first, last, *own = capsys.readouterr().out.splitlines()
     prefix = "python -m openpi_train launch manual"
     assert first.startswith(f"on host 0: {prefix} --node-rank 0 ") and last.startswith(
@@ -51,7 +51,7 @@ def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys)
     assert [line.split()[0] for line in own] == ["RANK=2", "RANK=3"]
 
     words = shlex.split(last.removeprefix(f"on host 2: {prefix}"))
-    assert command.main(["manual", "--dry-run", *words]) == 0
+    assert forms.main(["manual", "--dry-run", *words]) == 0
     again = capsys.readouterr().out.splitlines()
     assert first in again
     assert [line.split()[0] for line in again[2:]] == ["RANK=4", "RANK=5"]
@@ -62,14 +62,14 @@ def test_the_line_for_another_host_says_all_that_this_one_was_told(capsys):
     options = "--num-nodes 2 --master-addr node1 --master-port 1234 --processes-per-node 2 --devices-per-process 3"
     words = ["manual", *options.split(), "--job-token", "a $w", "--dry-run"]
     run = ["--", "debug", "--exp-name", "it's a $HOME"]
-    assert command.main([*words, "--node-rank", "0", *run]) == 0
+    assert forms.main([*words, "--node-rank", "0", *run]) == 0
     told, *own = capsys.readouterr().out.splitlines()
     assert [shlex.split(line)[-1] for line in own] == ["it's a $HOME"] * 2
     assert all("OPENPI_TRAIN_JOB_TOKEN='a $w'" in line and "MASTER_PORT=1234" in line for line in own)
 
     python, minus_m, program, verb, *there = shlex.split(told.removeprefix("on host 1: "))
     assert (python, minus_m, program, verb) == ("python", "-m", "openpi_train", "launch")
-    assert command.main([there[0], "--dry-run", *there[1:]]) == 0
+    assert forms.main([there[0], "--dry-run", *there[1:]]) == 0
     _, *others = capsys.readouterr().out.splitlines()
     for line, other in zip(own, others, strict=True):
         ours, theirs = (dict(word.split("=", 1) for word in shlex.split(one) if "=" in word) for one in (line, other))
@@ -105,7 +105,7 @@ def test_the_line_for_another_host_says_all_that_this_one_was_told(capsys):
     ],
 )
 def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
-    assert command.main(argv) == 2
+    assert forms.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
@@ -121,20 +121,20 @@ def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
 )
 def test_a_number_that_cannot_be_is_refused_by_its_option(words, capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main([*words.split(), *EXPERIMENT])
+        forms.main([*words.split(), *EXPERIMENT])
     assert ended.value.code == 2
     assert f"argument {words.split()[-2]}: {words.split()[-1]!r} is not a number of" in capsys.readouterr().err
 
 
 def test_a_forgotten_separator_is_refused(capsys):
-    assert command.main(["local", "--processes", "2", "pi0_bridge_traj_tiny"]) == 2
+    assert forms.main(["local", "--processes", "2", "pi0_bridge_traj_tiny"]) == 2
     assert "no such option: pi0_bridge_traj_tiny; what the processes are to run comes after --" in (
         capsys.readouterr().err
     )
 
 
 def test_launching_never_imports_jax():
-    code = "import sys, openpi_train.launch.command; print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    code = "import sys, openpi_train.launch.forms; print([name for name in ('jax', 'numpy') if name in sys.modules])"
     assert script(sys.executable, "-c", code).stdout == "[]\n"
 
 
@@ -142,7 +142,7 @@ def test_run_distributed_starts_what_launch_local_starts(capsys):
     options = ["--world-size", "4", "--gpus-per-node", "4", "--master-port", "1234", "--dry-run"]
     by_script = run_distributed("--mode", "manual", *options, *EXPERIMENT)
     assert by_script.returncode == 0, by_script.stderr
-    assert command.main(["local", "--processes", "4", "--port", "1234", "--dry-run", *EXPERIMENT]) == 0
+    assert forms.main(["local", "--processes", "4", "--port", "1234", "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -150,7 +150,7 @@ def test_run_distributed_starts_what_launch_manual_starts(capsys):
     options = ["--world-size", "8", "--gpus-per-node", "4", "--node-rank", "1", "--master-addr", "10.0.0.1"]
     by_script = run_distributed(*options, "--dry-run", *EXPERIMENT)
     words = ["manual", "--node-rank", "1", "--num-nodes", "2", "--gpus-per-node", "4", "--master-addr", "10.0.0.1"]
-    assert command.main([*words, "--dry-run", *EXPERIMENT]) == 0
+    assert forms.main([*words, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -198,7 +198,7 @@ def test_launch_multi_node_starts_what_launch_manual_starts(capsys):
     assert by_script.returncode == 0, by_script.stderr
     options = ["--node-rank", "1", "--num-nodes", "2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
     options += ["--master-port", "1234"]
-    assert command.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
+    assert forms.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -207,7 +207,7 @@ def test_launch_multi_node_with_a_list_of_hosts_starts_what_launch_ssh_starts(ca
     by_script = script("scripts/launch_multi_node.sh", *words, HOSTS="node1,ann@node2")
     assert by_script.returncode == 0, by_script.stderr
     options = ["--hosts", "node1,ann@node2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
-    assert command.main(["ssh", *options, "--workdir", str(ROOT), "--dry-run", *EXPERIMENT]) == 0
+    assert forms.main(["ssh", *options, "--workdir", str(ROOT), "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
     refused = script("scripts/launch_multi_node.sh", *words, HOSTS="node1")
     assert refused.returncode == 2 and "HOSTS names 1 hosts (node1), not 2" in refused.stderr
@@ -239,7 +239,7 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     by_script = script("scripts/train_multi_gpu.sh", *words, DATA=str(tmp_path))
     assert by_script.returncode == 0, by_script.stderr
     run = ["robot_dp", "--exp-name", "put_away-demo-50_seed3", "--seed", "3", "--dataset", f"{tmp_path}/put-away.zarr"]
-    assert command.main(["local", "--processes", "2", "--dry-run", "--", *run, "--resume", "--batch-size", "8"]) == 0
+    assert forms.main(["local", "--processes", "2", "--dry-run", "--", *run, "--resume", "--batch-size", "8"]) == 0
     ours, theirs = (re.sub(r"MASTER_PORT=\d+", "", out) for out in (by_script.stdout, capsys.readouterr().out))
     assert ours == theirs
     refused = script("scripts/train_multi_gpu.sh", *words[:4], "3", "0,3")

@@ -1,14 +1,19 @@
-"""The `launch` verb and its forms, one module each. Read next: `spec.py`. Standard library only, never jax."""
+"""The `launch` verb and its forms, one module each. Read next: `options.py`, `spec.py`. Standard library only."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from openpi_train.launch import kubernetes, local, manual, slurm, ssh
+from openpi_train.launch import codes
+from openpi_train.launch.kubernetes import Kubernetes
+from openpi_train.launch.local import Local
+from openpi_train.launch.manual import Manual
+from openpi_train.launch.options import Launch, add_options, read_options
+from openpi_train.launch.slurm import Slurm
 from openpi_train.launch.spec import LaunchError
+from openpi_train.launch.ssh import Ssh
 
-_USAGE_ERROR = 2
-FORMS = (local, manual, ssh, slurm, kubernetes)
+FORMS: tuple[type[Launch], ...] = (Local, Manual, Ssh, Slurm, Kubernetes)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,17 +26,15 @@ def main(argv: Sequence[str]) -> int:
                 f"no such option: {' '.join(unknown)}; what the processes are to run comes after --, as in "
                 "`-- pi0_bridge_traj --exp-name x`, and `launch <how> --help` lists the options"
             )
-        return given.launch(given, arguments)
+        return read_options(given.kind, vars(given), arguments=arguments).launch()
     except LaunchError as error:
         sys.stderr.write(f"launch: {error}\n")
-        return _USAGE_ERROR
+        return codes.USAGE
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The launcher's options and, after the first "--", what every process is to run."""
-    if "--" not in argv:
-        return list(argv), ()
-    at = list(argv).index("--")
+    at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), tuple(argv[at + 1 :])
 
 
@@ -41,7 +44,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Start the processes of a run. What follows -- is what every process runs.",
         epilog="example: openpi-train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
     )
-    forms = parser.add_subparsers(required=True, metavar="|".join(form.__name__.rpartition(".")[2] for form in FORMS))
-    for form in FORMS:
-        form.add_parser(forms)
+    names = {form.__name__.lower(): form for form in FORMS}
+    forms = parser.add_subparsers(required=True, metavar="|".join(names))
+    for name, form in names.items():
+        # The first line of its docstring, as a help of argparse is written.
+        line = (form.__doc__ or "").partition("\n")[0].removesuffix(".")
+        added = forms.add_parser(name, help=line[:1].lower() + line[1:])
+        add_options(added, form)
+        added.set_defaults(kind=form)
     return parser

@@ -1,0 +1,131 @@
+"""Options of a command line as fields of a dataclass, said once for argparse and for who reads them. Next: `forms.py`.
+
+    processes: int = option("number of processes")
+
+A dataclass in a field brings its own options with it: those that several forms share are at the end.
+"""
+
+import argparse
+import dataclasses
+import math
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def option(help: str | None = None, default: Any = dataclasses.MISSING, **settings: Any) -> Any:
+    """A field that is an option of the same name; without a default it must be given.
+
+    Args:
+        settings: what `add_argument` is told besides, where name and type do not say it. Two are our own: `flags`,
+            other names of the option, and `one_of`, a word that options have of which exactly one must be given.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **settings})
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add the options of a dataclass to a parser."""
+    alternatives: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type):
+            add_options(parser, typing.cast(type, field.type))
+        elif field.metadata:
+            settings = {**_settings(field), **field.metadata}
+            flags = settings.pop("flags", (f"--{field.name.replace('_', '-')}",))
+            word = settings.pop("one_of", None)
+            if word and word not in alternatives:
+                alternatives[word] = parser.add_mutually_exclusive_group(required=True)
+            alternatives.get(word, parser).add_argument(*flags, dest=field.name, **settings)
+
+
+def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What the type and the default of a field mean to argparse."""
+    needed = {"required": True} if field.default is dataclasses.MISSING else {"default": field.default}
+    if field.type is bool:
+        return {"action": "store_true", **needed}
+    if typing.get_origin(field.type) is tuple:
+        return {"action": "append", "default": argparse.SUPPRESS}
+    (kind,) = {*(typing.get_args(field.type) or (field.type,))} - {NoneType}
+    return {"type": kind, **needed}
+
+
+def read_options(kind: type[Options], given: Mapping[str, Any], **others: Any) -> Options:
+    """The dataclass with the options that argparse has read, and with `others`, its fields that are none."""
+    values = dict(others)
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if dataclasses.is_dataclass(field.type):
+            values[field.name] = read_options(typing.cast(type, field.type), given)
+        elif field.name in given and field.metadata:
+            value = given[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number of at least `least`."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return count
+
+
+def seconds(text: str) -> float:
+    """Reads a number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch(ABC):
+    """A launch as a command line asks for it. Each way to launch is a leaf, whose docstring begins with its help."""
+
+    arguments: tuple[str, ...]
+    """What follows `python -m openpi_train` in every process."""
+
+    @abstractmethod
+    def launch(self) -> int:
+        """Do it, and return the exit code."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerNode:
+    """How many processes each of several hosts has."""
+
+    gpus_per_node: int | None = option(
+        "one process for each of so many GPUs per host", None, type=at_least(1), one_of="processes per host"
+    )
+    processes_per_node: int | None = option(
+        "processes per host; they share its GPUs equally", None, type=at_least(1), one_of="processes per host"
+    )
+
+    @property
+    def processes(self) -> int:
+        """Of each host."""
+        count = self.gpus_per_node or self.processes_per_node
+        assert count is not None, "argparse demands one of the two"
+        return count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Here:
+    """What every form needs to know that starts processes from this machine."""
+
+    devices_per_process: int | None = option(
+        "make so many CPU devices in each process, use no GPU", None, type=at_least(1)
+    )
+    dry_run: bool = option("print the processes' command lines, start nothing", False)
+    log_dir: Path | None = option("folder for the processes' output (default: a temporary one)", None)
+    grace_s: float = option("time to end after another failed (%(default)s s)", 15.0, type=seconds)
