@@ -1,6 +1,6 @@
 """What a step would need and how long it would take, per strategy and rematerialisation policy; and which to take.
 
-Pure arithmetic over what `memory.py`, `flops.py` and `links.py` found out. Read next: `tools/plan.py`, which asks.
+Pure arithmetic over what `memory.py`, `costs.py` and `links.py` found out. Read next: `tools/plan.py`, which asks.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The most memory that the arrays of a traced program take at once. Read next: `training/costs.py`, which asks.
+"""The most memory that the arrays of a traced program take at once. Read next: `costs.py`, which asks.
 
 What a compiler does with the program is imitated, not asked: an array is stored where an operation is no arithmetic by
 element, reads it as it lies (a product, a convolution, a loop), or where to keep it takes less than to keep what it is

@@ -1,6 +1,6 @@
 """What a run needs on one device, known before anything is allocated. Read next: `choose.py`, `training/prepare.py`.
 
-State is exact: abstract shapes under the plan's shardings. Activations are an estimate, by the model.
+State is exact: abstract shapes under the plan's shardings. Activations are an estimate (`costs.py`).
 """
 
 import dataclasses
