@@ -17,11 +17,12 @@ from stub import StubPolicy, request, serving
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
+from openpi_train import cli
 from openpi_train.policy import wire
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.record import Recorder, read_record
 from openpi_train.runtime.exits import UsageError
-from openpi_train.serve import flags, main
+from openpi_train.serve import main
 
 
 @contextlib.contextmanager
@@ -112,8 +113,7 @@ def test_robots_are_answered_when_the_records_disk_is_full_and_what_it_holds_is_
 
 @pytest.mark.parametrize("flag", ["--idle-s=nan", "--drain-s=-1", "--batch-wait-ms=inf"])
 def test_times_that_are_none_are_refused(flag, capsys):
-    with pytest.raises(SystemExit):
-        flags.main(["nowhere", flag])
+    assert cli.run(["serve", "nowhere", flag]) == 2
     assert "is no time" in capsys.readouterr().err
 
 
