@@ -51,12 +51,16 @@ class Zarr(IndexedConfig):
     # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
     fill_missing: bool = False
 
+    def store(self) -> Store:
+        """The store, of which nothing is kept in memory yet."""
+        return Store(Path(self.path).expanduser(), fill_missing=self.fill_missing, cache_bytes=_CACHE_BYTES)
+
     def sidecar(self) -> "ZarrIndex":
         return ZarrIndex(self, Path(self.path).expanduser())
 
     def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each column, per step, from the store's metadata alone."""
-        store = self.sidecar().store
+        store = self.store()
         require(store)
         return {name: shape for name, (_, shape) in sort_arrays(store)[0].items()}
 
@@ -72,7 +76,7 @@ class ZarrIndex(Sidecar):
     @functools.cached_property
     def store(self) -> Store:
         """What the index is made of."""
-        return Store(self.root, fill_missing=self.config.fill_missing, cache_bytes=_CACHE_BYTES)
+        return self.config.store()
 
     @property
     def identity(self) -> str:
@@ -119,7 +123,7 @@ class ZarrIndex(Sidecar):
         }
 
     def source(self, index: tables.Tables) -> Source:
-        return ZarrSource(self.store, index)
+        return ZarrSource(self.config.store(), index)
 
 
 class Scan:
