@@ -199,10 +199,11 @@ def doctor(argv: Sequence[str]) -> int:
 
     kind = tuple[Own[DoctorRequest], Own[ProcessFlags]]
     (request, process), rest = parse_known(kind, argv, "doctor", DoctorRequest.__doc__)
-    name = request.experiment
-    if rest and not name:
+    if rest and not request.experiment:
         raise UsageError(f"{rest[0]} is a field of an experiment: name the experiment first")
-    experiment = parse_experiment(name, ["--exp-name", "doctor", *rest]) if name else None
+    experiment = None
+    for name in request.experiment:
+        experiment = parse_experiment(name, ["--exp-name", "doctor", *rest])
     from openpi_train.tools.doctor import main
 
     run_guarded(lambda: main(request, experiment, process))

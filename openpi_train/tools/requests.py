@@ -42,13 +42,18 @@ class DoctorRequest(Request):
     """
 
     # A name from `list`, or file.py:name; without one only the machine is looked at.
-    experiment: Annotated[str | None, Positional, arg(metavar="EXPERIMENT")] = None
+    experiment: Annotated[tuple[str, ...], Positional, arg(metavar="EXPERIMENT")] = ()
     # Also reach these hosts, or ports of them.
     hosts: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B:PORT")] = ()
     # The coordinator's port, which must be free with the next one (29500).
     port: int | None = None
     # Print the findings as JSON.
     json: bool = False
+
+    def check(self) -> list[str]:
+        """A sentence where several experiments are named."""
+        # `experiment` is no `str | None`: tyro 1.0.17 makes "[]" of that where a field's flag comes first.
+        return [f"name one experiment, not {', '.join(self.experiment)}"] if len(self.experiment) > 1 else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,8 @@ def test_all_processes_of_a_run_look_together(tmp_path):
 def test_an_experiments_field_without_an_experiment_is_refused(capsys):
     assert cli.run(["doctor", "--exp-name=x"]) == USAGE
     assert "--exp-name=x is a field of an experiment: name the experiment first" in capsys.readouterr().err
+    assert cli.run(["doctor", "debug", "other"]) == USAGE
+    assert "name one experiment, not debug, other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
