@@ -146,14 +146,14 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|index|repack|merge|convert|fit-fast`: make, index or join datasets, fit a FAST tokenizer to one."""
+    """`data prepare|collect|index|inspect|repack|merge|convert|fit-fast`: make, index, join, convert datasets."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)
 
 
 def launch(argv: Sequence[str]) -> int:
-    """`launch local|manual`: start the processes of a run."""
+    """`launch local|manual|ssh|slurm|kubernetes`: start the processes of a run."""
     from openpi_train.launch.forms import main
 
     return main(list(argv))

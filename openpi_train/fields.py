@@ -10,10 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-# What becomes of a resumed run in which the field has another value than before. refuse: it would be another network or
-# another optimizer state. warn: from here on it differs from an uninterrupted run. accept: it does not. A rule holds
-# for all below the field but for fields with a rule of their own. Two refuse some changes and warn of all others:
-# refuse_class, another class of config; refuse_switch, from None to a value or back.
+# What a resume does where the field has another value than the saved run:
+#   refuse         the change makes another network or another optimizer state: the resume ends with an error
+#   warn           the run goes on, and from here on differs from an uninterrupted one
+#   accept         the run goes on, and its result does not change
+#   refuse_class   refuses another class of config, and warns of any other change
+#   refuse_switch  refuses a change from None to a value or back, and warns of any other change
+# A rule also holds for the fields nested in this one, unless they have their own.
 OnResume = Literal["refuse", "refuse_class", "refuse_switch", "warn", "accept"]
 Verdict = Literal["refuse", "warn", "accept"]
 _LEAST, _ON_RESUME = "least", "on_resume"
@@ -28,8 +31,8 @@ def setting(
 ) -> Any:
     """A dataclass field with what is known of it beside its type.
 
-    `least` is its least value; None and strings, where the type has them, are not compared. `on_resume` is its rule; by
-    default that of the config which it is a field of, and of an experiment's fields `warn`.
+    `least` is its least value; None and strings, where the type has them, are not compared. `on_resume` is its rule.
+    Without one, a nested field has the rule of the field that holds its config, and a field of `Experiment` has `warn`.
     """
     known = {name: value for name, value in ((_LEAST, least), (_ON_RESUME, on_resume)) if value is not None}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=known)

@@ -1,4 +1,7 @@
-"""Which format a dataset on disk has. Read next: `rlds/index.py`, `lerobot/index.py`, `zarr/index.py`."""
+"""Which format a dataset on disk has. A new format is a `SourceConfig` (`source.py`) and a branch here.
+
+Read next: `source.py`, then `rlds/index.py`, `lerobot/index.py`, `zarr/index.py`.
+"""
 
 from pathlib import Path
 

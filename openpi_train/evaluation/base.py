@@ -1,4 +1,6 @@
-"""What is measured of a run's weights while it trains: the interface, and what every run has. Read next: `robot.py`.
+"""What is measured of a run's weights while it trains: the interface, and what every run has.
+
+Read next: `action_error.py`, a `Measure` to copy, and `robot.py`, which lists those of robots.
 
 Evaluations    the config: when, on how many held-out rows, and what beside the held-out loss
 Measure        one thing that is measured, made when the run starts
@@ -62,7 +64,7 @@ class Running:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """Weights, by the suffix of what is measured of them: "" those that train, "_ema" their average if there is one."""
+    """The weights to measure, by the suffix of their metrics' names: "" those that train, "_ema" their moving average."""
 
     step: int
     weights: Mapping[str, Params]

@@ -1,4 +1,7 @@
-"""What is measured of robot policies: open-loop errors, and successes in an environment. Read next: `base.py`."""
+"""What is measured of robot policies: open-loop errors, and successes in an environment.
+
+Read next: `action_error.py`, `closed_loop.py`.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""The `launch` verb and its forms, one module each. Read next: `options.py`, `spec.py`. Standard library only."""
+"""The `launch` verb and its launchers, one module each. A new one is a subclass of `Launch` that `FORMS` lists.
+
+Standard library only. Read next: `options.py`, `spec.py`, then `slurm.py` as an example.
+"""
 
 import argparse
 import sys

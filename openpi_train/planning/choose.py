@@ -1,6 +1,6 @@
 """What a run may choose from: the strategies that its flags leave open, and what each costs one device.
 
-S2's rule of thumb goes by the parameter count (`docs/sharding.md`); `forecast.py`, to be read next, compares the times
+A common rule of thumb goes by the parameter count (`docs/sharding.md`); `forecast.py`, to be read next, compares the times
 of those that fit.
 """
 

@@ -28,7 +28,8 @@ class Steps:
 class Robot(abc.ABC):
     """A robot's data conventions. Frozen values; no hardware access."""
 
-    # Model camera slot -> the dataset's image feature.
+    # Camera slot of the model -> image feature of the dataset. A new slot is added here; a diffusion policy lists its
+    # slots, too (`--model.cameras`).
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -1,5 +1,6 @@
 """Actions that a flow leads to from noise, by Euler steps; freely, or guided (`real_time_chunking.py`).
 
+Another solver is a function beside `euler` and a choice in `FlowSampler`, which the objectives make (`action_sampler`).
 Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
 """
 

@@ -8,8 +8,9 @@ From the parts that the plan cuts (`sharding/strategy.py`) follows what is sent 
     the copy is, too       every layer is gathered when it runs
 
 The rows of a token table are all that is ever sent of it. Devices of a tensor group have the same rows and different
-heads: what they tell each other is said in the layers (`nn/shard.py: spread, summed`). By jax's types of what varies
-over which axis, all else that a group computes is the same on its devices, gradients included.
+heads: what they tell each other is said in the layers (`nn/shard.py: spread, summed`). Everything else in a
+tensor group, gradients included, has the same value on all its devices: jax's types, which record over which axes a
+value varies, guarantee it.
 
 Read next: `nn/shard.py`, then `step.py`.
 """

@@ -1,4 +1,4 @@
-"""The one optimizer step of every run. Read next: `loop.py`, which calls it, and `objectives/base.py` for the loss.
+"""The one optimizer step of every run. Read next: `devices.py` (accumulation), `update.py`, `loop.py`.
 
 norms on the whole batch -> per micro-batch loss and gradient, summed -> clip -> optimizer on trainable leaves -> EMA.
 In float16 the loss is scaled up and the gradient down again before all else (`optim/loss_scale.py`).
