@@ -64,7 +64,7 @@ class Running:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The weights to measure, by the suffix of their metrics' names: "" those that train, "_ema" their moving average."""
+    """The weights to measure, by the suffix of their metrics' names: "" those that train, "_ema" their average."""
 
     step: int
     weights: Mapping[str, Params]

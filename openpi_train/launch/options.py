@@ -90,7 +90,10 @@ def seconds(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch(ABC):
-    """A launch as a command line asks for it. Each launcher is one subclass: its fields are its options, and the first line of its docstring is its help."""
+    """A launch as a command line asks for it.
+
+    Each launcher is one subclass: its fields are its options, and the first line of its docstring is its help.
+    """
 
     arguments: tuple[str, ...]
     """What follows `python -m openpi_train` in every process."""

@@ -1,11 +1,11 @@
 """What every device computes by itself on its own rows, and what the devices send each other meanwhile.
 
-From the parts that the plan cuts (`sharding/strategy.py`) follows what is sent in one optimizer step:
+What the plan cuts (`sharding/strategy.py`) decides what is sent in one optimizer step:
 
-    nothing is cut         gradients are summed at the end of the step
-    the state is           parameters are gathered before it, gradients summed and cut at its end
-    gradients are, too     every layer's is summed and cut where it arises, in every micro-batch
-    the copy is, too       every layer is gathered when it runs
+    nothing (replicated)                   gradients are summed at the end of the step
+    the state (zero1)                      parameters are gathered before it, gradients summed and cut at its end
+    state and gradients (zero2)            a layer's gradient is summed and cut where it arises, in every micro-batch
+    state, gradients, copy (zero3, hsdp)   a layer is gathered when it runs, too
 
 The rows of a token table are all that is ever sent of it. Devices of a tensor group have the same rows and different
 heads: what they tell each other is said in the layers (`nn/shard.py: spread, summed`). Everything else in a
