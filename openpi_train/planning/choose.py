@@ -1,7 +1,7 @@
 """What a run may choose from: the strategies that its flags leave open, and what each costs one device.
 
-A common rule of thumb goes by the parameter count (`docs/sharding.md`); `forecast.py`, to be read next, compares the times
-of those that fit.
+A common rule of thumb goes by the parameter count (`docs/sharding.md`). Read next: `forecast.py`, which compares the
+times of those that fit.
 """
 
 import functools
