@@ -52,7 +52,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     meta = _meta(step)
     params, state = openpi.read_params(step / "params"), None
     if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
-        state = published_state(_checked(open_item(step / "train_state"), step), params, openpi.parameter_names(model))
+        state = published_state(_checked_state(step), params, openpi.parameter_names(model))
     return Stored(
         where=str(step),
         format="ours",
@@ -73,9 +73,14 @@ def _check(step: Place, below: str) -> None:
         raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
 
 
-def _checked(state: Leaves, step: Place) -> Leaves:
+def _checked_state(step: Place) -> Leaves:
     """The training state's leaves; the first that is read has its files checked: start weights need none of them."""
     check = functools.cache(lambda: _check(step, "train_state/"))
+    try:
+        state = open_item(step / "train_state")
+    except CheckpointError:
+        check()  # the damaged file's name says more
+        raise
 
     def checked(leaf: StoredLeaf) -> StoredLeaf:
         def stream(index: Index) -> Iterator[Piece]:

@@ -75,7 +75,7 @@ class PlanRequest(Request):
     hosts: int = at_least(1, 1)
     # Memory of a device; None: the kind's.
     device_gib: float | None = None
-    # GB/s out of one host; 50 are one port of 400 Gb/s.
+    # GB/s out of one host. The default is one port of 400 gigabits per second, by its data sheet.
     network_gb_s: float = 50.0
     # Share of the peak FLOP/s while computing.
     efficiency: float = 0.5

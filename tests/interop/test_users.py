@@ -174,12 +174,15 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
         convert(saved, tmp_path / "out")
 
 
-def test_a_flipped_byte_in_a_training_state_of_ours_is_found(saved, tmp_path):
+@pytest.mark.parametrize("where", ["numbers", "description"])
+def test_a_flipped_byte_in_a_training_state_of_ours_is_found(saved, tmp_path, where):
     ours.write(tmp_path / "5", open_checkpoint(saved), TINY.model)
-    path = max((tmp_path / "5/train_state").rglob("d/*"), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    # A file of the store holds numbers of some arrays and the JSON that describes others.
+    files = {path: path.read_bytes() for path in (tmp_path / "5/train_state").rglob("d/*")}
+    described = {path: content for path, content in files.items() if b'"zarr_format"' in content}
+    path, content = max((described if where == "description" else files).items(), key=lambda item: len(item[1]))
+    place = content.find(b'"zarr_format"') if where == "description" else len(content) // 2
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     with pytest.raises(CheckpointError, match=f"{path.name} is corrupt: its crc32 is"):
         convert(tmp_path / "5", tmp_path / "6")
     assert convert(tmp_path / "5/params", tmp_path / "7").is_dir()  # which asks for nothing of it

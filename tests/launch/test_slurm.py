@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch.test_command import EXPERIMENT, run_distributed
+from launch.test_forms import EXPERIMENT, run_distributed
 
 from openpi_train.launch import forms
 from openpi_train.launch.slurm import Slurm, resumed, script, time_limit_s
