@@ -1,10 +1,10 @@
 """Which parts of the state are cut over the `fsdp` axis, and along which array dim. Read next: `tensor.py`.
 
-A strategy is a row of `CUT`, not a class (`planning/choose.py: layouts` has its default number of devices): DDP is `replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 cut the optimizer
-state, also the gradients, also the parameters. With more devices than `fsdp_devices` the rest are replicas, which is
-what `hsdp` does by hosts. What `tensor.py` cuts is cut that way under every
-strategy, in state, gradients and copy alike; `fsdp` then cuts another dim of it.
-Where a part lies between steps, on the devices or in host memory, is said here too.
+A strategy is a row of `CUT`, not a class (`planning/choose.py: layouts` has its default number of devices): DDP is
+`replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 cut the optimizer state, also the gradients, also the parameters. With
+more devices than `fsdp_devices` the rest are replicas, which is what `hsdp` does by hosts. What `tensor.py` cuts is cut
+that way under every strategy, in state, gradients and copy alike; `fsdp` then cuts another dim of it. Where a part lies
+between steps, on the devices or in host memory, is said here too.
 """
 
 import dataclasses
