@@ -38,7 +38,6 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
     experiment = dataclasses.replace(experiment, exp_name="x", assets_base_dir=str(base / "assets"))
     directory = base / experiment.name / experiment.exp_name
     data = experiment.open_data()
-    experiment = dataclasses.replace(experiment, model=data.model)
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     layout = prepare.whole_layout(experiment, plan)
     trainer = prepare.make_trainer(experiment, layout, plan)
@@ -54,7 +53,7 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
             experiment=as_json(experiment),
             norm_stats=norm_stats,
             files=data.token_files,
-            extra={"tokenizer": data.tokenizer},
+            extra={"tokenizer": data.tokenizer, "text_length": data.text_length},
         )
     (directory / "experiment.json").write_text(json.dumps(as_json(experiment)))
     return Untrained(directory, experiment, data, trainer, state)

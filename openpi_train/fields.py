@@ -18,7 +18,7 @@ from typing import Any, Literal
 #   refuse_switch  refuses a change from None to a value or back, and warns of any other change
 # A rule also holds for the fields nested in this one, unless they have their own.
 OnResume = Literal["refuse", "refuse_class", "refuse_switch", "warn", "accept"]
-Verdict = Literal["refuse", "warn", "accept"]
+Verdict = Literal["refuse", "warn", "accept", "retired"]
 _LEAST, _ON_RESUME = "least", "on_resume"
 
 
@@ -44,12 +44,17 @@ def at_least(least: float, default: Any, on_resume: OnResume | None = None) -> A
 
 
 def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
-    """What becomes of a run that is resumed with `given` and not `saved`, JSON values, for the field of this path."""
+    """What becomes of a run that is resumed with `given` and not `saved`, JSON values, for the field of this path.
+
+    `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it.
+    """
     rule: OnResume = "warn"
     names = path.split(".")
     for name in names[:-1] if names[-1] == "__class__" else names:
         if dataclasses.is_dataclass(config):
             fields = {field.name: field for field in dataclasses.fields(config)}
+            if name in retired(type(config)):
+                return "retired"
             rule = fields[name].metadata.get(_ON_RESUME, rule) if name in fields else rule
             config = getattr(config, name, None)
         elif isinstance(config, Sequence) and name.isdecimal() and int(name) < len(config):
@@ -61,6 +66,11 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
     if rule == "refuse_switch":
         return "refuse" if (saved is None) != (given is None) else "warn"
     return rule
+
+
+def retired(config: type) -> frozenset[str]:
+    """The fields that older versions of this config class had, as its `RETIRED` says: what they held is ignored."""
+    return getattr(config, "RETIRED", frozenset())
 
 
 def too_small(config: Any, path: str = "") -> list[str]:

@@ -36,7 +36,7 @@ def attention(sizes, queries, keys):
 
 def prefix_tokens(config, cameras):
     """Of images and prompt."""
-    return cameras * config.siglip.num_tokens(config.image_size) + config.prompt_length
+    return cameras * config.siglip.num_tokens(config.image_size) + config.text_limit
 
 
 def adaptive_norms_and_time(sizes):
@@ -44,23 +44,23 @@ def adaptive_norms_and_time(sizes):
     return 2 * sizes.width**2 * (2 + 3 * (2 * sizes.depth + 1))
 
 
-def pi0(config, cameras, draws=1):
+def pi0(config, cameras, draws=1, fixed_prefix=False):
     """pi0 and pi0.5. In the last layer the prefix has keys and values alone, but with knowledge insulation."""
-    every = pi0_with_the_last_prefix(config, cameras, draws)
-    return every - (0 if config.knowledge_insulation else dead_prefix(config, cameras, draws))
+    every = pi0_with_the_last_prefix(config, cameras, draws, fixed_prefix)
+    return every - (0 if config.knowledge_insulation else dead_prefix(config, cameras, draws, fixed_prefix))
 
 
-def dead_prefix(config, cameras, draws=1):
+def dead_prefix(config, cameras, draws=1, fixed_prefix=False):
     """What openpi computes beyond it: the prefix in the last layer, past its keys and values."""
     language, prefix = config.experts["language"], prefix_tokens(config, cameras)
-    suffix = 0 if config.fixed_prefix else draws * config.action_horizon + (not config.pi05)
+    suffix = 0 if fixed_prefix else draws * config.action_horizon + (not config.pi05)
     return prefix * all_but_keys_and_values(language) + attention(language, prefix, prefix + suffix)
 
 
-def pi0_with_the_last_prefix(config, cameras, draws):
+def pi0_with_the_last_prefix(config, cameras, draws, fixed_prefix=False):
     language, action = config.experts.values()
     steps, prefix = draws * config.action_horizon, prefix_tokens(config, cameras)
-    suffix, is_seen = steps + (not config.pi05), not (config.knowledge_insulation or config.fixed_prefix)
+    suffix, is_seen = steps + (not config.pi05), not (config.knowledge_insulation or fixed_prefix)
     pairs = prefix * (prefix + is_seen * suffix) + suffix * (prefix + suffix)
     total = cameras * tower(config.siglip, config.image_size, language.width)
     total += prefix * token(language) + suffix * token(action) + attention(language, pairs, 1) * language.depth
@@ -70,14 +70,14 @@ def pi0_with_the_last_prefix(config, cameras, draws):
     else:
         total += 2 * (config.action_dim * action.width + steps * 3 * action.width**2)
     if config.knowledge_insulation:
-        total += 2 * (config.prompt_length - 1) * language.width * config.vocab_size
+        total += 2 * (config.text_limit - 1) * language.width * config.vocab_size
     return total
 
 
 def pi0_fast(config, cameras):
     """pi0-FAST, the scores of its tokens included."""
     sizes, tokens = config.sizes, prefix_tokens(config, cameras) - 1
-    scores = 2 * (config.prompt_length - 1) * sizes.width * config.vocab_size
+    scores = 2 * (config.text_limit - 1) * sizes.width * config.vocab_size
     total = cameras * tower(config.siglip, config.image_size, sizes.width) + tokens * token(sizes)
     return total + attention(sizes, tokens, tokens) * sizes.depth + scores
 

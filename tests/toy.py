@@ -60,10 +60,10 @@ class LinearConfig(PolicyConfig):
     def build(self, rngs):
         return LinearPolicy(self, rngs)
 
-    def batch_spec(self, batch_size, cameras):
+    def batch_spec(self, batch_size, cameras, text_length=None):
         return jax.eval_shape(lambda: batch(batch_size, self.action_horizon, self.action_dim))
 
-    def transforms(self, tokenizer):
+    def transforms(self, tokenizer, text_length=None):
         return ()
 
     def frozen(self, path):

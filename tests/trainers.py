@@ -57,7 +57,7 @@ def running_of(trainer, held_out):
     """A run of which no more is known than its trainer and its held-out batches."""
     return Running(
         trainer=trainer,
-        data=NoData(model=trainer.model, num_samples=0),
+        data=NoData(num_samples=0),
         held_out=list(held_out),
         batch_size=4,
         num_train_steps=1,

@@ -1,7 +1,7 @@
 """What every kind of data promises to a run. Robots' demonstrations are one kind (`config.py`, `opened.py`).
 
     Data          the config: a field of the experiment
-    OpenedData    what opening it gives: feeds of batches, and the model's config as these data ask for it
+    OpenedData    what opening it gives: feeds of batches, and the shapes that they come in
     Feed          the batches of a run, one after the other; they may follow from the present parameters
     RowSource     rows by position, for the feed that reads ahead (`feed.py`)
 
@@ -139,10 +139,10 @@ class OpeningRequest:
 class OpenedData(abc.ABC):
     """A run's data, open. Every process has its own, and all have the same."""
 
-    # The model's config as these data ask for it (its prompts no longer than theirs, for one). It computes the same.
-    model: Any
     # Distinct training samples: those of an epoch.
     num_samples: int
+    # The text tokens of the longest rows, padding included; every checkpoint keeps it. None: the model's own limit.
+    text_length: int | None = None
     # `tokens_fingerprint` of the run's tokenizer; None where there is none.
     tokenizer: str | None = None
     # Its files, by path in a checkpoint's directory.

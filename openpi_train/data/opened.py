@@ -1,6 +1,7 @@
 """From a `DataConfig` to rows: open the sources, split, get norm stats, and join it all. Read next: `feed.py`."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -34,7 +35,7 @@ _VALIDATION_SEED = 0
 class OpenedDatasets(OpenedData):
     """Robots' demonstrations. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
 
-    # None where no run asked for it.
+    # Whose rows these are; None where no run asked for them.
     model: RowModel | None = None
     train: Rows
     validation: Rows | None
@@ -65,9 +66,8 @@ class OpenedDatasets(OpenedData):
     def batch_specs(self, batch_size: int) -> list[Any] | None:
         """One for each length of text that batches have (`text_lengths.py`)."""
         assert self.model is not None
-        lengths = self.train.text.lengths if self.train.text else ()
-        models = [self.model.with_text_length(length) for length in lengths] or [self.model]
-        return [model.batch_spec(batch_size, self.cameras) for model in models]
+        lengths = self.train.text.lengths if self.train.text else (self.text_length,)
+        return [self.model.batch_spec(batch_size, self.cameras, length) for length in lengths]
 
     def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
         if self.validation is None:
@@ -98,20 +98,20 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     write_missing(config)  # a tokenizer may lie beside the data
     tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
     windows = open_windows(config, request.model.window)
-    model: RowModel = request.model.fit_prompts(tokenizer, [*prompts(windows), *request.prompts])
+    model: RowModel = request.model
+    length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
     data = open_data(
         config,
         shape=model.window,
         seed=request.seed,
-        transforms=model.transforms(tokenizer),
-        batch_spec=model.batch_spec,
+        transforms=model.transforms(tokenizer, length),
+        batch_spec=functools.partial(model.batch_spec, text_length=length),
         normalization=model.normalization,
         assets_dir=request.assets_dir,
         windows=windows,
     )
     data = in_text_lengths(
-        data,
-        model,
+        dataclasses.replace(data, model=model, text_length=length),
         tokenizer,
         batch_size=request.batch_size,
         most=config.text_lengths,
@@ -119,7 +119,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
         assets_dir=request.assets_dir,
     )
     told = {"tokenizer": tokens_fingerprint(model, tokenizer), "token_files": token_files(model, tokenizer)}
-    return dataclasses.replace(data, model=model, **told)
+    return dataclasses.replace(data, **told)
 
 
 def open_data(
@@ -182,7 +182,6 @@ def open_data(
 
 def in_text_lengths(
     data: OpenedDatasets,
-    model: RowModel,
     tokenizer: Tokenizer,
     *,
     batch_size: int,
@@ -190,13 +189,13 @@ def in_text_lengths(
     draws: int = 1,
     assets_dir: str | Path = ".",
 ) -> OpenedDatasets:
-    """The same data, training batches cut to one of at most `most` lengths of text where `model` can tell them.
+    """The same data, training batches cut to one of at most `most` lengths of text where the model has text.
 
     Args: `draws` is the objective's `draws_per_row`, for what a token costs; below `assets_dir` it is kept how many
     tokens chunks have, for a model whose text goes on with them.
     """
-    rows = data.train
-    if model.prompt_length is None or most == 1:
+    rows, model, longest = data.train, data.model, data.text_length
+    if model is None or longest is None or most == 1:
         return data
     tokens = []
     for window, asset, transforms in zip(rows.windows, rows.names, rows.transforms, strict=True):
@@ -207,27 +206,27 @@ def in_text_lengths(
             folder = Path(assets_dir) / asset
             assert isinstance(transforms[0], Normalize), "as open_data has them"
             of_samples = of_samples + chunk_tokens(window, transforms[0], fast, rows.spec["actions"][0][-1], folder)
-        tokens.append(np.minimum(of_samples, model.prompt_length))
+        tokens.append(np.minimum(of_samples, longest))
 
     lengths = choose_lengths(
         shares_of_rows(tokens, rows.mixture.weights.tolist()),
-        rounded(int(max(of_samples.max() for of_samples in tokens)), model.prompt_length),
+        rounded(int(max(of_samples.max() for of_samples in tokens)), longest),
         batch_size=batch_size,
-        cost=lambda length: _tokens_of_a_row(model.with_text_length(length), data.cameras, draws),
+        cost=lambda length: _tokens_of_a_row(model, data.cameras, length, draws),
         most=most,
     )
-    if lengths == (model.prompt_length,):
+    if lengths == (longest,):
         return data
-    shorter = {length: row_spec(model.with_text_length(length).batch_spec(1, data.cameras)) for length in lengths}
+    shorter = {length: row_spec(model.batch_spec(1, data.cameras, length)) for length in lengths}
     train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tuple(tokens)), shorter)
     return dataclasses.replace(data, train=train)
 
 
-def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], draws: int) -> float:
+def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], length: int, draws: int) -> float:
     """By which lengths of text are compared: all tokens of a full row, images and noisy actions too."""
     import jax  # only the main process comes here
 
-    row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.batch_spec(1, cameras))
+    row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.batch_spec(1, cameras, length))
     return float(model.num_tokens_seen(row, draws) or 1)
 
 

@@ -7,7 +7,7 @@ and `manifest.json`. Training itself saves and restores elsewhere (`training/che
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,15 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         experiment=meta.get("experiment"),
         tokenizer=meta.get("tokenizer"),
         token_files=token_files_of(step),
+        text_length=_text_length(meta),
     )
+
+
+def _text_length(meta: Mapping[str, Any]) -> int | None:
+    """The `text_length` of the run's data; until 2026-11-23 it stood in the model's config."""
+    if "text_length" in meta:
+        return meta["text_length"]
+    return ((meta.get("experiment") or {}).get("model") or {}).get("used_token_len")
 
 
 def _check(step: Place, below: str) -> None:
@@ -117,7 +125,12 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
     if (tokens := stored.token_files) is not None:
         for name in tokens.names():
             write_bytes(directory / FOLDER / name, tokens.read(name))
-    meta = {"source": stored.where, "experiment": stored.experiment, "tokenizer": stored.tokenizer}
+    meta = {
+        "source": stored.where,
+        "experiment": stored.experiment,
+        "tokenizer": stored.tokenizer,
+        "text_length": stored.text_length,
+    }
     write_json(directory / META, meta)
     write_manifest(directory)
 

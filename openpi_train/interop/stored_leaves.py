@@ -178,7 +178,8 @@ class Stored:
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
     are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
     `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
-    ours says: its JSON, and its tokenizer's fingerprint; `token_files` is the folder of its tokenizer, None: not there.
+    ours says: its JSON, and its tokenizer's fingerprint; `token_files` is the folder of its tokenizer, None: not there;
+    `text_length` is the number of text tokens of its longest rows, None where nothing tells.
     """
 
     where: str
@@ -189,6 +190,7 @@ class Stored:
     experiment: Mapping[str, Any] | None = None
     tokenizer: str | None = None
     token_files: Place | None = None
+    text_length: int | None = None
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -42,13 +42,12 @@ class ModelConfig(abc.ABC):
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialised module, parameters in float32."""
 
-    def training_only(self, trained: Collection[str]) -> "ModelConfig":
-        """This config for a run in which these parameters, by path, train and no others (default: the same).
+    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
+        """Tell `module`, freshly built, in which of the `parameter_groups` nothing trains (default: it need not know).
 
-        It computes the same, without work for gradients that nothing asks for.
+        Its outputs stay the same; it may leave out work for gradients that nothing asks for.
         """
-        del trained
-        return self
+        del module, groups
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""
@@ -138,30 +137,34 @@ class PolicyConfig(ModelConfig):
         return "z_score"
 
     @abc.abstractmethod
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> Any:
-        """The batch as a tree of `jax.ShapeDtypeStruct`; `cameras` are the slots that the run's robots fill."""
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Any:
+        """The batch as a tree of `jax.ShapeDtypeStruct`.
+
+        `cameras` are the slots that the run's robots fill; `text_length` is the number of text tokens of a row, padding
+        included. None: `text_limit`.
+        """
 
     @abc.abstractmethod
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
 
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PolicyConfig":
-        """This config for a run that has only these prompts, each with the state dims of its robot (default: the same).
+    @property
+    def text_limit(self) -> int | None:
+        """The most text tokens of a row, padding included; None for a model without text (default)."""
+        return None
 
-        It computes the same from the same rows, without padding that none of them needs.
+    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
+        """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
+
+        Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
         """
         del tokenizer, prompts
-        return self
-
-    @property
-    def prompt_length(self) -> int | None:
-        """Text tokens of a row, padding included; None where they are always as many (default)."""
-        return None
+        return self.text_limit
 
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
 
-        `num_state_dims` are those of its robot. Asked for only where there is a `prompt_length`.
+        `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
         """
         del tokenizer, prompt, num_state_dims
         return 0
@@ -170,11 +173,6 @@ class PolicyConfig(ModelConfig):
         """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
         del tokenizer
         return None
-
-    def with_text_length(self, length: int) -> "PolicyConfig":
-        """This config for batches whose text has so many tokens, of which rows need no more (default: the same)."""
-        del length
-        return self
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

@@ -120,8 +120,8 @@ class DiffusionPolicyConfig(PolicyConfig):
         return len(self.cameras) * features + self.used_state_dim + len(self.instructions)
 
     @property
-    def prompt_length(self) -> int | None:
-        """The number of the instruction, where there are several."""
+    def text_limit(self) -> int | None:
+        """One, the number of the instruction, where there are several."""
         return 1 if self.instructions else None
 
     @property
@@ -138,7 +138,8 @@ class DiffusionPolicyConfig(PolicyConfig):
         denoiser = self.network.build(self, rngs)
         return DiffusionPolicy(encoders, denoiser, self.num_diffusion_steps, len(self.instructions))
 
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
+        del text_length
         if sorted(cameras) != sorted(self.cameras):
             raise ValueError(
                 f"the model has encoders for the cameras {', '.join(sorted(self.cameras)) or '(none)'}, the run's "
@@ -149,7 +150,7 @@ class DiffusionPolicyConfig(PolicyConfig):
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         history = () if self.n_obs_steps == 1 else (self.n_obs_steps,)
-        text = self.prompt_length or 0
+        text = self.text_limit or 0
         return action_batch(
             {
                 **{
@@ -167,11 +168,11 @@ class DiffusionPolicyConfig(PolicyConfig):
             }
         )
 
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.transforms import ExactDims, NoPrompt, NumberPrompt, ResizeImages
 
-        del tokenizer
+        del tokenizer, text_length
         return (
             ResizeImages(self.image_height, self.image_width),
             NumberPrompt(self.instructions) if self.instructions else NoPrompt(),

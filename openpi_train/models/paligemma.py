@@ -46,7 +46,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "max_token_len", "prompt_length", "vocab_size"):
+        for name in ("action_dim", "action_horizon", "max_token_len", "vocab_size"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} {getattr(self, name)} must be at least 1")
         for part, sizes in self.decoders.items():

@@ -5,7 +5,7 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 from flax import nnx
@@ -46,7 +46,7 @@ class Pi0Config(prompted.PromptedConfig):
     def __post_init__(self):
         language, action = self.experts.values()
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "prompt_limit", "prompt_length", "vocab_size"):
+        for name in ("action_dim", "action_horizon", "prompt_limit", "vocab_size"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} {getattr(self, name)} must be at least 1")
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
@@ -100,11 +100,6 @@ class Pi0Config(prompted.PromptedConfig):
     def normalization(self) -> Literal["z_score", "quantile"]:
         return "quantile" if self.pi05 else "z_score"
 
-    @property
-    def fixed_prefix(self) -> bool:
-        """Whether nothing trains of what makes the prefix's keys and values."""
-        return "backbone" in self.fixed_groups
-
     def build(self, rngs: nnx.Rngs) -> Pi0:
         experts = self.experts
         return Pi0(
@@ -117,12 +112,14 @@ class Pi0Config(prompted.PromptedConfig):
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
             insulated=self.knowledge_insulation,
-            fixed_prefix=self.fixed_prefix,
             dtype=self.compute_dtype,
             remat=self.used_remat,
             attention=self.attention,
             rngs=rngs,
         )
+
+    def leave_fixed(self, module: Pi0, groups: Collection[str]) -> None:
+        module.fixed_prefix = "backbone" in groups
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         problems = super().check_objective(name, needs)

@@ -42,7 +42,7 @@ class Pi0FastConfig(prompted.PromptedConfig):
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
-        for name in ("action_dim", "action_horizon", "prompt_length", "max_decoding_steps", "vocab_size"):
+        for name in ("action_dim", "action_horizon", "max_token_len", "max_decoding_steps", "vocab_size"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} {getattr(self, name)} must be at least 1")
         if problems:
@@ -85,14 +85,14 @@ class Pi0FastConfig(prompted.PromptedConfig):
             rngs=rngs,
         )
 
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
         """The batch's shapes. Raises ValueError for a camera slot that the model does not have."""
         if unknown := sorted(set(cameras) - set(self.camera_slots)):
             raise ValueError(
                 f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.camera_slots)}: rename the "
                 "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
             )
-        return super().batch_spec(batch_size, cameras)
+        return super().batch_spec(batch_size, cameras, text_length)
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)

@@ -43,7 +43,6 @@ class Pi0(nnx.Module):
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
         adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
         insulated: no gradient goes from the action expert into the language expert (`objectives/insulated_flow.py`).
-        fixed_prefix: nothing trains of what the prefix goes through: it has no backward pass.
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
@@ -60,7 +59,6 @@ class Pi0(nnx.Module):
         action_horizon: int,
         adaptive: bool,
         insulated: bool = False,
-        fixed_prefix: bool = False,
         dtype: Any,
         remat: Remat,
         attention: Attention = "auto",
@@ -69,7 +67,8 @@ class Pi0(nnx.Module):
         self.action_horizon = action_horizon
         self.adaptive = adaptive
         self.insulated = insulated
-        self.fixed_prefix = fixed_prefix
+        # Whether nothing trains of what the prefix goes through, which then has no backward pass.
+        self.fixed_prefix = False
         width = action.width
         compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
         self.image_encoder = Siglip(siglip, image_size, language.width, **compute, rngs=rngs)

@@ -6,13 +6,11 @@ call the last.
 
 import abc
 import dataclasses
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.fields import setting
@@ -30,7 +28,9 @@ from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_bat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedConfig(PolicyConfig):
-    """What the configs of these models have in common: how they compute, and the length of their rows' text."""
+    """What the configs of these models have in common: how they compute, and the text of their rows."""
+
+    RETIRED: ClassVar[frozenset[str]] = frozenset({"used_token_len", "fixed_groups"})
 
     # Width of state and actions; shorter ones are padded with zeros.
     action_dim: int = 32
@@ -42,10 +42,6 @@ class PromptedConfig(PolicyConfig):
     vocab_size: int = 257_152
     # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
     image_size: int = 224
-    # The tokens of a row, set when a run opens its data; None: max_token_len.
-    used_token_len: Annotated[int | None, tyro.conf.Suppress] = None
-    # Names of `parameter_groups` in which nothing trains, set when a run is laid out.
-    fixed_groups: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Sizes of the image tower.
@@ -80,11 +76,15 @@ class PromptedConfig(PolicyConfig):
         """What the text of a row is."""
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of a row beside those of images, padding included."""
-        return self.text.limit if self.used_token_len is None else self.used_token_len
+    def text_limit(self) -> int:
+        return self.text.limit
 
-    def batch_spec(self, batch_size: int, cameras: Sequence[str]) -> ActionBatch:
+    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+        return self.text.fitted_length(tokenizer, prompts)
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
+        length = self.text_limit if text_length is None else text_length
+
         def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
@@ -94,8 +94,8 @@ class PromptedConfig(PolicyConfig):
                 **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
                 **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
                 "state": spec(jnp.float32, self.action_dim),
-                "prompt_tokens": spec(jnp.int32, self.prompt_length),
-                **{name: spec(jnp.bool_, self.prompt_length) for name in masks},
+                "prompt_tokens": spec(jnp.int32, length),
+                **{name: spec(jnp.bool_, length) for name in masks},
                 "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
                 "action_mask": spec(jnp.bool_, self.action_horizon),
                 "dim_mask": spec(jnp.bool_, self.action_dim),
@@ -103,16 +103,12 @@ class PromptedConfig(PolicyConfig):
             }
         )
 
-    def transforms(self, tokenizer: Any) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.transforms import PadDims, ResizeImages
 
-        tokenize = self.text.tokenize(tokenizer, self.prompt_length)
+        tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
         return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
-
-    def fit_prompts(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> "PromptedConfig":
-        """This config with rows as long as any of these prompts needs; padding is masked and takes up no position."""
-        return self.with_text_length(self.text.fitted_length(tokenizer, prompts))
 
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
@@ -130,9 +126,6 @@ class PromptedConfig(PolicyConfig):
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         return self.text.chunk_tokenizer(tokenizer)
-
-    def with_text_length(self, length: int) -> "PromptedConfig":
-        return dataclasses.replace(self, used_token_len=length)
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
@@ -158,11 +151,6 @@ class PromptedConfig(PolicyConfig):
             return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale
 
         return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
-
-    def training_only(self, trained: Collection[str]) -> "PromptedConfig":
-        groups = self.parameter_groups.items()
-        fixed = (name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained))
-        return dataclasses.replace(self, fixed_groups=tuple(fixed))
 
 
 def embed_prefix(

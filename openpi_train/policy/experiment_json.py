@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.experiment import Experiment
+from openpi_train.fields import retired
 from openpi_train.runtime.exits import CheckpointError
 
 _CLASS, _PACKAGE = "__class__", "openpi_train"
@@ -63,7 +64,7 @@ def _convert(value: Any, hint: Any, where: str, known: Mapping[str, type]) -> An
 
 def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type]) -> Any:
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
-    if unknown := sorted(value.keys() - fields - {_CLASS}):
+    if unknown := sorted(value.keys() - fields - retired(cls) - {_CLASS}):
         raise CheckpointError(
             f"{where}: a {cls.__name__} has no {', '.join(unknown)} here. The run was made by another version of "
             "openpi_train; use that one (its environment.json names the commit)"

@@ -92,10 +92,9 @@ def load_policy(
         model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
     pieces = open_tokenizer(model, tokenizer or config.tokenizer, offline=config.offline)
     check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
-    longest = model.fit_prompts(pieces, ())
-    lengths = None
-    if longest.prompt_length is not None and model.prompt_length is not None:
-        lengths = tuple(sorted({model.prompt_length, longest.prompt_length}))
+    lengths, longest = None, model.text_length(pieces, ())
+    if longest is not None:
+        lengths = tuple(sorted({stored.text_length or longest, longest}))
     stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.normalization
     model, params, plan = _restored(model, stored, str(directory), average, dtype, merge_lora, devices)
     sampler = Sampler(
@@ -121,7 +120,7 @@ def load_policy(
         translation=Translation(
             robot=chosen.robot,
             normalize=Normalize(stats, form),
-            transforms=longest.transforms(pieces if cut_prompts else pieces.without_cuts()),
+            transforms=model.transforms(pieces if cut_prompts else pieces.without_cuts(), longest),
             spec=sampler.row_spec(),
             window=run.policy.window,
         ),

@@ -123,14 +123,12 @@ class Sampler:
             inputs = jax.device_put((observation(dict(columns)), draws, *guides), self.plan.batch)
             which = (size, length, bool(guides))
             if which not in self._programs:
-                self._programs[which] = jax.jit(self._program(length)).lower(self.params, inputs).compile()
+                self._programs[which] = jax.jit(self._program()).lower(self.params, inputs).compile()
             return np.asarray(jax.device_get(self._programs[which](self.params, inputs)), np.float32)
 
-    def _program(self, length: int | None) -> Any:
+    def _program(self) -> Any:
         """The function of parameters and (observation, draws, and a target with its weights or none) to be compiled."""
-        model = self.model if length is None else self.model.with_text_length(length)
-        graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
-        chunk = model.batch_spec(1, self.cameras).actions.shape[1:]
+        graphdef = nnx.split(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))))[0]
 
         def share(params: Any, batch: Any, rest: None) -> Any:
             seen, draws, *towards = batch
@@ -140,11 +138,10 @@ class Sampler:
             if towards:
                 guide = Guide(target=towards[0], weights=towards[1])
                 sampler = dataclasses.replace(as_flow(sampler), guide=guide)
-            return sampler.chunks(module, seen, keys, self.num_steps, chunk)
+            return sampler.chunks(module, seen, keys, self.num_steps, self.chunk)
 
-        devices = Devices(self.plan, model.compute_dtype, graphdef)
+        devices = Devices(self.plan, self.model.compute_dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)
 
     def _spec(self, length: int | None) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        model = self.model if length is None else self.model.with_text_length(length)
-        return row_spec(model.batch_spec(1, self.cameras))
+        return row_spec(self.model.batch_spec(1, self.cameras, length))

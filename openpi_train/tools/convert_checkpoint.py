@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
-from openpi_train.fields import as_json
+from openpi_train.fields import as_json, retired
 from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
@@ -41,7 +41,7 @@ REPORT = "parity.json"
 # Memory per parameter for the comparison of outputs: in float32, and half as much for all else.
 _OUTPUTS_BYTES = 6
 # Fields of a model that a run may settle for itself; they change nothing in what it computes.
-_OF_THE_RUN = ("used_token_len", "remat", "attention")
+_OF_THE_RUN = ("remat", "attention")
 
 
 def main(
@@ -252,7 +252,7 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
     if stored.experiment is None:
         return
     changed = changed_fields(stored.experiment["model"], as_json(model))
-    changed = {name: values for name, values in changed.items() if name not in _OF_THE_RUN}
+    changed = {name: values for name, values in changed.items() if name not in {*_OF_THE_RUN, *retired(type(model))}}
     if changed:
         listing = "\n".join(
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ from openpi_train.types import tree_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """The state's shapes and shardings, known before anything is allocated."""
+    """The state's shapes and shardings, known before anything is allocated; `graphdef` is that of `model`'s module."""
 
+    model: ModelConfig
     graphdef: nnx.GraphDef
     shapes: TrainState
     shardings: TrainState
@@ -38,6 +40,12 @@ class StateLayout:
         scale = jax.tree.map(lambda _: plan.replicated, self.shapes.scale)
         shardings = tree_of(TrainState, step=plan.replicated, scale=scale, **cut)
         return dataclasses.replace(self, shardings=shardings)
+
+    def of(self, model: ModelConfig) -> "StateLayout":
+        """The same state, of a model that differs from this one in its rematerialisation policy alone."""
+        if model == self.model:
+            return self
+        return dataclasses.replace(self, model=model, graphdef=trained_graph(model, self.shapes.params))
 
     def abstract(self) -> TrainState:
         """Shapes that carry their shardings, as a checkpoint restore wants them."""
@@ -89,10 +97,22 @@ def lay_out(
 ) -> StateLayout:
     """Shapes and shardings of the state by abstract evaluation: no array is made. `loss_scaling` None has no scale."""
     shapes = jax.eval_shape(lambda: initial_state(model, optimizer, is_frozen, ema, 0, loss_scaling))
-    trained = model.training_only(shapes.params)
-    graphdef = nnx.split(nnx.eval_shape(lambda: trained.build(nnx.Rngs(0))))[0]
-    layout = StateLayout(graphdef=graphdef, shapes=shapes, shardings=shapes, loss_scaling=loss_scaling)
+    graphdef = trained_graph(model, shapes.params)
+    layout = StateLayout(model=model, graphdef=graphdef, shapes=shapes, shardings=shapes, loss_scaling=loss_scaling)
     return layout.under(plan)
+
+
+def trained_graph(model: ModelConfig, trained: Collection[str]) -> nnx.GraphDef:
+    """The module's graph for a run in which the parameters of these paths train and no others."""
+    groups = model.parameter_groups.items()
+    fixed = {name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained)}
+
+    def build() -> nnx.Module:
+        module = model.build(nnx.Rngs(0))
+        model.leave_fixed(module, fixed)
+        return module
+
+    return nnx.split(nnx.eval_shape(build))[0]
 
 
 def create_state(

@@ -8,11 +8,11 @@ import itertools
 import logging
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from flax import nnx
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
@@ -34,6 +34,8 @@ from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
 
+# From a number of rows to the batch's shapes, as a tree of `jax.ShapeDtypeStruct`.
+BatchSpec = Callable[[int], Any]
 # A share of the parameters that is worth a warning where it should be cut and cannot.
 _NOTABLE = 0.02
 
@@ -101,13 +103,15 @@ def require_state(experiment: Experiment, examined: Examined) -> None:
     require(least, examined.available_bytes, jax.device_count(), experiment)
 
 
-def prepare(experiment: Experiment, examined: Examined) -> Prepared:
+def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | None = None) -> Prepared:
     """Strategy, rematerialisation, layout and memory of the run. Every process must call it; allocates nothing.
+
+    `batch_spec` is that of the run's data; None: rows are as long as the model's config allows.
 
     Raises DoesNotFit where a host has too little memory for what is kept there.
     """
     sharding, layout = experiment.sharding, examined.layout
-    chosen = choose(experiment, layout, this_machine(examined.total_bytes))
+    chosen = choose(experiment, layout, this_machine(examined.total_bytes), batch_spec)
     if (whole := chosen.layout.uncut_share) >= _NOTABLE:
         devices = chosen.layout.fsdp_devices
         power_of_two = devices & -devices  # models' dims are powers of two, or few times one
@@ -117,8 +121,7 @@ def prepare(experiment: Experiment, examined: Examined) -> Prepared:
             f". Try --fsdp-devices {power_of_two}" if power_of_two < devices else "",
         )
     experiment = as_chosen(experiment, chosen)
-    # The module knows its rematerialisation policy and the length of its rows.
-    layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
+    layout = layout.of(experiment.model)
     trainer = make_trainer(
         experiment, layout, make_plan(experiment, chosen.layout.strategy, chosen.layout.fsdp_devices)
     )
@@ -180,12 +183,14 @@ def this_machine(total_bytes: int) -> Machine:
     )
 
 
-def choose(experiment: Experiment, layout: StateLayout, machine: Machine) -> Forecast:
+def choose(
+    experiment: Experiment, layout: StateLayout, machine: Machine, batch_spec: BatchSpec | None = None
+) -> Forecast:
     """Strategy and rematerialisation policy as the flags say, or the best of all for these devices.
 
     The log says which, why, and what else there was. Where nothing fits it is what needs least memory.
     """
-    found = forecasts(experiment, layout, machine, [experiment.grad_accum])
+    found = forecasts(experiment, layout, machine, [experiment.grad_accum], batch_spec)
     chosen, why = recommend(found)
     logger.info("%s", why)
     if len(found) > 1:
@@ -196,14 +201,18 @@ def choose(experiment: Experiment, layout: StateLayout, machine: Machine) -> For
 
 
 def forecasts(
-    experiment: Experiment, layout: StateLayout, machine: Machine, accumulations: list[int]
+    experiment: Experiment,
+    layout: StateLayout,
+    machine: Machine,
+    accumulations: list[int],
+    batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
     """What every strategy with every rematerialisation policy that the flags leave open needs and takes."""
     costs = layout_costs(experiment, layout, machine)
     batch = experiment.batch_size
     return [
         forecast(machine, cost, policy, batch, accumulations)
-        for cost, policy in itertools.product(costs, policy_costs(experiment, layout))
+        for cost, policy in itertools.product(costs, policy_costs(experiment, layout, batch_spec))
     ]
 
 
@@ -213,27 +222,28 @@ def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) 
     return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
 
 
-def policy_costs(experiment: Experiment, state: StateLayout) -> list[Policy]:
+def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[Policy]:
     """What a row costs under each rematerialisation policy that is left open, least recomputation first."""
-    choices = experiment.model.remat_choices().items()
-    return [cost(name, traced_gradient(dataclasses.replace(experiment, model=model), state)) for name, model in choices]
+    open_policies = {
+        name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()
+    }
+    return [cost(name, traced_gradient(one, state, batch_spec)) for name, one in open_policies.items()]
 
 
-def traced_gradient(experiment: Experiment, state: StateLayout) -> TracedGradient:
+def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> TracedGradient:
     """Loss and gradient of one micro-batch, for `state` or for that of another policy, as one device computes them.
 
     Or one tensor group.
     """
-    model = experiment.model.training_only(state.shapes.params)
-    graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
-    one = dataclasses.replace(experiment, model=model, grad_accum=1)
-    trainer = make_trainer(one, dataclasses.replace(state, graphdef=graphdef), whole)
+    one = dataclasses.replace(experiment, grad_accum=1)
+    batch = batch_spec(ROWS) if batch_spec else experiment.data.batch_spec(experiment.model, ROWS)
+    trainer = make_trainer(one, state.of(experiment.model), whole)
 
     def gradient(state: TrainState, batch: Any) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
-    traced = jax.make_jaxpr(gradient)(state.shapes, experiment.data.batch_spec(model, ROWS))
+    traced = jax.make_jaxpr(gradient)(state.shapes, batch)
     return TracedGradient(experiment=one, jaxpr=traced.jaxpr)
 
 

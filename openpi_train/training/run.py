@@ -28,6 +28,7 @@ from openpi_train.training.program import Programs
 from openpi_train.training.progress import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import held_out_loss, lowest_loss, write_results
+from openpi_train.training.settle import batch_specs
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 
@@ -67,9 +68,7 @@ class Run:
         """The compiled step, with a log line for how long that took."""
         logger.info("compiling the training step (a first time can take minutes)")
         self.feed.start()  # data workers start meanwhile
-        batches = self.data.batch_specs(self.experiment.batch_size) or [
-            self.experiment.data.batch_spec(self.experiment.model, self.experiment.batch_size)
-        ]
+        batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
         if jax.process_index() == 0:
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
@@ -205,6 +204,7 @@ class Run:
                 "wandb_id": self.metrics.wandb_id,
                 "unread_metrics": self.recorder.unread(),
                 "tokenizer": self.data.tokenizer,
+                "text_length": self.data.text_length,
             },
         }
 

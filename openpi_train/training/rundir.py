@@ -146,7 +146,7 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     `measured` is what was found out about this start's devices, as JSON.
     """
     path, experiment = given.run_dir, as_json(given)
-    changes = changed_fields(_read(path / "experiment.json"), experiment)
+    changes = _changes(given)
     try:
         starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
@@ -262,7 +262,7 @@ def _check_flags(given: Experiment) -> None:
 def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
     """What differs from the saved run. Raises UsageError where a run that differs so is another one."""
     path = given.run_dir
-    changes = changed_fields(_read(path / "experiment.json"), as_json(given))
+    changes = _changes(given)
     refused = [name for name, values in changes.items() if resume_verdict(given, name, *values) == "refuse"]
     if refused:
         listing = "\n".join(
@@ -273,6 +273,12 @@ def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
             "  Give the run's own values, or train the new ones under another --exp-name."
         )
     return changes
+
+
+def _changes(given: Experiment) -> dict[str, tuple[Any, Any]]:
+    """Every field of the saved run that differs in `given`."""
+    found = changed_fields(_read(given.run_dir / "experiment.json"), as_json(given))
+    return {name: values for name, values in found.items() if resume_verdict(given, name, *values) != "retired"}
 
 
 def _read(path: pathlib.Path) -> Any:

@@ -6,6 +6,7 @@ What is typed, the devices, and the data's facts are put together here, once; ev
 import dataclasses
 import logging
 import math
+from typing import Any
 
 import jax
 
@@ -58,9 +59,14 @@ def settle(given: Experiment, world: World) -> Settled:
         given = dataclasses.replace(given, num_train_steps=steps)
         experiment = dataclasses.replace(experiment, num_train_steps=steps, num_epochs=None)
         experiment.check(jax.device_count())
-    prepared = prepare(dataclasses.replace(experiment, model=data.model), examined)
+    prepared = prepare(experiment, examined, lambda num_rows: batch_specs(experiment, data, num_rows)[-1])
     require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
     return Settled(given=given, data=data, prepared=prepared)
+
+
+def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> list[Any]:
+    """Every shape in which these data give batches to the experiment's model, the largest last."""
+    return data.batch_specs(batch_size) or [experiment.data.batch_spec(experiment.model, batch_size)]
 
 
 @phase("opening the data")

@@ -119,10 +119,11 @@ def test_the_comparison_sees_a_wrong_weight():
 
 
 def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
-    experiment = tiny(used_token_len=8)  # as a run that has opened its data records it
+    experiment = tiny()
     file = tmp_path / "mine.py"
     file.write_text("from exchanged import TINY as mine\n")
     stored = as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment))))
+    stored.experiment["model"]["used_token_len"] = 8  # as a run recorded it until 2026-11-23
     ours.write(tmp_path / "5", stored, None)
     words = ["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--experiment", f"{file}:mine"]
     assert cli.run([*words, "--dry-run"]) == 0

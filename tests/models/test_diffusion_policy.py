@@ -196,7 +196,7 @@ STATES = DiffusionPolicyConfig(
 
 def test_a_policy_from_states_alone_tells_instructions_apart():
     model, spec = STATES.build(nnx.Rngs(0)), STATES.batch_spec(ROWS, ())
-    assert not model.encoders and STATES.prompt_length == 1 and CONFIG.prompt_length is None
+    assert not model.encoders and STATES.text_limit == 1 and CONFIG.text_limit is None
     number, *rest = [step for step in STATES.transforms(None) if isinstance(step, NumberPrompt)]
     row = number({"prompt": "turn", "state": np.zeros(2)})
     assert not rest and "prompt" not in row

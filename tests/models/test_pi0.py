@@ -67,13 +67,13 @@ def built(config, seed=0):
 def observation(config, seed=0, slots=SLOTS):
     generator = np.random.default_rng(seed)
     pixels = generator.integers(0, 256, (3, 2, config.image_size, config.image_size, 3), np.uint8)
-    tokens = generator.integers(0, config.vocab_size, (2, config.prompt_length))
+    tokens = generator.integers(0, config.vocab_size, (2, config.text_limit))
     return Observation(
         images={slot: jnp.asarray(image) for slot, image in zip(SLOTS, pixels, strict=True) if slot in slots},
         image_masks={slot: jnp.ones(2, bool) for slot in slots},
         state=jnp.asarray(generator.normal(size=(2, config.action_dim)), jnp.float32),
         prompt_tokens=jnp.asarray(tokens, jnp.int32),
-        prompt_mask=jnp.arange(config.prompt_length)[None] < jnp.array([[4], [6]]),
+        prompt_mask=jnp.arange(config.text_limit)[None] < jnp.array([[4], [6]]),
     )
 
 
@@ -140,25 +140,24 @@ def test_padding_that_no_prompt_needs_changes_nothing(tiny):
 def test_rows_are_as_long_as_the_longest_prompt_of_the_run():
     tokenizer = load_tokenizer("bytes")
     texts = [("pick up the cube", 3), ("x", 7)]
-    fitted = Pi0Config().fit_prompts(tokenizer, texts)
     # begin, 16 letters, newline; rounded up to a multiple of 8
-    assert (fitted.prompt_length, fitted.batch_spec(2, []).observation.prompt_tokens.shape) == (24, (2, 24))
-    assert fitted.max_token_len is None
-    assert Pi0Config(max_token_len=20).fit_prompts(tokenizer, texts).prompt_length == 20
+    assert Pi0Config().text_length(tokenizer, texts) == 24
+    assert Pi0Config().batch_spec(2, [], 24).observation.prompt_tokens.shape == (2, 24)
+    assert Pi0Config(max_token_len=20).text_length(tokenizer, texts) == 20
     # "Task: x, State:" and 4 for each of 7 numbers, ";\nAction: ", the beginning: 54; the other text 53.
-    assert Pi0Config(pi05=True).fit_prompts(tokenizer, texts).prompt_length == 56
-    for config, prompt, state in ((fitted, "pick up the cube", 3), (Pi0Config(pi05=True), "x", 7)):
-        config = config.fit_prompts(tokenizer, texts)
-        tokenize = config.transforms(tokenizer)[1]
+    assert Pi0Config(pi05=True).text_length(tokenizer, texts) == 56
+    for config, prompt, state in ((Pi0Config(), "pick up the cube", 3), (Pi0Config(pi05=True), "x", 7)):
+        length = config.text_length(tokenizer, texts)
+        tokenize = config.transforms(tokenizer, length)[1]
         row = tokenize({"prompt": prompt, "state": np.ones(state, np.float32)})
         whole = config.transforms(tokenizer)[1].tokenizer.prompt(
             prompt, config.prompt_limit, np.ones(state) if config.pi05 else None
         )
-        assert row["prompt_tokens"].shape == row["prompt_mask"].shape == (config.prompt_length,)
-        assert row["prompt_tokens"].tolist() == whole[0][: config.prompt_length].tolist()
+        assert row["prompt_tokens"].shape == row["prompt_mask"].shape == (length,)
+        assert row["prompt_tokens"].tolist() == whole[0][:length].tolist()
         assert row["prompt_mask"].sum() == whole[1].sum()
     with pytest.raises(ValueError, match=r"a much longer prompt.* has 4. tokens.* more than 24"):
-        fitted.transforms(tokenizer)[1]({"prompt": "a much longer prompt than any of the run"})
+        Pi0Config().transforms(tokenizer, 24)[1]({"prompt": "a much longer prompt than any of the run"})
 
 
 def test_draws_that_share_a_prefix_give_what_each_gives_alone(tiny):
@@ -426,8 +425,8 @@ def test_transforms_make_rows_of_the_batch_spec(golden):
 
 def test_defaults_that_depend_on_the_kind_follow_a_change_of_it():
     kind = dataclasses.replace(Pi0Config(), pi05=True)
-    assert (Pi0Config().prompt_length, Pi0Config().state_in_prompt, Pi0Config().normalization) == (48, False, "z_score")
-    assert (kind.prompt_length, kind.state_in_prompt, kind.normalization) == (200, True, "quantile")
+    assert (Pi0Config().text_limit, Pi0Config().state_in_prompt, Pi0Config().normalization) == (48, False, "z_score")
+    assert (kind.text_limit, kind.state_in_prompt, kind.normalization) == (200, True, "quantile")
 
 
 def test_an_unknown_variant_is_answered_with_the_closest():

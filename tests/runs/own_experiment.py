@@ -72,7 +72,7 @@ class PointData(Data):
         return tree_of(Pairs, **shapes)
 
     def open(self, request):
-        return OpenedPoints(model=request.model, num_samples=self.num_points)
+        return OpenedPoints(num_samples=self.num_points)
 
 
 class Classifier(nnx.Module):

@@ -1,6 +1,7 @@
 """`own_experiment` with a feed that chooses its batches with the present parameters, for three steps at a time."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,8 @@ class HardPoints(Feed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedHardPoints(OpenedPoints):
+    model: Any
+
     def feed(self, first=0, **how):
         return HardPoints(self.model, **how) if "cores" in how else super().feed(first, **how)
 

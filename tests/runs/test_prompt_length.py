@@ -1,6 +1,5 @@
 """How many prompt tokens the rows of a run have: as many as its longest prompt needs."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -24,12 +23,11 @@ def prompts(data):
 
 def test_rows_have_no_padding_that_no_prompt_needs(tmp_path):
     data = opened(tmp_path, "--data.datasets.0.prompt", SHORT)
-    limit = data.model.prompt_limit
-    assert data.model.prompt_length == data.row_shapes["prompt_tokens"][0] == 16 < limit
+    limit = data.model.text_limit
+    assert data.text_length == data.row_shapes["prompt_tokens"][0] == 16 < limit
     tokens, mask = prompts(data)
     assert mask.sum(axis=1).tolist() == [len(SHORT) + 2] * 4
-    whole = dataclasses.replace(data.model, used_token_len=None)
-    tokenize = whole.transforms(data.train.transforms[0][2].tokenizer)[1]
+    tokenize = data.model.transforms(data.train.transforms[0][2].tokenizer)[1]
     padded = tokenize({"prompt": SHORT})
     assert len(padded["prompt_tokens"]) == limit
     assert padded["prompt_tokens"][:16].tolist() == tokens[0].tolist() and not padded["prompt_mask"][16:].any()
@@ -37,16 +35,16 @@ def test_rows_have_no_padding_that_no_prompt_needs(tmp_path):
 
 def test_a_longer_prompt_makes_longer_rows_and_the_limit_still_cuts(tmp_path, caplog):
     data = opened(tmp_path, "--data.datasets.0.prompt", LONG)
-    assert data.model.prompt_length == 24 and prompts(data)[1].sum(axis=1).tolist() == [len(LONG) + 2] * 4
+    assert data.text_length == 24 and prompts(data)[1].sum(axis=1).tolist() == [len(LONG) + 2] * 4
     data = opened(tmp_path, "--data.datasets.0.prompt", LONG, "--model.max-token-len", "12")
-    assert data.model.prompt_length == 12 and prompts(data)[1].all()
+    assert data.text_length == 12 and prompts(data)[1].all()
     assert f"prompt of {len(LONG) + 2} tokens cut to 12" in caplog.text
 
 
 @pytest.mark.slow
-def test_a_run_records_the_shapes_of_its_rows_and_not_the_length_as_a_setting(tmp_path):
+def test_a_run_records_the_length_of_its_rows_and_not_as_a_setting(tmp_path):
     train(tmp_path, "debug", "--num-train-steps", "2", "--data.datasets.0.prompt", SHORT)
     run = tmp_path / "runs" / "debug" / "x"
-    assert json.loads((run / "experiment.json").read_text())["model"]["used_token_len"] is None
+    assert json.loads((run / "2" / "meta.json").read_text())["text_length"] == 16
     (start,) = json.loads((run / "environment.json").read_text())["starts"]
     assert start["rows"]["prompt_tokens"] == [16]

@@ -43,7 +43,7 @@ def name(tmp_path_factory):
 def test_a_batch_is_cut_to_what_its_rows_need(tmp_path, name):
     data = cli.parse_experiment(name, [*places(tmp_path)]).open_data()
     rows = data.train
-    assert rows.text.lengths == (16, 32) and data.model.prompt_length == 32
+    assert rows.text.lengths == (16, 32) and data.text_length == 32
     for step in range(NUM_STEPS):
         positions = step * BATCH_SIZE + np.arange(BATCH_SIZE)
         columns, _ = rows.batch(positions)
@@ -73,7 +73,7 @@ def test_rows_that_say_their_chunk_are_cut_to_what_its_tokens_need(tmp_path, mon
     model = dataclasses.replace(experiment.model, fast_tokenizer=fast)
     experiment = dataclasses.replace(experiment, model=model, assets_base_dir=str(tmp_path), exp_name="x")
     data = experiment.open_data()
-    rows, limit = data.train, data.model.prompt_length
+    rows, limit = data.train, data.text_length
     assert rows.text.lengths[-1] < limit
     positions = np.arange(4 * BATCH_SIZE)
     columns, _ = rows.batch(positions)

@@ -27,11 +27,11 @@ def each_step_is_traced_once() -> Iterator[None]:
     """Policies cost the same on any machine and with any batch: pi0's steps, traced for seconds, are traced once."""
     trace, known = prepare.policy_costs, {}
 
-    def once(experiment, state):
+    def once(experiment, state, batch_spec=None):
         what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
         key = repr((*what, experiment.sharding.tensor_devices))
         if key not in known:
-            known[key] = trace(experiment, state)
+            known[key] = trace(experiment, state, batch_spec)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -57,7 +57,7 @@ def run_of(directory, caplog, *, save_interval, interval, steps=8):
         eval=dataclasses.replace(debug.eval, interval=interval),
     )
     run.directory, run.history, run.checkpoints = directory, [], Checkpoints(directory)
-    run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None)
+    run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None, text_length=None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None)
     run.feed = types.SimpleNamespace(position=dict)
     run.recorder = types.SimpleNamespace(unread=dict)

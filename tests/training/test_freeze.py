@@ -17,6 +17,7 @@ from openpi_train.planning.memory import predict
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
+from openpi_train.training.init import trained_graph
 
 ONE = Plan(mesh=planned_mesh(1, 1), strategy="replicated")
 MODEL = dataclasses.replace(debug.model, remat="none")
@@ -24,38 +25,36 @@ CAMERAS = len(debug.data.cameras)
 
 
 def cost(freeze):
-    """What a row of the debug experiment costs, and its model as it is trained."""
+    """What a row of the debug experiment costs, and the graph of its module as it is trained."""
     experiment = dataclasses.replace(debug, model=MODEL, freeze=freeze)
     state = prepare.whole_layout(experiment, ONE)
     (found,) = prepare.policy_costs(experiment, state)
-    return found, MODEL.training_only(state.shapes.params)
+    return found, state.graphdef
 
 
 @pytest.mark.slow
 def test_no_work_is_done_for_gradients_of_fixed_weights():
     """Backward there is one product for a weight's gradient and one for its input's, for each of forward's."""
-    whole, model = cost(None)
-    assert model == MODEL
-    tower, language = model.siglip, model.experts["language"]
-    image = flops_by_hand.tower(tower, model.image_size, language.width)
-    pixels = 2 * tower.num_tokens(model.image_size) * 3 * tower.patch_size**2 * tower.width  # have no gradient anyway
-    fixed, model = cost("vision")
-    assert model.fixed_groups == ("vision",)
+    whole, graph = cost(None)
+    tower, language = MODEL.siglip, MODEL.experts["language"]
+    image = flops_by_hand.tower(tower, MODEL.image_size, language.width)
+    pixels = 2 * tower.num_tokens(MODEL.image_size) * 3 * tower.patch_size**2 * tower.width  # have no gradient anyway
+    fixed, same_graph = cost("vision")
+    assert same_graph == graph  # the tower's gradients are asked for by nobody
     assert whole.flops_per_row - fixed.flops_per_row == 2 * image - pixels
     assert fixed.activation_bytes_per_row < whole.activation_bytes_per_row
 
 
 def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
     whole, _ = cost(None)
-    fixed, model = cost("backbone")
-    assert model.fixed_groups == ("vision", "language", "backbone")
-    language, prefix = model.experts["language"], flops_by_hand.prefix_tokens(model, CAMERAS)
+    fixed, _ = cost("backbone")
+    language, prefix = MODEL.experts["language"], flops_by_hand.prefix_tokens(MODEL, CAMERAS)
     attention = flops_by_hand.attention(language, prefix, prefix)
-    forward = CAMERAS * flops_by_hand.tower(model.siglip, model.image_size, language.width)
+    forward = CAMERAS * flops_by_hand.tower(MODEL.siglip, MODEL.image_size, language.width)
     forward += prefix * flops_by_hand.token(language) + language.depth * attention
     # The last layer makes keys and values alone.
     forward -= prefix * flops_by_hand.all_but_keys_and_values(language) + attention
-    trained = 3 * (flops_by_hand.pi0(model, CAMERAS) - forward)
+    trained = 3 * (flops_by_hand.pi0(MODEL, CAMERAS, fixed_prefix=True) - forward)
     # Noise, time and state have no gradient.
     assert fixed.flops_per_row == pytest.approx(forward + trained, rel=2e-3)
     assert fixed.flops_per_row < 0.5 * whole.flops_per_row
@@ -65,8 +64,8 @@ def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
 def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backward_pass_does():
     graph, params = built(TINY)
     trained = {path for path in params if "/action/" in path or not path.startswith(("image_encoder", "transformer"))}
-    alone = TINY.training_only(trained)
-    assert alone.fixed_prefix and not TINY.training_only(params).fixed_prefix
+    alone = trained_graph(TINY, trained)
+    assert alone != graph == trained_graph(TINY, params)
     inputs = observation(TINY), *draws(TINY, 2)
 
     def loss(graph):
@@ -76,7 +75,7 @@ def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backw
         free, fixed = ({path: params[path] for path in params if (path in trained) is one} for one in (True, False))
         return jax.jit(jax.value_and_grad(function))(free, fixed)
 
-    (expected, wanted), (found, grads) = loss(graph), loss(nnx.split(alone.build(nnx.Rngs(0)))[0])
+    (expected, wanted), (found, grads) = loss(graph), loss(alone)
     # The sums of attention run over fewer zeros: float32 rounding.
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert set(grads) == set(wanted) == trained

@@ -1,8 +1,8 @@
 """The loop waits for nothing: it reads no array between log lines, which the CPU's own guard would not notice."""
 
+import dataclasses
 import gzip
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ import strategies
 import toy
 from jax._src.array import ArrayImpl
 
+from trainers import NoData
+
 from openpi_train import registry
+from openpi_train.data.base import Data
 from openpi_train.data.files import write_json
 from openpi_train.experiment import EvalConfig
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -49,6 +52,17 @@ class EndlessFeed:
         return {"toy": 1.0}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToyData(Data):
+    """The shapes of the toy's batches; there is nothing to open."""
+
+    def batch_spec(self, model, batch_size):
+        return model.batch_spec(batch_size, ())
+
+    def open(self, request):
+        raise NotImplementedError
+
+
 @pytest.fixture(scope="module")
 def parts():
     """The toy's trainer, layout, compiled step and a batch on the devices."""
@@ -64,8 +78,7 @@ def run(parts, tmp_path):
     experiment = registry.load("debug")
     fields = {"model": trainer.model, "objective": FlowMatching(augment=False), "batch_size": ROWS, "profile": 2}
     fields |= {"num_train_steps": STEPS, "log_interval": INTERVAL, "save_interval": 100, "eval": EvalConfig(interval=0)}
-    fields["data"] = types.SimpleNamespace(batch_spec=lambda model, rows: model.batch_spec(rows, ()))
-    experiment = types.SimpleNamespace(**{**vars(experiment), **fields})
+    experiment = dataclasses.replace(experiment, **fields, data=ToyData())
     recorder = Recorder(
         batch_size=ROWS, peak_flops=None, wait_s=lambda: 0.0, row_names=lambda step: ["row"], stop_on_nan=True
     )
@@ -76,7 +89,7 @@ def run(parts, tmp_path):
         trainer=trainer,
         layout=layout,
         state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.frozen, True, 7),
-        data=types.SimpleNamespace(batch_specs=lambda batch_size: None),
+        data=NoData(num_samples=0),
         feed=EndlessFeed(batch),
         recorder=recorder,
         metrics=Metrics(tmp_path, process_index=0),
