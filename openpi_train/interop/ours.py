@@ -67,7 +67,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def _text_length(meta: Mapping[str, Any]) -> int | None:
-    """The `text_length` of the run's data; until 2026-11-23 it stood in the model's config."""
+    """The `text_length` of the run's data; older checkpoints have it in their model's config."""
     if "text_length" in meta:
         return meta["text_length"]
     return ((meta.get("experiment") or {}).get("model") or {}).get("used_token_len")

@@ -118,7 +118,8 @@ class Pi0Config(prompted.PromptedConfig):
             rngs=rngs,
         )
 
-    def leave_fixed(self, module: Pi0, groups: Collection[str]) -> None:
+    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
+        assert isinstance(module, Pi0)
         module.fixed_prefix = "backbone" in groups
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:

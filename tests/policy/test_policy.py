@@ -51,6 +51,11 @@ def test_an_observation_becomes_the_row_that_training_reads(run, policy):
         np.testing.assert_array_equal(state, run.observation(number)["state"])
 
 
+def test_programs_are_as_long_as_the_rows_of_the_run_and_as_the_model_allows(run, policy):
+    lengths = run.data.text_length, run.experiment.model.text_limit
+    assert policy.sampler.text_lengths == lengths and lengths[0] < lengths[1]
+
+
 def test_its_chunks_have_the_error_that_training_evaluates(run, policy):
     error, count = squared_error(run, policy)
     wanted, wanted_count = run.action_error(NUM_ROWS)

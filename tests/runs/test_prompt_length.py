@@ -1,5 +1,6 @@
 """How many prompt tokens the rows of a run have: as many as its longest prompt needs."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,6 +8,9 @@ import pytest
 from command import places, train
 
 from openpi_train import cli
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.settle import settle
 
 # The `bytes` tokenizer: a token per letter, one that begins the prompt and one that ends it.
 SHORT, LONG = "tidy up", "tidy up the table"
@@ -39,6 +43,15 @@ def test_a_longer_prompt_makes_longer_rows_and_the_limit_still_cuts(tmp_path, ca
     data = opened(tmp_path, "--data.datasets.0.prompt", LONG, "--model.max-token-len", "12")
     assert data.text_length == 12 and prompts(data)[1].all()
     assert f"prompt of {len(LONG) + 2} tokens cut to 12" in caplog.text
+
+
+def test_memory_is_planned_for_rows_as_long_as_the_prompts_need(tmp_path):
+    experiment = cli.parse_experiment("debug", [*places(tmp_path), "--data.datasets.0.prompt", SHORT])
+    world = find_world(WorldFlags(), {})
+    with_data, without = settle(experiment, world).prepared, prepare_without_data(experiment, world)
+    assert with_data.memory.total < without.memory.total
+    as_long = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, max_token_len=16))
+    assert with_data.memory == prepare_without_data(as_long, world).memory
 
 
 @pytest.mark.slow
