@@ -1,7 +1,7 @@
 """What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words.
 
 Then it is served, a client acts in the environment with what it answers over a socket, and `report` shows all.
-Read next: `closed_loop.py`, `configs/tabletop.py`.
+Read next: `closed_loop.py`, `configs/tabletop_runs.py`.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from benchmarks import closed_loop
 from benchmarks.report import ROOT, Table
 from openpi_train.data.embedded import named_tasks
 from openpi_train.data.files import write_json
-from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import Tabletop
 from openpi_train.envs.video import Recorder
 
 STUDY = closed_loop.Study(

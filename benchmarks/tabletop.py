@@ -1,6 +1,6 @@
 """Control steps per second of the embedded environment, by the number of scenes simulated at once, random actions.
 
-With pictures, as a policy in closed loop needs them, and without. Read next: `openpi_train/envs/tabletop.py`.
+With pictures, as a policy in closed loop needs them, and without. Read next: `openpi_train/envs/tabletop_env.py`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.report import Spread, Table
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import Tabletop
 
 NUM_ROUNDS = 7
 # A sample is as many control steps as take this long.

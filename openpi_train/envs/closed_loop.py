@@ -2,7 +2,7 @@
 
 An episode is a function of (seed, task, attempt) and the policy alone. Episodes are numbered attempt by attempt, all
 tasks of one before the next, and run in batches, of which every process acts in its own rows.
-Read next: `rollout.py`, `score.py`, `evaluation/closed_loop.py` for the policy that is being trained.
+Read next: `rollout.py`, `score.py`, `evaluation/closed_loop_success.py` for the policy that is being trained.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Key
 
-from openpi_train.envs.base import Env, NoEnv
+from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.rollout import Policy, rollout
 from openpi_train.envs.score import Episode, Score
 from openpi_train.envs.video import Recorder

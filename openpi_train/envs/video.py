@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
-from openpi_train.envs.base import Env
+from openpi_train.envs.env import Env
 
 logger = logging.getLogger(__name__)
 

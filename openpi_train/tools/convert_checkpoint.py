@@ -27,8 +27,8 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
-from openpi_train.models.base import ModelConfig, as_policy
-from openpi_train.planning.devices import host_bytes_per_device
+from openpi_train.models.model_config import ModelConfig, as_policy
+from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
 from openpi_train.tools.requests import ConvertRequest

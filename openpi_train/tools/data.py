@@ -262,7 +262,7 @@ class Convert(Reading):
 
     def run(self, experiment: "Experiment | None") -> None:
         from openpi_train.data.convert import convert
-        from openpi_train.data.zarr.robotwin import is_recording
+        from openpi_train.data.zarr.robotwin_recordings import is_recording
 
         form = self.to or ("zarr" if self.target.suffix == ".zarr" else None)
         if form is None:
@@ -277,7 +277,7 @@ class Convert(Reading):
         print(f"wrote {self.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {self.target}")
 
     def _run_on_recordings(self, form: str) -> None:
-        from openpi_train.data.zarr.robotwin import convert
+        from openpi_train.data.zarr.robotwin_recordings import convert
 
         if form != "zarr":
             raise ValueError(f"{self.path} holds RoboTwin's recordings: convert them to zarr first, and that to {form}")
@@ -343,8 +343,8 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
 
 
 def _say_what_is_in(out: Path) -> None:
-    from openpi_train.data.zarr.layout import read_layout
     from openpi_train.data.zarr.store import Store
+    from openpi_train.data.zarr.zarr_layout import read_layout
 
     layout = read_layout(Store(out))
     tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)

@@ -19,7 +19,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.costs import ROWS, TracedGradient, cost
-from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
+from openpi_train.planning.device_limits import host_bytes_per_device, memory_bytes, total_bytes
 from openpi_train.planning.forecast import Forecast, Layout, Machine, Policy, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host

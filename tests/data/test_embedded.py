@@ -21,7 +21,7 @@ from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import Tabletop
 from openpi_train.robots.tabletop import Tabletop as TabletopRobot
 from openpi_train.runtime.exits import UsageError
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.envs import tabletop, tabletop_physics
+from openpi_train.envs import tabletop_env, tabletop_physics
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import Tabletop
 from openpi_train.envs.tabletop_expert import expert
 
 ENV = Tabletop()
@@ -23,7 +23,7 @@ STEP = jax.jit(tabletop_physics.step)
 @pytest.fixture(scope="module")
 def scene():
     """Blocks in a row along y, bowl and plate in corners, the gripper upright above the middle."""
-    start = tabletop.reset(jax.random.key(0), jnp.int32(0))
+    start = tabletop_env.reset(jax.random.key(0), jnp.int32(0))
     return dataclasses.replace(
         start,
         tip=jnp.asarray([0.0, 0.0, 0.1]),

@@ -21,7 +21,7 @@ from openpi_train.training.init import create_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
-from openpi_train.training.progress import ProgressReport
+from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
 

@@ -1,6 +1,6 @@
 """What an RLDS dataset directory says about itself: where it lies, its shards, and which features its steps have.
 
-Read next: `index.py` (builds the index from it).
+Read next: `rlds_index.py` (builds the index from it).
 
 tensorflow-datasets reads its own metadata here, without TensorFlow. It is imported inside the functions, since opening
 a dataset whose index exists needs none of this.

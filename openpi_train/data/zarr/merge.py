@@ -1,6 +1,6 @@
 """Several replay buffers in one: episodes in the order of the stores, and of each row the task that it belongs to.
 
-Read next: `write.py`, which copies block by block; `layout.py`, which reads the tasks again.
+Read next: `zarr_writer.py`, which copies block by block; `zarr_layout.py`, which reads the tasks again.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.zarr.layout import TASK_ID, TASKS, read_layout
 from openpi_train.data.zarr.store import ArrayInfo, BadChunk, Store
-from openpi_train.data.zarr.write import Contents, read_across, write_store
+from openpi_train.data.zarr.zarr_layout import TASK_ID, TASKS, read_layout
+from openpi_train.data.zarr.zarr_writer import Contents, read_across, write_store
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A `HostArray` stands for a leaf where Orbax expects a `jax.Array`. Orbax asks it for its pieces in the background, and
 waits there for a local save to be whole, to read its file: then no memory is held. The loop goes on meanwhile, so
 nothing here may compute on devices, nor meet other processes through them: the order would differ between processes.
-Read next: `pieces.py` (what is written from where), `store.py` (which saves `HostArray`s).
+Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (which saves `HostArray`s).
 """
 
 import concurrent.futures

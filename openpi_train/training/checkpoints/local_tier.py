@@ -5,7 +5,7 @@
 Each process saves for itself and reads back without the others. A save counts where all processes have it whole: the
 next call finds that out, and then removes the older ones. Saves carry the id of the run, which `.run_id` in the run
 directory keeps, and that of the start that wrote them: nothing of another run or another try is mixed in.
-Read next: `copy_out.py` (from here to the run directory), `store.py` (which of both a run continues from).
+Read next: `copy_out.py` (from here to the run directory), `checkpoint_store.py` (which of both a run continues from).
 """
 
 import concurrent.futures
