@@ -42,9 +42,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
-    from openpi_train.envs.metaworld_env import MetaWorld
+    from openpi_train.envs.metaworld_env import MetaWorldEnv
 
-    flags, tasks = parse(argv), MetaWorld().tasks
+    flags, tasks = parse(argv), MetaWorldEnv().tasks
     columns = ("experiment", "step", "CPU s", "loss", "held-out loss", *tasks, "success (95 % interval)")
     title = f"Meta-World: closed loops from {flags.episodes} unseen initial states per task"
     if importlib.util.find_spec("metaworld") is None:

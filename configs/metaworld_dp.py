@@ -11,7 +11,7 @@ import dataclasses
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.zarr import Zarr
 from openpi_train.envs.closed_loop import ClosedLoop
-from openpi_train.envs.metaworld_env import MetaWorld as World
+from openpi_train.envs.metaworld_env import MetaWorldEnv
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.objectives.diffusion import Diffusion
@@ -20,7 +20,7 @@ from openpi_train.optim import AdamW, EmaWarmup, LRSchedule
 from openpi_train.robots.metaworld import MetaWorld
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 
-_WORLD = World()
+_WORLD = MetaWorldEnv()
 
 metaworld_mt5_dp = Experiment(
     model=DiffusionPolicyConfig(

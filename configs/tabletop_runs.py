@@ -88,7 +88,7 @@ pi0_tabletop_reach = dataclasses.replace(
     eval=EvalConfig(
         interval=500,
         closed_loop=ClosedLoop(
-            env=world.Tabletop(task_list=(Task(Kind.REACH, "red"), Task(Kind.REACH, "blue"))),
+            env=world.TabletopEnv(task_list=(Task(Kind.REACH, "red"), Task(Kind.REACH, "blue"))),
             interval=500,
             episodes_per_task=50,
             execute=4,
@@ -130,7 +130,7 @@ tabletop_dp = dataclasses.replace(
     eval=EvalConfig(
         interval=500,
         closed_loop=ClosedLoop(
-            env=world.Tabletop(task_list=(Task(Kind.REACH, "red"),)), interval=500, episodes_per_task=100, execute=4
+            env=world.TabletopEnv(task_list=(Task(Kind.REACH, "red"),)), interval=500, episodes_per_task=100, execute=4
         ),
     ),
 )

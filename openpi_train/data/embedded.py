@@ -78,7 +78,7 @@ RECIPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """Where a prepared dataset lies, and how large it is: `num_episodes` and `num_steps` by split."""
 
     dataset: Path
@@ -100,7 +100,7 @@ def missing(path: str | Path) -> str | None:
     return name if name in RECIPES and not (places.datasets() / name).exists() else None
 
 
-def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> Prepared:
+def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> PreparedDataset:
     """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them where complete.
 
     The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted.
@@ -120,7 +120,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
             f"episodes_per_task {counts['train']} and val_episodes_per_task {counts['val']} must be positive"
         )
     root = (places.datasets() if directory is None else Path(directory).expanduser()) / name
-    env = tabletop_env.Tabletop(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
+    env = tabletop_env.TabletopEnv(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
     instructions = [env.instruction(task) for task in range(len(env.tasks))]
     arguments = {
         "revision": REVISION,
@@ -144,7 +144,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
     return _prepared(root, manifest)
 
 
-def _write_at(root: Path, draft: Path, env: tabletop_env.Tabletop, arguments: dict[str, Any]) -> dict[str, Any]:
+def _write_at(root: Path, draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
     """Write the dataset in `draft` and put it at `root` as a whole; returns its manifest."""
     started = time.monotonic()
     shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
@@ -168,7 +168,7 @@ def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
 
 
 def _write(
-    draft: Path, env: tabletop_env.Tabletop, counts: dict[str, int], seed: int, arguments: dict[str, Any]
+    draft: Path, env: tabletop_env.TabletopEnv, counts: dict[str, int], seed: int, arguments: dict[str, Any]
 ) -> dict:
     num_steps = dict.fromkeys(counts, 0)
 
@@ -212,8 +212,8 @@ def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
     return manifest
 
 
-def _prepared(root: Path, manifest: dict[str, Any]) -> Prepared:
-    return Prepared(
+def _prepared(root: Path, manifest: dict[str, Any]) -> PreparedDataset:
+    return PreparedDataset(
         dataset=root / VERSION,
         tokenizer=root / TOKENIZER,
         num_episodes=manifest["num_episodes"],
@@ -225,7 +225,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _episodes(env: tabletop_env.Tabletop, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
+def _episodes(env: tabletop_env.TabletopEnv, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
     """Successful episodes, the tasks taking turns."""
     missing = np.full(len(env.tasks), episodes_per_task)
     barren_rounds = 0
@@ -247,7 +247,7 @@ def _episodes(env: tabletop_env.Tabletop, split: str, episodes_per_task: int, se
             yield episode
 
 
-def _round(env: tabletop_env.Tabletop, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
+def _round(env: tabletop_env.TabletopEnv, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
     """The successful ones of a batch of episodes, as many of each task as are `missing` (which it counts down)."""
     # On the CPU wherever the run is: the dataset must not depend on the accelerator.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -273,7 +273,7 @@ def _round(env: tabletop_env.Tabletop, seeds: np.ndarray, tasks: np.ndarray, mis
         yield _record(episode, env, int(tasks[row]), int(seeds[row]))
 
 
-def _observed(env: tabletop_env.Tabletop, scenes: Any) -> dict[str, Any]:
+def _observed(env: tabletop_env.TabletopEnv, scenes: Any) -> dict[str, Any]:
     """Pictures and proprioception of a batch of scenes, rendered in pieces of one size (compiled once)."""
     total = len(scenes.task)
     piece = max(1, RENDER_PIXELS // env.image_size**2)
@@ -288,7 +288,7 @@ def _observed(env: tabletop_env.Tabletop, scenes: Any) -> dict[str, Any]:
     return {"observation": {name: np.concatenate([one[name] for one in pieces])[:total] for name in pieces[0]}}
 
 
-def _record(columns: dict[str, Any], env: tabletop_env.Tabletop, task: int, seed: int) -> dict[str, Any]:
+def _record(columns: dict[str, Any], env: tabletop_env.TabletopEnv, task: int, seed: int) -> dict[str, Any]:
     """One episode as the features say."""
     length = len(columns["action"])
     last = np.arange(length) == length - 1

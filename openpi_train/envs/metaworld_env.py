@@ -47,7 +47,7 @@ class Episodes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MetaWorld(Env):
+class MetaWorldEnv(Env):
     """Batches of episodes. States alone; with an `image_size` a picture, too."""
 
     # Meta-World's names without their version, such as drawer-close.
@@ -125,7 +125,7 @@ class MetaWorld(Env):
         """Whether Meta-World has reported a success so far."""
         return states.success
 
-    def for_demonstrations(self) -> "MetaWorld":
+    def for_demonstrations(self) -> "MetaWorldEnv":
         """With the initial states of the split `train`."""
         return dataclasses.replace(self, split="train")
 
@@ -141,9 +141,9 @@ class MetaWorld(Env):
         return commands, np.clip(commands + np.asarray(noise) * _NOISE, -1.0, 1.0).astype(np.float32)
 
 
-def with_all_tasks(**fields: Any) -> MetaWorld:
+def with_all_tasks(**fields: Any) -> MetaWorldEnv:
     """Meta-World with all its fifty tasks."""
-    return MetaWorld(task_list=tuple(INSTRUCTIONS), **fields)
+    return MetaWorldEnv(task_list=tuple(INSTRUCTIONS), **fields)
 
 
 class _Simulator:

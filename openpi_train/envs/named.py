@@ -8,7 +8,7 @@ from openpi_train.envs.env import Env
 # Module and what makes one there: keyword arguments are fields.
 ENVS = {
     "metaworld": ("openpi_train.envs.metaworld_env", "with_all_tasks"),
-    "tabletop": ("openpi_train.envs.tabletop_env", "Tabletop"),
+    "tabletop": ("openpi_train.envs.tabletop_env", "TabletopEnv"),
 }
 
 

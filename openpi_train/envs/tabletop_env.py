@@ -158,7 +158,7 @@ def _fits(places: Float[Array, "5 2"], kind: Int[Array, ""]) -> Bool[Array, ""]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tabletop(Env):
+class TabletopEnv(Env):
     """Batches of tabletop episodes."""
 
     image_size: int = 64

@@ -22,7 +22,7 @@ from openpi_train.data.translation import Translation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score
-from openpi_train.envs.video import Recorder
+from openpi_train.envs.video import VideoRecorder
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, StoppedError, TrainerView
 from openpi_train.fields import as_json
 from openpi_train.models.model_config import as_policy
@@ -112,7 +112,7 @@ class ClosedLoopSuccess(Measure):
         policy, window = self._policy, as_policy(self._running.trainer.model).window
         policy.params = {**evaluated.frozen, **evaluated.averaged}
         folder = self._running.directory / "eval" / str(evaluated.step)
-        recorder = Recorder(self._config.env, self._config.num_videos, folder / "videos")
+        recorder = VideoRecorder(self._config.env, self._config.num_videos, folder / "videos")
         score = evaluate(
             lambda: policy,
             self._config,
@@ -142,7 +142,7 @@ class ClosedLoopSuccess(Measure):
         return f"success in the environment: {100 * before:.1f} % before, {100 * after:.1f} % after"
 
 
-def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mapping[str, Any]) -> None:
+def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: Mapping[str, Any]) -> None:
     """Write `closed_loop.json`, with the `settings` it was made under, and the videos. Every process must call it."""
     videos = sorted(path for part in agree.gather("videos", [path.name for path in recorder.write()]) for path in part)
     if jax.process_index() == 0:

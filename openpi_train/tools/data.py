@@ -220,10 +220,10 @@ class Merge(DataRequest):
         return problems if self.stores else [*problems, "PATH is missing: name the stores to join"]
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.zarr.merge import Part, merge
+        from openpi_train.data.zarr.merge import StoreToMerge, merge
 
         prompts = {task: prompt for task, _, prompt in (text.partition("=") for text in self.prompt)}
-        merge([Part.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
+        merge([StoreToMerge.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
         _say_what_is_in(self.out)
 
 

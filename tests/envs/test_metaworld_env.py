@@ -10,13 +10,13 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: pip instal
 
 from openpi_train import keys as row_randomness
 from openpi_train.envs import metaworld_env, metaworld_render
-from openpi_train.envs.metaworld_env import MetaWorld, with_all_tasks
+from openpi_train.envs.metaworld_env import MetaWorldEnv, with_all_tasks
 from openpi_train.envs.named import environment
 from openpi_train.envs.rollout import rollout
-from openpi_train.robots.metaworld import MetaWorld as Robot
+from openpi_train.robots.metaworld import MetaWorld
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
-ENV = MetaWorld()
+ENV = MetaWorldEnv()
 TASKS = np.arange(len(ENV.tasks))
 
 
@@ -91,7 +91,7 @@ def test_states_that_were_stepped_before_are_refused():
 )
 def test_tasks_that_there_are_not_are_named(tasks, message):
     with pytest.raises(ValueError, match=message):
-        MetaWorld(task_list=tasks)
+        MetaWorldEnv(task_list=tasks)
     with pytest.raises(ValueError, match=r"no environment 'metawrld'; did you mean metaworld\? There are metaworld, t"):
         environment("metawrld")
 
@@ -126,7 +126,7 @@ def test_without_opengl_states_are_all_there_is(monkeypatch, caplog):
 
 
 def test_the_robot_has_the_environments_dims_and_both_directions():
-    robot = Robot()
+    robot = MetaWorld()
     assert (len(robot.state_names), len(robot.action_names)) == (ENV.state_dim, ENV.action_dim)
     assert robot.control_hz == ENV.control_hz and not robot.cameras
     # Meta-World's order: hand, opening, objects, the same a step ago, goal.

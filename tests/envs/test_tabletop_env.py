@@ -9,11 +9,11 @@ import pytest
 
 from openpi_train.envs import tabletop_env
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop_env import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import demonstrate
 from openpi_train.envs.tabletop_scene import Kind, Task
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 # As in test_tabletop_expert.py, so that both compile the demonstration once.
 PER_TASK = 20
 tasks = np.tile(np.arange(len(ENV.tasks)), PER_TASK)
@@ -189,6 +189,6 @@ def test_observation_is_the_robots_own(starts):
 
 def test_unusable_settings_are_refused():
     with pytest.raises(ValueError, match="image_size 8 is too small"):
-        Tabletop(image_size=8)
+        TabletopEnv(image_size=8)
     with pytest.raises(ValueError, match="task_list is empty"):
-        Tabletop(task_list=())
+        TabletopEnv(task_list=())

@@ -9,10 +9,10 @@ import pytest
 
 from openpi_train.envs import tabletop_env
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop_env import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import demonstrate, expert
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 PER_TASK = 20
 tasks = np.tile(np.arange(len(ENV.tasks)), PER_TASK)
 

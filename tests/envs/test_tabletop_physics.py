@@ -10,10 +10,10 @@ import pytest
 
 from openpi_train.envs import tabletop_env, tabletop_physics
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop_env import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import expert
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 RADIUS, HEIGHT, FINGER = world.BLOCK_RADIUS_M, world.BLOCK_HEIGHT_M, world.FINGER_RADIUS_M
 # What the world promises about overlaps, with room for the rounding of float32 sums of centimetres.
 DEEPEST_M = tabletop_physics.SUPPORT_TOLERANCE_M + 1e-6

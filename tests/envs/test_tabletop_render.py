@@ -9,9 +9,9 @@ import pytest
 
 from openpi_train.envs import tabletop_env, tabletop_render
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop_env import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 ROWS = 32
 
 
@@ -115,7 +115,7 @@ def test_the_batch_equals_the_loop(scenes, pictures):
 
 
 def test_larger_pictures_show_the_same_scene(scenes, pictures):
-    large = np.asarray(Tabletop(image_size=128).observe(scenes).images["image_0"])
+    large = np.asarray(TabletopEnv(image_size=128).observe(scenes).images["image_0"])
     assert large.shape == (ROWS, 128, 128, 3)
     shrunk = large.reshape(ROWS, 64, 2, 64, 2, 3).mean((2, 4))
     assert np.abs(shrunk - pictures["image_0"]).mean() < 6

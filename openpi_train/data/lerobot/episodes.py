@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.lerobot.lerobot_layout import Clip, Episode, Layout, require
+from openpi_train.data.lerobot.lerobot_layout import Clip, Episode, LeRobotLayout, require
 from openpi_train.data.lerobot.lerobot_video import Video
 
 # Relabelling changes these (`next.reward`, `next.done`) but not what was seen and done.
@@ -39,7 +39,7 @@ class Scanned:
 class ParquetScan:
     """Reads a dataset's parquet files, each with the episodes that lie in it, looking up frames in scanned videos."""
 
-    def __init__(self, layout: Layout, videos: Mapping[str, Video], tolerance_s: float):
+    def __init__(self, layout: LeRobotLayout, videos: Mapping[str, Video], tolerance_s: float):
         self.layout, self.videos, self.tolerance_s = layout, videos, tolerance_s
 
     def read(self, file: str, pictures: Path) -> list[Scanned]:

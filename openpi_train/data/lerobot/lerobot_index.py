@@ -23,7 +23,7 @@ import numpy as np
 from openpi_train.data import tables
 from openpi_train.data.lerobot import lerobot_video
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
-from openpi_train.data.lerobot.lerobot_layout import Layout, read_layout
+from openpi_train.data.lerobot.lerobot_layout import LeRobotLayout, read_layout
 from openpi_train.data.lerobot.lerobot_source import LeRobotSource
 from openpi_train.data.progress import Progress
 from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed, stat_files
@@ -64,7 +64,7 @@ class LeRobotIndex(Sidecar):
         pictures = ((f"pictures/{name}.bin", *found) for name, found in manifest["pictures"].items())
         return first_changed(self.root, manifest["sources"]) or first_changed(self.tables_of(manifest), pictures)
 
-    def survey(self) -> tuple[Layout, list[tuple[str, int, int]]]:
+    def survey(self) -> tuple[LeRobotLayout, list[tuple[str, int, int]]]:
         """The layout, and name, size and mtime_ns of every file."""
         layout = read_layout(self.root)
         names = [*layout.metadata, *layout.data, *layout.videos]
@@ -100,7 +100,7 @@ class LeRobotIndex(Sidecar):
         return LeRobotSource(self.root, index)
 
     def _scan(
-        self, layout: Layout, pictures: Path, number: Mapping[str, int]
+        self, layout: LeRobotLayout, pictures: Path, number: Mapping[str, int]
     ) -> tuple[dict[str, lerobot_video.Video], list[Scanned]]:
         """All videos by file, and all episodes; pictures in parquet files are copied."""
         pictures.mkdir()
@@ -124,7 +124,7 @@ class LeRobotIndex(Sidecar):
 
 def _write_tables(
     directory: Path,
-    layout: Layout,
+    layout: LeRobotLayout,
     good: Sequence[Scanned],
     videos: Mapping[str, lerobot_video.Video],
     number: Mapping[str, int],

@@ -29,7 +29,7 @@ _NUMBERING = ("timestamp", "frame_index", "episode_index", "index", "task_index"
 
 
 @dataclasses.dataclass(frozen=True)
-class Camera:
+class ImageFeature:
     """An image feature: whether its pictures are a video's, else pictures in the parquet files; height and width."""
 
     is_video: bool
@@ -55,7 +55,7 @@ class Episode:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class LeRobotLayout:
     """A dataset's metadata. Files are relative to `root`; features have the names that LeRobot gives them.
 
     Attributes:
@@ -67,7 +67,7 @@ class Layout:
 
     root: Path
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
-    cameras: Mapping[str, Camera]
+    cameras: Mapping[str, ImageFeature]
     skipped: Mapping[str, str]
     episodes: Sequence[Episode]
     tasks: Mapping[int, str]
@@ -100,7 +100,7 @@ def is_lerobot(path: str | Path) -> bool:
     return (Path(path).expanduser() / INFO_FILE).is_file()
 
 
-def read_layout(root: Path) -> Layout:
+def read_layout(root: Path) -> LeRobotLayout:
     """All of a dataset's metadata.
 
     Raises FileNotFoundError where there is none, ValueError for a version that is not read or metadata that do not fit.
@@ -118,7 +118,7 @@ def read_layout(root: Path) -> Layout:
             )
         columns, cameras, skipped = _sort_features(info["features"])
         files = _metadata_files(root, info["codebase_version"])
-        return Layout(
+        return LeRobotLayout(
             root=root,
             columns=columns,
             cameras=cameras,
@@ -147,7 +147,7 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict]:
                 skipped[name] = "a depth map" if is_depth else f"pictures of shape {list(shape)}"
             else:
                 channels_first = next(iter(feature.get("names") or [""])) in ("channels", "channel")
-                cameras[name] = Camera(dtype == "video", shape[1:] if channels_first else shape[:2])
+                cameras[name] = ImageFeature(dtype == "video", shape[1:] if channels_first else shape[:2])
         elif dtype == "bool" or dtype.startswith(("float", "int", "uint")):
             if math.prod(shape) > WIDEST_COLUMN:
                 skipped[name] = f"{math.prod(shape)} numbers wide"
@@ -190,7 +190,7 @@ def _text(row: Mapping[str, Any]) -> str:
     return texts[0].strip()
 
 
-def _episode(row: Mapping[str, Any], info: Mapping[str, Any], cameras: Mapping[str, Camera]) -> Episode:
+def _episode(row: Mapping[str, Any], info: Mapping[str, Any], cameras: Mapping[str, ImageFeature]) -> Episode:
     number = row["episode_index"]
     videos = [name for name, camera in cameras.items() if camera.is_video]
     if info["codebase_version"] != "v3.0":

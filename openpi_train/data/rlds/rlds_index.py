@@ -29,7 +29,7 @@ from openpi_train.data.rlds.schema import (
     FEATURES_FILE,
     INFO_FILE,
     Schema,
-    Shard,
+    ShardFile,
     find_version,
     list_shards,
     load_builder,
@@ -99,7 +99,7 @@ class RldsIndex(Sidecar):
             return f"{self.root / INFO_FILE}"
         return first_changed(self.root, ((one["name"], one["size"], one["mtime_ns"]) for one in manifest["shards"]))
 
-    def survey(self) -> tuple[Any, list[Shard], list[tuple[int, int]]]:
+    def survey(self) -> tuple[Any, list[ShardFile], list[tuple[int, int]]]:
         """tensorflow-datasets' builder; the shards; size and mtime_ns of each."""
         builder = load_builder(self.root)
         shards = list_shards(builder, self.config.split)
@@ -133,7 +133,7 @@ class RldsIndex(Sidecar):
         paths = [self.root / name for name in (INFO_FILE, FEATURES_FILE)]
         return hashlib.sha256(b"".join(p.read_bytes() if p.is_file() else b"missing" for p in paths)).hexdigest()
 
-    def _read_shards(self, shards: list[Shard], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
+    def _read_shards(self, shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
         """A part for every shard, of which those that an earlier build left are not read again."""
         content = [FORMAT, dataclasses.asdict(schema), self.config.check_crc]
         parts = [
@@ -157,7 +157,7 @@ class RldsIndex(Sidecar):
         return parts
 
     def _join(
-        self, directory: Path, parts: list[Path], shards: list[Shard], stats: list[tuple[int, int]], schema: Schema
+        self, directory: Path, parts: list[Path], shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema
     ) -> dict[str, Any]:
         """Write the tables from all parts; returns what the manifest says about them."""
         texts: dict[str, int] = {}

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.rlds.example import Feature, read_example
-from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, Schema, Shard
+from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, Schema, ShardFile
 from openpi_train.data.rlds.tfrecord import read_records
 
 
 def scan_shard(
-    directory: Path, shard: Shard, schema: Schema, check_crc: bool, keep_going: Callable[[int], None]
+    directory: Path, shard: ShardFile, schema: Schema, check_crc: bool, keep_going: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
     """Everything that the index holds of one shard. Damaged records are left out and listed under `dropped`.
 

@@ -26,7 +26,7 @@ from openpi_train.data.progress import Progress
 from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed
 from openpi_train.data.source import Source
 from openpi_train.data.zarr.store import BadChunk, Store
-from openpi_train.data.zarr.zarr_layout import TASK_ID, Layout, pictures, read_layout, require, sort_arrays
+from openpi_train.data.zarr.zarr_layout import TASK_ID, ZarrLayout, pictures, read_layout, require, sort_arrays
 from openpi_train.data.zarr.zarr_source import ZarrSource
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ZarrIndex(Sidecar):
         copies = ((name, *found) for name, found in manifest["decoded"].items())
         return first_changed(self.tables_of(manifest), copies)
 
-    def survey(self) -> Layout:
+    def survey(self) -> ZarrLayout:
         """The store's layout."""
         return read_layout(self.store)
 
@@ -129,7 +129,7 @@ class ZarrIndex(Sidecar):
 class Scan:
     """Reads whole arrays in blocks: a digest for every episode, and for which episodes that failed."""
 
-    def __init__(self, store: Store, layout: Layout):
+    def __init__(self, store: Store, layout: ZarrLayout):
         self._store, self._layout = store, layout
         self._starts = np.concatenate([[0], layout.episode_ends[:-1]])
         self._digests = [hashlib.sha256() for _ in layout.episode_ends]
@@ -200,7 +200,7 @@ class Scan:
         return np.zeros((end - first, *shape), dtype)
 
 
-def _write_tables(directory: Path, store: Store, layout: Layout, scan: Scan, good: list[int]) -> None:
+def _write_tables(directory: Path, store: Store, layout: ZarrLayout, scan: Scan, good: list[int]) -> None:
     """Write the tables of all readable episodes."""
     starts = np.concatenate([[0], layout.episode_ends[:-1]])[good]
     stops = layout.episode_ends[good]
@@ -226,7 +226,7 @@ def _write_tables(directory: Path, store: Store, layout: Layout, scan: Scan, goo
     tables.write_prompts(directory, prompts)
 
 
-def _copy_is_worth_it(store: Store, layout: Layout, place: Path) -> bool:
+def _copy_is_worth_it(store: Store, layout: ZarrLayout, place: Path) -> bool:
     """Whether reading a picture would decompress others with it, and a decoded copy leaves room on the disk."""
     pictures_of = {name: store.arrays[f"data/{name}"].chunk_rows for name in layout.cameras}
     together = max(pictures_of.values(), default=1)

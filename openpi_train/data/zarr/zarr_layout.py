@@ -17,7 +17,7 @@ ABOUT = "about"
 
 
 @dataclasses.dataclass(frozen=True)
-class Camera:
+class PictureArray:
     """Pictures: height and width, and whether the channels come before them."""
 
     size: tuple[int, int]
@@ -25,7 +25,7 @@ class Camera:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ZarrLayout:
     """A replay buffer's arrays, without `data/` before their names.
 
     Attributes:
@@ -36,13 +36,13 @@ class Layout:
     """
 
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
-    cameras: Mapping[str, Camera]
+    cameras: Mapping[str, PictureArray]
     skipped: Mapping[str, str]
     episode_ends: np.ndarray
     tasks: tuple[tuple[str, str], ...]
 
 
-def read_layout(store: Store) -> Layout:
+def read_layout(store: Store) -> ZarrLayout:
     """The layout, from metadata and `meta/episode_ends` alone.
 
     Raises FileNotFoundError where there is no replay buffer, ValueError for arrays that do not fit together.
@@ -61,7 +61,7 @@ def read_layout(store: Store) -> Layout:
     tasks = tuple((str(task["name"]), str(task["prompt"])) for task in store.attributes.get(TASKS, ()))
     if tasks and columns.pop(TASK_ID, ("", None))[1] != ():
         raise ValueError(f"{root} names {len(tasks)} tasks, but has no data/{TASK_ID} with one number per step")
-    return Layout(columns, cameras, skipped, ends, tasks)
+    return ZarrLayout(columns, cameras, skipped, ends, tasks)
 
 
 def require(store: Store) -> None:
@@ -79,10 +79,10 @@ def require(store: Store) -> None:
         )
 
 
-def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Camera], dict[str, str]]:
+def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, PictureArray], dict[str, str]]:
     """The arrays in data/ as columns, cameras and those left out, by name."""
     columns: dict[str, tuple[str, tuple[int, ...]]] = {}
-    cameras: dict[str, Camera] = {}
+    cameras: dict[str, PictureArray] = {}
     skipped: dict[str, str] = {}
     episodes = store.arrays[EPISODE_ENDS].shape[0]
     rows = {info.shape[0] for name, info in store.arrays.items() if name.startswith("data/")}
@@ -97,7 +97,7 @@ def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], d
             if shape[0] == shape[-1]:
                 raise ValueError(f"{store.root}: data/{name} is {list(shape)} per step: which axis is the channels'?")
             channels_first = shape[0] == 3
-            cameras[name] = Camera(shape[1:] if channels_first else shape[:2], channels_first)
+            cameras[name] = PictureArray(shape[1:] if channels_first else shape[:2], channels_first)
         elif info.shape[0] == episodes and len(rows) > 1:
             skipped[name] = "a row per episode, not per step"
         elif width > WIDEST_COLUMN:
@@ -107,7 +107,7 @@ def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], d
     return columns, cameras, skipped
 
 
-def pictures(name: str, values: np.ndarray, camera: Camera) -> np.ndarray:
+def pictures(name: str, values: np.ndarray, camera: PictureArray) -> np.ndarray:
     """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for numbers that are no pixels."""
     if values.dtype != np.uint8:
         # Push-T's are float32, of whole numbers.

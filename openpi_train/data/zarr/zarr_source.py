@@ -12,7 +12,7 @@ from openpi_train.data import tables
 from openpi_train.data.source import About, BadRecord, column_name
 from openpi_train.data.stored import StoredSource, reopened
 from openpi_train.data.zarr.store import Store
-from openpi_train.data.zarr.zarr_layout import ABOUT, Camera, pictures, read_layout
+from openpi_train.data.zarr.zarr_layout import ABOUT, PictureArray, pictures, read_layout
 
 
 class ZarrSource(StoredSource):
@@ -25,7 +25,7 @@ class ZarrSource(StoredSource):
         self.cameras = tuple(map(column_name, index.manifest["cameras"]))
         self._stored = dict(zip(self.cameras, index.manifest["cameras"], strict=True))
         self._cameras = {
-            name: Camera((camera["size"][0], camera["size"][1]), camera["channels_first"])
+            name: PictureArray((camera["size"][0], camera["size"][1]), camera["channels_first"])
             for name, camera in index.manifest["cameras"].items()
         }
         # Mapped now: another process may build the index anew meanwhile.

@@ -51,7 +51,7 @@ class Contents:
 
 
 @runtime_checkable
-class Part(Protocol):
+class ArrayPart(Protocol):
     """A part of an array: some of its rows, which begin with 0 here."""
 
     rows: int
@@ -61,7 +61,7 @@ class Part(Protocol):
         ...
 
 
-def read_across(parts: Iterable[Part], name: str, first: int, end: int) -> np.ndarray:
+def read_across(parts: Iterable[ArrayPart], name: str, first: int, end: int) -> np.ndarray:
     """Rows first..end-1 of an array whose rows are those of all parts, one part after the other."""
     pieces, begin = [], 0
     for part in parts:

@@ -36,7 +36,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
-from openpi_train.training.checkpoints.copy_out import ArrayWriter, Source, background_thread, host_arrays
+from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
     Leaves,
     PublicName,
@@ -92,7 +92,7 @@ class Checkpoints:
             self._dirs.remove_left_overs()
         self._local = LocalTier(local_directory, self.directory) if local_directory else None
         self._writer = ArrayWriter("params", "train_state")
-        self._source: Source | None = None
+        self._source: PieceSource | None = None
         self._background = background_thread()
         self._pending: concurrent.futures.Future[None] | None = None
 
@@ -136,7 +136,7 @@ class Checkpoints:
             self._dirs.remove_left_overs()  # a failed save's files may be what fills the disk
             problem = self._obstacle(step, size_bytes(items) + sum(map(len, (files or {}).values())))
         self._raise_together(problem)
-        self._source = source = local or Source(fetch_share(items))
+        self._source = source = local or PieceSource(fetch_share(items))
         self._saved_step = step
         arrays = host_arrays(items, source)
         beside = functools.partial(write_beside, meta=meta, norm_stats=dict(norm_stats), files=dict(files or {}))
@@ -248,7 +248,7 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> Source | None:
+    def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
         """Start a local save; its source for a copy, None where there is none."""
         if self._local is None:
             return None
@@ -303,7 +303,7 @@ class Checkpoints:
         arrays: Mapping[str, Leaves],
         beside: Callable[[pathlib.Path], None],
         started: float,
-        source: Source,
+        source: PieceSource,
     ) -> None:
         """In the background: write the arrays, add what makes the checkpoint count, then make room."""
         self._writer.write(self.step_dir(step), arrays, source)

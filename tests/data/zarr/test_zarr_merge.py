@@ -13,7 +13,7 @@ import zarr
 from stores import LENGTHS, arms, push_t, write
 
 from openpi_train.data.zarr import Zarr, zarr_writer
-from openpi_train.data.zarr.merge import Part, merge
+from openpi_train.data.zarr.merge import StoreToMerge, merge
 from openpi_train.data.zarr.store import BadChunk, Store
 from openpi_train.data.zarr.zarr_layout import read_layout
 from openpi_train.tools import data as data_tool
@@ -53,7 +53,7 @@ def small_blocks(monkeypatch):
 
 
 def parts(paths):
-    return [Part.parse(str(path)) for path in paths]
+    return [StoreToMerge.parse(str(path)) for path in paths]
 
 
 def check_union(path):
@@ -141,7 +141,7 @@ def test_merged_stores_can_be_merged_again_and_keep_their_tasks(six, tmp_path):
     pair = tmp_path / "pair.zarr"
     merge(parts(six[:2]), pair, prompts={TASKS[1]: "by size"})
     merge(
-        [Part.parse(f"mug={six[2]}"), Part.parse(str(pair)), Part.parse(f"mug={six[3]}")],
+        [StoreToMerge.parse(f"mug={six[2]}"), StoreToMerge.parse(str(pair)), StoreToMerge.parse(f"mug={six[3]}")],
         tmp_path / "all.zarr",
         prompts={},
     )
@@ -214,11 +214,11 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from openpi_train.data.zarr import store, zarr_writer
-from openpi_train.data.zarr.merge import Part, merge
+from openpi_train.data.zarr.merge import StoreToMerge, merge
 
 store._BLOCK_BYTES, crc = 1, zarr_writer._crc
 zarr_writer._crc = lambda values: time.sleep(0.05) or crc(values)
-merge([Part.parse(path) for path in sys.argv[2:]], Path(sys.argv[1]), prompts={})
+merge([StoreToMerge.parse(path) for path in sys.argv[2:]], Path(sys.argv[1]), prompts={})
 """
 
 
