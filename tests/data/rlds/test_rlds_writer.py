@@ -94,7 +94,7 @@ def test_episodes_are_streamed(tmp_path, monkeypatch):
             ahead.append(seed - written[0])
             yield toy_episode(seed, 3)
 
-    monkeypatch.setattr(rlds_write, "write_record", counting)
+    monkeypatch.setattr(rlds_writer, "write_record", counting)
     write(tmp_path, episodes())
     assert ahead == [0] * 6
 
@@ -121,7 +121,7 @@ def test_full_disk_says_so_and_leaves_no_dataset(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(rlds_write, "write_record", refuse)
+    monkeypatch.setattr(rlds_writer, "write_record", refuse)
     with pytest.raises(OSError, match=r"cannot write .*toy: the disk is full\. Make room there"):
         write_toy(tmp_path)
     assert list((tmp_path / "toy").iterdir()) == []

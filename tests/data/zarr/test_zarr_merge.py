@@ -100,7 +100,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
                 raise KeyboardInterrupt
             return crc(values)
 
-        monkeypatch.setattr(writing, "_crc", note)
+        monkeypatch.setattr(zarr_writer, "_crc", note)
 
     work = tmp_path / "six.zarr.unfinished"
     for count in (1, 20):
@@ -114,7 +114,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
             Zarr(path=str(work)).open()
     with pytest.raises(ValueError, match=r"\.unfinished was begun with other arrays, stores, tasks: give the same"):
         merge(parts(six[:5]), out, prompts={})
-    monkeypatch.setattr(writing, "_crc", crc)
+    monkeypatch.setattr(zarr_writer, "_crc", crc)
     kept = {path: path.stat().st_mtime_ns for path in work.glob("data/action/*.0")}
     merge(parts(six), out, prompts={})
     check_union(out)

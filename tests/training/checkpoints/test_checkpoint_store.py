@@ -351,7 +351,7 @@ def test_a_save_broken_off_by_the_end_of_another_process_is_no_fault_of_the_chec
         except RuntimeError as error:
             raise TimeoutError("Timed out while waiting for async_write_complete barrier.") from error
 
-    monkeypatch.setattr(store, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
     checkpoints.save(make_state(2), **SAVED_WITH)
     with pytest.raises(PeerLostError, match="saving checkpoint 2 failed: TimeoutError"):
         checkpoints.wait()
@@ -363,7 +363,7 @@ def test_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeyp
     def fail(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
     checkpoints.save(make_state(2), **SAVED_WITH)
     with pytest.raises(CheckpointError, match=r"saving checkpoint 2 failed: OSError.*No space left"):
         checkpoints.wait()

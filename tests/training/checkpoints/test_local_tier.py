@@ -483,7 +483,7 @@ def test_a_bug_while_saving_locally_is_no_full_disk(run, disk, monkeypatch):
 
 def test_a_failed_copy_is_an_error_and_leaves_the_local_save(run, disk, monkeypatch):
     checkpoints = opened(run, disk)
-    monkeypatch.setattr(store, "write_manifest", full)
+    monkeypatch.setattr(checkpoint_store, "write_manifest", full)
     checkpoints.save(make_state(1), **SAVED_WITH)
     with pytest.raises(checkpoint_store.CheckpointError, match="saving checkpoint 1 failed: OSError"):
         checkpoints.wait()
