@@ -190,7 +190,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool.tabletop, "HOLD_STEPS", 10_000)
+    monkeypatch.setattr(tool.tabletop_env, "HOLD_STEPS", 10_000)
     with pytest.raises(RuntimeError, match=r"the expert failed 32 times in a row at \['reach_red'"):
         prepare(tmp_path, **ARGUMENTS)
 
