@@ -20,7 +20,7 @@ from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
 
 NUM_PAIRS, NUM_TYPICAL = 5, 9

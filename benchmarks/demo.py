@@ -1,7 +1,7 @@
 """What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words.
 
 Then it is served, a client acts in the environment with what it answers over a socket, and `report` shows all.
-Read next: `closed_loop.py`, `configs/tabletop.py`.
+Read next: `closed_loop.py`, `configs/tabletop_runs.py`.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from benchmarks import closed_loop
 from benchmarks.report import ROOT, Table
 from openpi_train.data.embedded import named_tasks
 from openpi_train.data.files import write_json
-from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score
-from openpi_train.envs.tabletop import Tabletop
-from openpi_train.envs.video import Recorder
+from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.envs.video import VideoRecorder
 
 STUDY = closed_loop.Study(
     experiment="pi0_tabletop_reach",
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     with closed_loop.folder(flags) as out:
         trained = closed_loop.measure("Demo: a small pi0 on the tabletop's easiest tasks", STUDY, flags, rest, out)
         config = ClosedLoop(
-            env=Tabletop(task_list=named_tasks(STUDY.tasks)),
+            env=TabletopEnv(task_list=named_tasks(STUDY.tasks)),
             episodes_per_task=1 if flags.quick else 10,
             max_steps=2 * EXECUTE if flags.quick else None,
             seed=CLIENT_SEED,
@@ -104,7 +104,7 @@ def act(address: str, config: ClosedLoop, folder: Path) -> Score:
         def policy(observation: EnvObservation, _: Any) -> np.ndarray:
             return np.stack([ask(request) for request in requests(observation, config.env)])
 
-        recorder = Recorder(config.env, config.num_videos, folder / "videos")
+        recorder = VideoRecorder(config.env, config.num_videos, folder / "videos")
         score = evaluate(lambda: policy, config, execute=EXECUTE, recorder=recorder)
     assert score is not None, "nobody asks it to stop"
     videos = [f"videos/{path.name}" for path in recorder.write()]

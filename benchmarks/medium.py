@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from openpi_train_configs.tabletop import pi0_bridge_traj_tiny
+from openpi_train_configs.tabletop_runs import pi0_bridge_traj_tiny
 
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides

@@ -1,7 +1,7 @@
 """Policies from states learn five Meta-World tasks from scripted demonstrations: loss and success against CPU time.
 
 All is done as a user would: `data collect`, then a training run that acts in closed loop from initial states that no
-demonstration has. Read next: `configs/metaworld.py`, `openpi_train/envs/metaworld.py`.
+demonstration has. Read next: `configs/metaworld_dp.py`, `openpi_train/envs/metaworld_env.py`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _LEAST_STEPS = 500
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, understood."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks metaworld", description=__doc__)
-    parser.add_argument("--experiments", nargs="+", default=EXPERIMENTS, help="of configs/metaworld.py")
+    parser.add_argument("--experiments", nargs="+", default=EXPERIMENTS, help="of configs/metaworld_dp.py")
     parser.add_argument("--demonstrations", type=int, default=20, help="per task (%(default)s)")
     parser.add_argument("--steps", type=int, default=4_000, help="optimizer steps (%(default)s)")
     parser.add_argument("--every", type=int, default=1_000, help="steps from one closed loop to the next (%(default)s)")
@@ -42,9 +42,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
-    from openpi_train.envs.metaworld import MetaWorld
+    from openpi_train.envs.metaworld_env import MetaWorldEnv
 
-    flags, tasks = parse(argv), MetaWorld().tasks
+    flags, tasks = parse(argv), MetaWorldEnv().tasks
     columns = ("experiment", "step", "CPU s", "loss", "held-out loss", *tasks, "success (95 % interval)")
     title = f"Meta-World: closed loops from {flags.episodes} unseen initial states per task"
     if importlib.util.find_spec("metaworld") is None:

@@ -20,7 +20,7 @@ from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
-from openpi_train.planning.devices import peak_flops
+from openpi_train.planning.device_limits import peak_flops
 from openpi_train.training.state import TrainState
 
 # A sample is as many steps as take this long, so that the host's dispatch is hidden as it is in training.

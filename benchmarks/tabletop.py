@@ -1,6 +1,6 @@
 """Control steps per second of the embedded environment, by the number of scenes simulated at once, random actions.
 
-With pictures, as a policy in closed loop needs them, and without. Read next: `openpi_train/envs/tabletop.py`.
+With pictures, as a policy in closed loop needs them, and without. Read next: `openpi_train/envs/tabletop_env.py`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.report import Spread, Table
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 
 NUM_ROUNDS = 7
 # A sample is as many control steps as take this long.
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> list[Table]:
     """Measure as the flags say."""
     flags = parse(argv)
-    env = Tabletop(image_size=flags.image_size)
+    env = TabletopEnv(image_size=flags.image_size)
     sizes = (1, 2) if flags.quick else flags.scenes
     worlds = [_World(env, size) for size in sizes]
     rounds = [[world.measure(flags.quick) for world in worlds] for _ in range(2 if flags.quick else NUM_ROUNDS)]
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 class _World:
     """Scenes of all tasks in turn, and actions for them."""
 
-    def __init__(self, env: Tabletop, num_scenes: int):
+    def __init__(self, env: TabletopEnv, num_scenes: int):
         self.env, self.num_scenes = env, num_scenes
         keys = jax.random.split(jax.random.key(0), num_scenes)
         self.states = env.reset(keys, jax.numpy.arange(num_scenes) % len(env.tasks))

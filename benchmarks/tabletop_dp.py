@@ -1,6 +1,6 @@
 """A diffusion policy from images, on the tabletop's easiest task: successes in held-out initial states by step.
 
-Read next: `closed_loop.py`, `configs/tabletop.py`.
+Read next: `closed_loop.py`, `configs/tabletop_runs.py`.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from openpi_train.fields import as_json
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import create_state
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer

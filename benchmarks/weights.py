@@ -31,7 +31,7 @@ from openpi_train.interop import openpi
 from openpi_train.interop.orbax_item import METADATA
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch.processes import free_port
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 
 MEDIUM = f"{ROOT / 'benchmarks' / 'medium.py'}:medium"
 CHUNKS = 8

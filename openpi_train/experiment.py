@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 
 import tyro
 
-from openpi_train.data.base import Data, OpenedData, OpeningRequest
 from openpi_train.data.config import DataConfig
-from openpi_train.evaluation.base import Evaluations
-from openpi_train.evaluation.robot import EvalConfig
+from openpi_train.data.interface import Data, OpenedData, OpeningRequest
+from openpi_train.evaluation.eval_config import EvalConfig
+from openpi_train.evaluation.measure import Evaluations
 from openpi_train.fields import at_least, setting, too_small
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
-from openpi_train.models.base import ModelConfig, PolicyConfig, as_policy
-from openpi_train.objectives.base import Objective
+from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
+from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
 from openpi_train.runtime.waiting import Timeouts

@@ -1,6 +1,6 @@
 """Array types that every part shares: the letter legend, `@pytree`, observations and batches.
 
-Read next: `keys.py` (randomness per row), `models/base.py` (who consumes a batch).
+Read next: `keys.py` (randomness per row), `models/model_config.py` (who consumes a batch).
 
 Letters in shapes, everywhere in the project:
 

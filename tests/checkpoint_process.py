@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from openpi_train.runtime.exits import CheckpointError
-from openpi_train.training.checkpoints import copy_out, store
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints import checkpoint_store, copy_out
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
 
 SAVED_WITH = {"data_position": {"step": 7}, "experiment": {"seed": 1}, "norm_stats": {"robot": {"norm_stats": {}}}}
@@ -99,9 +99,9 @@ def save_and_die(directory: str, moment: str) -> None:
 
         copy_out._Data.__array__ = convert_or_die
     elif moment == "manifest":
-        store.write_manifest = die
+        checkpoint_store.write_manifest = die
     elif moment == "clean-up":
-        store.shutil.rmtree = die
+        checkpoint_store.shutil.rmtree = die
     checkpoints.save(make_state(2), **SAVED_WITH)
     checkpoints.wait()
 
@@ -111,7 +111,7 @@ def fill_the_disk(directory: str) -> None:
     checkpoints = Checkpoints(directory)
     checkpoints.save(make_state(1), **SAVED_WITH)
     checkpoints.wait()
-    store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9)
+    checkpoint_store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9)
     try:
         checkpoints.save(make_state(2, rows=100_000), **SAVED_WITH)
         checkpoints.wait()
@@ -178,7 +178,7 @@ def main() -> None:
     checkpoints = Checkpoints(directory)
     if action == "full":
         if process == 0:  # only process 0 looks at the disk, yet all must stop
-            store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6, 0)
+            checkpoint_store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6, 0)
         try:
             checkpoints.save(make_state(3), **SAVED_WITH)
         except CheckpointError as error:

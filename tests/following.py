@@ -11,9 +11,9 @@ from openpi_train.data.normalize import NormStats
 from openpi_train.data.transforms import NoPrompt, Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.data.windows import WindowShape
-from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.rollout import rollout
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 
 START = 7.0
 MEAN, STD = np.array([0.5, -1.0]), np.array([2.0, 4.0])

@@ -2,6 +2,8 @@
 
 import ast
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ ROWS = (
     {"__main__"},
 )
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+# Where a name of a class or a module stands for one thing.
+NAMED = sorted(file for folder in (PACKAGE, ROOT / "configs") for file in folder.rglob("*.py"))
 MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
 
 
@@ -68,6 +72,32 @@ def test_product_file_is_short_and_says_what_it_is(file):
     text = file.read_text()
     assert text.count("\n") <= MAX_FILE_LINES
     assert ast.get_docstring(ast.parse(text)), "no module docstring"
+
+
+def given_twice(places: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names among (name, place) that stand at several places, with all of them."""
+    found = defaultdict(list)
+    for name, place in places:
+        found[name].append(place)
+    return {name: all_places for name, all_places in found.items() if len(all_places) > 1}
+
+
+def module_places(file: Path) -> list[tuple[str, str]]:
+    return [] if file.stem in ("__init__", "__main__") else [(file.stem, str(file.relative_to(ROOT)))]
+
+
+def class_places(file: Path) -> list[tuple[str, str]]:
+    body = ast.parse(file.read_text()).body
+    return [(node.name, f"{file.relative_to(ROOT)}:{node.lineno}") for node in body if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("places", [module_places, class_places])
+def test_no_name_stands_for_two(places):
+    assert not given_twice(place for file in NAMED for place in places(file))
+
+
+def test_both_places_of_a_name_are_told():
+    assert given_twice([("Arm", "a.py:3"), ("Hand", "a.py:9"), ("Arm", "b.py:1")]) == {"Arm": ["a.py:3", "b.py:1"]}
 
 
 def test_the_loop_fits_on_a_screen():

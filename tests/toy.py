@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
 from openpi_train.nn.shard import Gathering, take_rows
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.sampling.base import OwnSampler
+from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.types import ActionBatch, Observation
 
 

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.base import OpenedData
+from openpi_train.data.interface import OpenedData
 from openpi_train.evaluation.action_error import ActionError
-from openpi_train.evaluation.base import Evaluations, Running
+from openpi_train.evaluation.measure import Evaluations, Running
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import lay_out

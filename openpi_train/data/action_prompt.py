@@ -1,7 +1,7 @@
 """Prompts that go on with an action chunk as FAST tokens, for models that learn to say them.
 
 The forms and the place of FAST's tokens in the vocabulary are openpi's (`models/tokenizer.py`: FASTTokenizer).
-Read next: `fast.py`, `tokenizer.py`, `models/action_tokens.py`.
+Read next: `fast_tokenizer.py`, `tokenizer.py`, `models/action_tokens.py`.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.fast_tokenizer import FastTokenizer
 from openpi_train.data.tokenizer import Tokenizer, state_text
 from openpi_train.data.transforms import padded
 

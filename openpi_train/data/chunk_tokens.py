@@ -1,6 +1,6 @@
 """How many FAST tokens the action chunk of every sample has: counted once, then kept beside the norm stats.
 
-Read next: `text_lengths.py`, which cuts batches by it, and `fast.py`.
+Read next: `text_lengths.py`, which cuts batches by it, and `fast_tokenizer.py`.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from openpi_train.data import files
-from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.fast_tokenizer import FastTokenizer
 from openpi_train.data.progress import Progress
 from openpi_train.data.transforms import Normalize, padded
 from openpi_train.data.windows import Windows

@@ -9,12 +9,12 @@ import re
 from pathlib import PurePath
 from typing import Any, Literal
 
-from openpi_train.data.base import Data, OpenedData, OpeningRequest
+from openpi_train.data.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
 from openpi_train.fields import at_least
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What is written when a dataset of any format becomes one of another: the seam between sources and writers.
 
-Read next: `convert.py`, which makes one of these, and `lerobot/from_source.py`, `rlds/from_source.py`,
-`zarr/from_source.py`, which write it.
+Read next: `convert.py`, which makes one of these, and `lerobot/to_lerobot.py`, `rlds/to_rlds.py`,
+`zarr/to_zarr.py`, which write it.
 """
 
 import dataclasses

@@ -13,12 +13,12 @@ import numpy as np
 
 from openpi_train.data import formats
 from openpi_train.data.conversion import Conversion, Pictures, WithPictures, stores_pictures
-from openpi_train.data.lerobot import from_source as lerobot
+from openpi_train.data.lerobot import to_lerobot
 from openpi_train.data.lerobot.features import NUMBERING
 from openpi_train.data.repack import repack
-from openpi_train.data.rlds import from_source as rlds
+from openpi_train.data.rlds import to_rlds
 from openpi_train.data.source import Source
-from openpi_train.data.zarr import from_source as zarr
+from openpi_train.data.zarr import to_zarr
 
 # Frames of each camera that are compared in the end, spread over the dataset.
 _COMPARED = 16
@@ -41,10 +41,10 @@ def _write_steps(conversion: Conversion, out: Path) -> None:
 
 _LEROBOT: tuple[Pictures, ...] = ("av1", "h264", "png", "jpeg", "as-stored")
 FORMS = {
-    "lerobot": Form(functools.partial(lerobot.write, version="v3.0"), _LEROBOT, NUMBERING),
-    "lerobot-2.1": Form(functools.partial(lerobot.write, version="v2.1"), _LEROBOT, NUMBERING),
-    "rlds": Form(rlds.write, ("as-stored", "png", "jpeg"), added=rlds.BOUNDARIES),
-    "zarr": Form(zarr.write, ("png",)),
+    "lerobot": Form(functools.partial(to_lerobot.write, version="v3.0"), _LEROBOT, NUMBERING),
+    "lerobot-2.1": Form(functools.partial(to_lerobot.write, version="v2.1"), _LEROBOT, NUMBERING),
+    "rlds": Form(to_rlds.write, ("as-stored", "png", "jpeg"), added=to_rlds.BOUNDARIES),
+    "zarr": Form(to_zarr.write, ("png",)),
     "steps": Form(_write_steps, ("as-stored", "png", "jpeg")),
 }
 

@@ -1,7 +1,7 @@
 """The embedded datasets: tabletop episodes by the scripted expert, with a tokenizer, written at first use.
 
 `data prepare` writes them, too, and others of other tasks. Read next: `envs/tabletop_expert.py` (who acts),
-`rlds/write.py` (how it is stored).
+`rlds/rlds_writer.py` (how it is stored).
 
 What is written lies in one folder that appears as a whole: the RLDS dataset, `tokenizer.model`, and `prepared.json`
 with the arguments and the checksum of every file.
@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from openpi_train.data import files, places, tables
-from openpi_train.data.rlds.write import write_rlds
+from openpi_train.data.rlds.rlds_writer import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
-from openpi_train.envs import tabletop
+from openpi_train.envs import tabletop_env
 from openpi_train.envs.tabletop_expert import demonstrate
 from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Task
 from openpi_train.runtime import locks
@@ -78,7 +78,7 @@ RECIPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """Where a prepared dataset lies, and how large it is: `num_episodes` and `num_steps` by split."""
 
     dataset: Path
@@ -100,7 +100,7 @@ def missing(path: str | Path) -> str | None:
     return name if name in RECIPES and not (places.datasets() / name).exists() else None
 
 
-def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> Prepared:
+def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> PreparedDataset:
     """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them where complete.
 
     The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted.
@@ -120,7 +120,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
             f"episodes_per_task {counts['train']} and val_episodes_per_task {counts['val']} must be positive"
         )
     root = (places.datasets() if directory is None else Path(directory).expanduser()) / name
-    env = tabletop.Tabletop(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
+    env = tabletop_env.TabletopEnv(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
     instructions = [env.instruction(task) for task in range(len(env.tasks))]
     arguments = {
         "revision": REVISION,
@@ -144,7 +144,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
     return _prepared(root, manifest)
 
 
-def _write_at(root: Path, draft: Path, env: tabletop.Tabletop, arguments: dict[str, Any]) -> dict[str, Any]:
+def _write_at(root: Path, draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
     """Write the dataset in `draft` and put it at `root` as a whole; returns its manifest."""
     started = time.monotonic()
     shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
@@ -167,7 +167,9 @@ def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-def _write(draft: Path, env: tabletop.Tabletop, counts: dict[str, int], seed: int, arguments: dict[str, Any]) -> dict:
+def _write(
+    draft: Path, env: tabletop_env.TabletopEnv, counts: dict[str, int], seed: int, arguments: dict[str, Any]
+) -> dict:
     num_steps = dict.fromkeys(counts, 0)
 
     def counted(split: str) -> Iterator[dict[str, Any]]:
@@ -210,8 +212,8 @@ def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
     return manifest
 
 
-def _prepared(root: Path, manifest: dict[str, Any]) -> Prepared:
-    return Prepared(
+def _prepared(root: Path, manifest: dict[str, Any]) -> PreparedDataset:
+    return PreparedDataset(
         dataset=root / VERSION,
         tokenizer=root / TOKENIZER,
         num_episodes=manifest["num_episodes"],
@@ -223,7 +225,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _episodes(env: tabletop.Tabletop, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
+def _episodes(env: tabletop_env.TabletopEnv, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
     """Successful episodes, the tasks taking turns."""
     missing = np.full(len(env.tasks), episodes_per_task)
     barren_rounds = 0
@@ -245,13 +247,13 @@ def _episodes(env: tabletop.Tabletop, split: str, episodes_per_task: int, seed: 
             yield episode
 
 
-def _round(env: tabletop.Tabletop, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
+def _round(env: tabletop_env.TabletopEnv, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
     """The successful ones of a batch of episodes, as many of each task as are `missing` (which it counts down)."""
     # On the CPU wherever the run is: the dataset must not depend on the accelerator.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         keys = jax.vmap(jax.random.key)(seeds)
         before, commands, after = demonstrate(env.reset(keys, jnp.asarray(tasks)), keys, num_steps=env.max_steps)
-        succeeded = np.asarray(after.goal_steps >= tabletop.HOLD_STEPS)
+        succeeded = np.asarray(after.goal_steps >= tabletop_env.HOLD_STEPS)
         # The first scene in which the success shows, counted like the scenes before each step.
         reached = np.where(succeeded.any(0), succeeded.argmax(0) + 1, env.max_steps)
         kept = []
@@ -271,7 +273,7 @@ def _round(env: tabletop.Tabletop, seeds: np.ndarray, tasks: np.ndarray, missing
         yield _record(episode, env, int(tasks[row]), int(seeds[row]))
 
 
-def _observed(env: tabletop.Tabletop, scenes: Any) -> dict[str, Any]:
+def _observed(env: tabletop_env.TabletopEnv, scenes: Any) -> dict[str, Any]:
     """Pictures and proprioception of a batch of scenes, rendered in pieces of one size (compiled once)."""
     total = len(scenes.task)
     piece = max(1, RENDER_PIXELS // env.image_size**2)
@@ -286,7 +288,7 @@ def _observed(env: tabletop.Tabletop, scenes: Any) -> dict[str, Any]:
     return {"observation": {name: np.concatenate([one[name] for one in pieces])[:total] for name in pieces[0]}}
 
 
-def _record(columns: dict[str, Any], env: tabletop.Tabletop, task: int, seed: int) -> dict[str, Any]:
+def _record(columns: dict[str, Any], env: tabletop_env.TabletopEnv, task: int, seed: int) -> dict[str, Any]:
     """One episode as the features say."""
     length = len(columns["action"])
     last = np.arange(length) == length - 1
@@ -310,7 +312,7 @@ def _features(image_size: int) -> Any:
     picture = features.Image(shape=(image_size, image_size, 3), dtype=np.uint8, encoding_format="jpeg")
     vector = features.Tensor(shape=(7,), dtype=np.float32)
     step = {
-        "observation": features.FeaturesDict({**dict.fromkeys(tabletop.CAMERAS, picture), "state": vector}),
+        "observation": features.FeaturesDict({**dict.fromkeys(tabletop_env.CAMERAS, picture), "state": vector}),
         "action": vector,
         "language_instruction": features.Text(),
         **dict.fromkeys(("is_first", "is_last", "is_terminal"), features.Scalar(dtype=np.bool_)),

@@ -19,7 +19,7 @@ import grain
 import jax
 import numpy as np
 
-from openpi_train.data.base import Feed, RowSource
+from openpi_train.data.interface import Feed, RowSource
 from openpi_train.data.placement import local_rows, on_devices
 from openpi_train.data.source import BadRecord
 from openpi_train.data.tuning import WorkerTuner, usable_cores

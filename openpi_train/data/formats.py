@@ -1,12 +1,12 @@
 """Which format a dataset on disk has. A new format is a `SourceConfig` (`source.py`) and a branch here.
 
-Read next: `source.py`, then `rlds/index.py`, `lerobot/index.py`, `zarr/index.py`.
+Read next: `source.py`, then `rlds/rlds_index.py`, `lerobot/lerobot_index.py`, `zarr/zarr_index.py`.
 """
 
 from pathlib import Path
 
 from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.lerobot.layout import is_lerobot
+from openpi_train.data.lerobot.lerobot_layout import is_lerobot
 from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.schema import find_version

@@ -1,6 +1,6 @@
 """Encoded pictures in, uint8 arrays out, and back: JPEG by simplejpeg (libjpeg-turbo), everything else by pillow.
 
-Read next: `rlds/source.py` (reads encoded frames by offset).
+Read next: `rlds/rlds_source.py` (reads encoded frames by offset).
 
 JPEG is decoded by libjpeg's accurate integer DCT, as pillow and OpenCV do. TensorFlow's default is the fast one, whose
 pixels differ by up to 17 of 255 on the Bridge sample (`tests/data/rlds/test_rlds_tensorflow.py` shows both equalities).

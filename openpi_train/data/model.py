@@ -1,4 +1,4 @@
-"""What robots' data ask of a model: the part of `models/base.py: PolicyConfig` that shapes its rows.
+"""What robots' data ask of a model: the part of `models/model_config.py: PolicyConfig` that shapes its rows.
 
 A protocol, since models know data and not the other way. What each entry promises is said there.
 """
@@ -6,7 +6,7 @@ A protocol, since models know data and not the other way. What each entry promis
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from openpi_train.data.fast import FastTokenizer
+from openpi_train.data.fast_tokenizer import FastTokenizer
 from openpi_train.data.normalize import Form
 from openpi_train.data.rows import RowTransform
 from openpi_train.data.windows import WindowShape

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import places
-from openpi_train.data.base import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.interface import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.model import RowModel
 from openpi_train.data.norm_stats import assets
 from openpi_train.data.normalize import Form, NormStats, norm_stats_json

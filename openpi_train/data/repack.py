@@ -1,6 +1,6 @@
 """Repacks a source into step-level ArrayRecord files, for remote or slow storage, and reads them back.
 
-Read next: `tables.py` (columns and prompts beside the records), `rlds/source.py` (the format it is made from).
+Read next: `tables.py` (columns and prompts beside the records), `rlds/rlds_source.py` (the format it is made from).
 
 One record holds all cameras' pictures of one step, byte for byte as the source stores them: a step costs one read
 however many cameras a robot has. Columns, prompts and digests are copied, so the fingerprint stays the same.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data import order
-from openpi_train.data.base import RowSource, RowSpec
+from openpi_train.data.interface import RowSource, RowSpec
 from openpi_train.data.mixture import Mixture
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text_lengths import TextLengths

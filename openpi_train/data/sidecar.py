@@ -1,7 +1,7 @@
 """The index of a dataset, beside it: made at the first opening, and again where the dataset changed or it is damaged.
 
-Read next: `data/tables.py` (how the arrays lie on disk), then `rlds/index.py`, `lerobot/index.py` or `zarr/index.py`,
-which say what a format's index holds.
+Read next: `data/tables.py` (how the arrays lie on disk), then `rlds/rlds_index.py`, `lerobot/lerobot_index.py` or
+`zarr/zarr_index.py`, which say what a format's index holds.
 
     <cache_dir>/<label>-<key>/
       lock                   whoever builds holds it; all others wait

@@ -1,6 +1,6 @@
 """What every dataset format promises: episodes, columns, and frames by random access.
 
-Read next: `rlds/source.py` (the native format), `windows.py` (rows out of a source).
+Read next: `rlds/rlds_source.py` (the native format), `windows.py` (rows out of a source).
 """
 
 import abc

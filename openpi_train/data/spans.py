@@ -1,6 +1,6 @@
 """Bytes out of a dataset's files by place, through open files that all threads of a process share.
 
-Read next: `rlds/source.py` and `lerobot/source.py`, which know the places.
+Read next: `rlds/rlds_source.py` and `lerobot/lerobot_source.py`, which know the places.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """A source whose episodes and columns are memory-mapped tables: all but its pictures, which lie elsewhere.
 
-Read next: `tables.py`, then `rlds/source.py`, `lerobot/source.py` and `repack.py`, which know where pictures lie.
+Read next: `tables.py`, then `rlds/rlds_source.py`, `lerobot/lerobot_source.py` and `repack.py`, which know where
+pictures lie.
 """
 
 from collections.abc import Callable, Sequence

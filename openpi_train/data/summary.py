@@ -28,7 +28,7 @@ class Dim:
 
 
 @dataclasses.dataclass(frozen=True)
-class Camera:
+class CameraSummary:
     """A camera in `looked_at` of its pictures.
 
     Attributes:
@@ -82,7 +82,7 @@ def dims(name: str, column: np.ndarray, names: Sequence[str] = ()) -> list[Dim]:
     return found
 
 
-def cameras(source: Source, episodes: Sequence[int], per_episode: int) -> list[Camera]:
+def cameras(source: Source, episodes: Sequence[int], per_episode: int) -> list[CameraSummary]:
     """What every camera shows in so many steps of these episodes."""
     return [_camera(source, camera, episodes, per_episode) for camera in source.cameras]
 
@@ -104,7 +104,7 @@ def steps_of_prompts(source: Source) -> Mapping[str, int]:
     return {str(source.prompts[number]): int(counts[number]) for number in np.argsort(-counts, kind="stable")}
 
 
-def _camera(source: Source, camera: str, episodes: Sequence[int], per_episode: int) -> Camera:
+def _camera(source: Source, camera: str, episodes: Sequence[int], per_episode: int) -> CameraSummary:
     looked_at = black = bad = 0
     still, size, brightness = True, None, []
     for episode in episodes:
@@ -121,6 +121,6 @@ def _camera(source: Source, camera: str, episodes: Sequence[int], per_episode: i
             black += int(frame.max() < _BLACK)
             still &= before is None or np.array_equal(frame, before)
             before = frame
-    return Camera(
+    return CameraSummary(
         camera, looked_at, size, float(np.mean(brightness)) if brightness else np.nan, black, bad, bool(still)
     )

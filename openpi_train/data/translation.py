@@ -12,7 +12,7 @@ import numpy as np
 from openpi_train.data.rows import RowSpec, RowTransform, with_all_cameras
 from openpi_train.data.transforms import Normalize, Unnormalize
 from openpi_train.data.windows import WindowShape
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 
 # Entries of a training row that no policy is given.
 _TARGETS = ("actions", "action_mask", "dim_mask")

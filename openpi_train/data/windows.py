@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data.source import Source
-from openpi_train.robots.base import Robot, Steps
+from openpi_train.robots.robot import Robot, Steps
 
 Split = Literal["train", "validation"]
 

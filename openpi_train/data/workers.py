@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from openpi_train.data.base import RowSource
+from openpi_train.data.interface import RowSource
 
 # grain reads absl flags in its workers and in whoever starts them, and absl wants them parsed first; no main of ours
 # does. (UnparsedFlagAccessError; seen with grain 0.2.18.)

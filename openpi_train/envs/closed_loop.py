@@ -2,7 +2,7 @@
 
 An episode is a function of (seed, task, attempt) and the policy alone. Episodes are numbered attempt by attempt, all
 tasks of one before the next, and run in batches, of which every process acts in its own rows.
-Read next: `rollout.py`, `score.py`, `evaluation/closed_loop.py` for the policy that is being trained.
+Read next: `rollout.py`, `score.py`, `evaluation/closed_loop_success.py` for the policy that is being trained.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Key
 
-from openpi_train.envs.base import Env, NoEnv
+from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.rollout import Policy, rollout
-from openpi_train.envs.score import Episode, Score
-from openpi_train.envs.video import Recorder
+from openpi_train.envs.score import EpisodeResult, Score
+from openpi_train.envs.video import VideoRecorder
 from openpi_train.fields import at_least
 
 
@@ -61,7 +61,7 @@ def evaluate(
     rows: np.ndarray | None = None,
     gather: Callable[[str, Any], list[Any]] = lambda name, value: [value],
     all_done: Callable[[bool], bool] = bool,
-    recorder: Recorder | None = None,
+    recorder: VideoRecorder | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Score | None:
     """The score of a policy; None where `stop_requested` said so meanwhile.
@@ -103,7 +103,9 @@ def evaluate(
         mine = zip(numbers.tolist(), tasks.tolist(), outcome.success.tolist(), outcome.steps.tolist(), strict=False)
         episodes += [[number, env.tasks[task], success, steps] for number, task, success, steps in mine]
     found = [
-        Episode(number=n, task=t, success=s, steps=k) for part in gather("outcomes", episodes) for n, t, s, k in part
+        EpisodeResult(number=n, task=t, success=s, steps=k)
+        for part in gather("outcomes", episodes)
+        for n, t, s, k in part
     ]
     return Score(episodes=tuple(sorted(found, key=lambda episode: episode.number)))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from openpi_train.envs.base import EnvObservation
+from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import Policy
 
 

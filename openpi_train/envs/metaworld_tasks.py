@@ -1,4 +1,4 @@
-"""Meta-World's fifty tasks (Yu et al. 2019), each in words. Read next: `metaworld.py`.
+"""Meta-World's fifty tasks (Yu et al. 2019), each in words. Read next: `metaworld_env.py`.
 
 Names are the package's without their version; it has no instructions, so that these are ours.
 """

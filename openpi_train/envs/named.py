@@ -1,14 +1,14 @@
-"""Environments by the names that command lines use, each with all its tasks. Read next: `base.py`."""
+"""Environments by the names that command lines use, each with all its tasks. Read next: `env.py`."""
 
 import difflib
 import importlib
 
-from openpi_train.envs.base import Env
+from openpi_train.envs.env import Env
 
 # Module and what makes one there: keyword arguments are fields.
 ENVS = {
-    "metaworld": ("openpi_train.envs.metaworld", "with_all_tasks"),
-    "tabletop": ("openpi_train.envs.tabletop", "Tabletop"),
+    "metaworld": ("openpi_train.envs.metaworld_env", "with_all_tasks"),
+    "tabletop": ("openpi_train.envs.tabletop_env", "TabletopEnv"),
 }
 
 

@@ -1,6 +1,6 @@
 """Closed loop: a policy acts in a batch of episodes until they succeed or time is up.
 
-Read next: `base.py` for what an environment is, `closed_loop.py` for an evaluation of many episodes. Nothing here knows
+Read next: `env.py` for what an environment is, `closed_loop.py` for an evaluation of many episodes. Nothing here knows
 which environment or policy it runs.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from openpi_train import keys as row_randomness
-from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.env import Env, EnvObservation
 
 # Observations of b episodes and one key per episode -> action chunks [b, h, a] in the robot's units.
 Policy = Callable[[EnvObservation, Key[Array, " b"]], Float[Array | np.ndarray, "b h a"]]

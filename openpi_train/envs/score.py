@@ -27,7 +27,7 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Episode:
+class EpisodeResult:
     """How one episode ended: `steps` are the control steps until success, all of them where there was none."""
 
     number: int
@@ -60,7 +60,7 @@ class Rate:
         return {**dataclasses.asdict(self), "rate": self.share, "low": low, "high": high}
 
 
-def rate(episodes: Sequence[Episode]) -> Rate:
+def rate(episodes: Sequence[EpisodeResult]) -> Rate:
     """The rate over these episodes, of which there is at least one."""
     steps = [episode.steps for episode in episodes if episode.success]
     return Rate(successes=len(steps), trials=len(episodes), mean_steps=statistics.fmean(steps) if steps else None)
@@ -70,7 +70,7 @@ def rate(episodes: Sequence[Episode]) -> Rate:
 class Score:
     """The episodes of an evaluation, by number."""
 
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeResult, ...]
 
     @property
     def overall(self) -> Rate:

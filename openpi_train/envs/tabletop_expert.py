@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from openpi_train.envs import tabletop as env
+from openpi_train.envs import tabletop_env as env
 from openpi_train.envs import tabletop_physics as physics
 from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop_scene import Kind, Scene

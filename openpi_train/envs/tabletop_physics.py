@@ -1,6 +1,6 @@
 """How the tabletop world moves: one control step, quasi-static, for one scene (`vmap` for many).
 
-Read next: `tabletop_scene.py` for the sizes, `tabletop.py` for resets and success.
+Read next: `tabletop_scene.py` for the sizes, `tabletop_env.py` for resets and success.
 
 Nothing has momentum. A control step turns the gripper and moves it sideways (contact pushes blocks along), then up or
 down (it stops on what is below), then blocks that nothing holds fall straight down, and those whose centre is not

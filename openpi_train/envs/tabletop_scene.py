@@ -1,6 +1,6 @@
 """The tabletop world's things: sizes, colours, tasks and the state of one episode.
 
-Read next: `tabletop_physics.py` (how a state changes), `tabletop.py` (initial states and success).
+Read next: `tabletop_physics.py` (how a state changes), `tabletop_env.py` (initial states and success).
 
 Metres and radians. x points right, y away from the base camera, z up; the table's middle is the origin. A scene holds
 three round blocks, a shallow bowl and a flat plate. Block 0 is always the one that the instruction names first; block 1

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
-from openpi_train.envs.base import Env
+from openpi_train.envs.env import Env
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _LEAST_PIXELS = 192  # smaller pictures are shown larger, each pixel as a square
 _FRAMES_AFTER_SUCCESS = 5
 
 
-class Recorder:
+class VideoRecorder:
     """Makes videos of the first `num_videos` episodes of an evaluation in `folder`, each by the process that acts."""
 
     def __init__(self, env: Env, num_videos: int, folder: Path):

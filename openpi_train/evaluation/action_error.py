@@ -1,4 +1,4 @@
-"""The open-loop action error: how far sampled chunks are from the recorded ones. Read next: `closed_loop.py`.
+"""The open-loop action error: how far sampled chunks are from the recorded ones. Read next: `closed_loop_success.py`.
 
 Mean squared errors in normalised units over the robot's own dims and the steps inside the episode; the baseline
 predicts, for every dim, the mean of the evaluated actions themselves: the best constant there is.
@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.evaluation.base import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
 from openpi_train.evaluation.sums import Sums
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.sampling.base import sample_keys
+from openpi_train.sampling.action_sampler import sample_keys
 from openpi_train.types import ActionBatch
 
 

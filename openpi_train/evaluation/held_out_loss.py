@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.evaluation.base import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
 from openpi_train.evaluation.sums import Sums, numbered_keys
 from openpi_train.nn.params import Params, merge_module
 

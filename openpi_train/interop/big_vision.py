@@ -15,7 +15,7 @@ import numpy as np
 from openpi_train.interop.paligemma_torch import TABLE, without_filling
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_file
-from openpi_train.models.base import ModelConfig, as_policy
+from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
 _SUFFIX, _ROOT, _PUBLISHED = ".npz", "params/", "PaliGemma/"

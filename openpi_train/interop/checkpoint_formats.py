@@ -13,7 +13,7 @@ from openpi_train.interop import big_vision, checkpoint_hub, lerobot_policy, ope
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 

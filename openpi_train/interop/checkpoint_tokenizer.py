@@ -11,7 +11,7 @@ from openpi_train.data import files, places
 from openpi_train.data.tokenizer import FILE
 from openpi_train.data.tokens import FAST, FOLDER
 from openpi_train.interop.place import Place
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError
 
 _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")

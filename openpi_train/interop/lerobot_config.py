@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from openpi_train.data.fast import PUBLISHED
+from openpi_train.data.fast_tokenizer import PUBLISHED
 from openpi_train.interop.openpi import published_params
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)

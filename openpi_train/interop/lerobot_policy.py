@@ -20,7 +20,7 @@ from openpi_train.interop import lerobot_config, safetensors_file
 from openpi_train.interop.openpi_torch import needed, read_params, write_params
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, in_memory
-from openpi_train.models.base import ModelConfig, as_policy
+from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """The list of a checkpoint's files with their sizes and CRCs, written last: what makes a checkpoint count.
 
-Orbax itself stores no checksum and takes any directory with a number for a name as complete, so flipped bytes would
-be restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/store.py`, which writes it.
+Orbax itself stores no checksum and takes any directory with a number for a name as complete, so flipped bytes would be
+restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/checkpoint_store.py`, which
+writes it.
 """
 
 import concurrent.futures

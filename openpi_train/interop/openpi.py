@@ -24,7 +24,7 @@ from openpi_train.interop.openpi_state import nested_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 

@@ -23,7 +23,7 @@ from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, TensorLayout, layout_of, tensors_of
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Checkpoints of this project's runs, read for exchange: a step's directory, or a run's, whose newest step is taken.
 
 Their parameters lie as openpi publishes them, so any reader of openpi's reads them too; beside them lie `meta.json`
-and `manifest.json`. Training itself saves and restores elsewhere (`training/checkpoints/store.py`).
+and `manifest.json`. Training itself saves and restores elsewhere (`training/checkpoints/checkpoint_store.py`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 

@@ -14,7 +14,7 @@ from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed,
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf
 from openpi_train.interop.torch_names import TIED_HEAD
-from openpi_train.models.base import ModelConfig, as_policy
+from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)

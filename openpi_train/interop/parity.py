@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.params import merge_module
 
 _ROWS = 2

@@ -9,7 +9,7 @@ from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.ours import recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """FAST tokens to action chunks on the devices, so that sampled chunks need no way over the host.
 
-The same as `data/fast.py: FastTokenizer.decode`, token by token and byte by byte, in array operations.
+The same as `data/fast_tokenizer.py: FastTokenizer.decode`, token by token and byte by byte, in array operations.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import scipy.fft
 from jaxtyping import Array, Float, Int
 
 from openpi_train.data.action_prompt import vocabulary_token
-from openpi_train.data.fast import FastTokenizer, load_fast
+from openpi_train.data.fast_tokenizer import FastTokenizer, load_fast
 
 # UTF-8 takes up to this many bytes for a character below 65 536, and no coefficient has one above.
 _MOST_BYTES = 3

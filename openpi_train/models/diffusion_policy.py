@@ -15,9 +15,9 @@ from flax import nnx
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
-from openpi_train.models.base import PolicyConfig, RowTransform
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
+from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 from openpi_train.types import ActionBatch, action_batch
 

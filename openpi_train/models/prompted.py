@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.fields import setting
-from openpi_train.models.base import PolicyConfig, RowTransform
+from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.gemma import Gemma

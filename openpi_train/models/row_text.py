@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from openpi_train.data.text_lengths import rounded
-from openpi_train.models.base import RowTransform
+from openpi_train.models.model_config import RowTransform
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PromptAndChunkText(RowText):
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         """The FAST processor; read once."""
-        from openpi_train.data.fast import load_fast
+        from openpi_train.data.fast_tokenizer import load_fast
 
         return load_fast(self.fast_tokenizer, offline=tokenizer.offline)
 

@@ -29,7 +29,7 @@ Conditions = Mapping[str, Float[Array, "b _ _"]]
 Cache = tuple[Array, Array]
 
 
-class Mlp(nnx.Module):
+class GemmaMlp(nnx.Module):
     """The gated feed-forward layer: down(gelu(gate x) * (up x))."""
 
     def __init__(self, config: GemmaConfig, *, rngs: nnx.Rngs):
@@ -66,7 +66,7 @@ class Expert(nnx.Module):
             self.key_value = weight((2, k, width, c), lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1)))
         self.output = weight((n, c, width), lecun(in_axis=(-3, -2), out_axis=-1))
         self.mlp_norm = RMSNorm(width, condition_width, dtype=dtype, rngs=rngs)
-        self.mlp = Mlp(config, rngs=rngs)
+        self.mlp = GemmaMlp(config, rngs=rngs)
 
     @jax.named_scope("attention")
     def heads(self, x: Float[Array, "b t d"], *, with_queries: bool = True) -> tuple[Array | None, Array, Array]:
@@ -116,7 +116,7 @@ def _residual(x: Array, update: Array, gate: Array | None) -> Array:
     return x + update if gate is None else x + update * gate
 
 
-class Layer(nnx.Module):
+class GemmaLayer(nnx.Module):
     """One layer of all experts."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Gemma(nnx.Module):
             table = nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
             self.token_embedding = nnx.Param(table, gathering=Gathering.BY_ROW)
         self.layers = stack_layers(
-            lambda rngs: Layer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
+            lambda rngs: GemmaLayer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,
             rngs,
         )
@@ -263,7 +263,7 @@ class Gemma(nnx.Module):
         """
         angles = rotary_angles(positions, self.head_dim)
 
-        def body(layer: Layer, tokens: Tokens, wanted: Collection[str] | None = None):
+        def body(layer: GemmaLayer, tokens: Tokens, wanted: Collection[str] | None = None):
             return layer(tokens, angles, mask, {}, None, wanted)
 
         inputs = {name: x.astype(self.dtype) for name, x in tokens.items()}
@@ -296,7 +296,7 @@ class Gemma(nnx.Module):
     def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:
         angles = rotary_angles(positions, self.head_dim)
 
-        def body(layer: Layer, tokens: Tokens, cache: Cache | None, wanted: Collection[str] | None = None):
+        def body(layer: GemmaLayer, tokens: Tokens, cache: Cache | None, wanted: Collection[str] | None = None):
             tokens, keys_and_values = layer(tokens, angles, mask, conditions, cache, wanted)
             return tokens, keys_and_values if caching else None
 

@@ -106,7 +106,7 @@ class SelfAttention(nnx.Module):
         return _linear(self.out, "btnc,ncd->btd", keep(jnp.einsum("bnts,bsnc->btnc", weights, value)))
 
 
-class Mlp(nnx.Module):
+class SiglipMlp(nnx.Module):
     """Two dense layers around a (tanh-approximated) GELU."""
 
     def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
@@ -123,14 +123,14 @@ class Mlp(nnx.Module):
         return _linear(self.down, "btm,md->btd", hidden)
 
 
-class Layer(nnx.Module):
+class SiglipLayer(nnx.Module):
     """One pre-norm transformer layer."""
 
     def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.width)
         self.attention = SelfAttention(config, dtype=dtype, attention=attention, rngs=rngs)
         self.mlp_norm = LayerNorm(config.width)
-        self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
+        self.mlp = SiglipMlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         x = keep(x + self.attention(self.attention_norm(x)))
@@ -160,7 +160,7 @@ class Siglip(nnx.Module):
             nnx.initializers.normal(stddev=config.width**-0.5)(rngs.params(), positions, jnp.float32)
         )
         self.layers = stack_layers(
-            lambda rngs: Layer(config, dtype=dtype, attention=attention, rngs=rngs), config.depth, rngs
+            lambda rngs: SiglipLayer(config, dtype=dtype, attention=attention, rngs=rngs), config.depth, rngs
         )
         self.norm = LayerNorm(config.width)
         # openpi's head starts at zero; the norm that follows then multiplies its first gradients by 1000

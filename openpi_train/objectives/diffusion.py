@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from openpi_train.keys import draw_noise, for_purpose
 from openpi_train.nn.augment import Augmentation, NoAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, element_mask
+from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.types import ActionBatch

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key
 
 from openpi_train.keys import draw_noise, for_purpose
 from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented, element_mask
+from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.next_token import NextToken
+from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch
 

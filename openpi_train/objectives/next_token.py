@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
 from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
-from openpi_train.objectives.base import Metrics, Norms, Objective, augmented
-from openpi_train.sampling.base import OwnSampler
+from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented
+from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.types import ActionBatch
 
 

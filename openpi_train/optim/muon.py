@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from openpi_train.optim.base import OptimizerConfig, check_regex
+from openpi_train.optim.optimizer_config import OptimizerConfig, check_regex
 from openpi_train.optim.state_rules import is_stacked
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import optax
 
-from openpi_train.optim.base import OptimizerConfig
 from openpi_train.optim.muon import Muon
+from openpi_train.optim.optimizer_config import OptimizerConfig
 from openpi_train.optim.state_rules import by_layer
 
 

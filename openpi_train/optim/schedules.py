@@ -1,4 +1,4 @@
-"""The learning rate by optimizer step: a warm-up, then one of five ways on. Read next: `base.py`.
+"""The learning rate by optimizer step: a warm-up, then one of five ways on. Read next: `optimizer_config.py`.
 
 Defaults and formulas are openpi's (`training/optimizer.py` at 15a9616), whose flag names are kept; `tests/golden` holds
 the numbers. Every schedule is one dataclass with a `kind`, since schedules differ by numbers, not by code.

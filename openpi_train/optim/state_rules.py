@@ -1,6 +1,6 @@
 """Two ways to run an optax rule otherwise: layer by layer, and with its moments stored in a smaller type.
 
-Both take a rule and give a rule, over parameters as a flat dictionary by path. Read next: `base.py`.
+Both take a rule and give a rule, over parameters as a flat dictionary by path. Read next: `optimizer_config.py`.
 """
 
 from collections.abc import Mapping

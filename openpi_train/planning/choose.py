@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
-from openpi_train.planning.forecast import Layout, Machine
+from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
 from openpi_train.planning.traffic import formula_by_axes, tensor_bytes
@@ -49,7 +49,9 @@ def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_d
     return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
 
 
-def layout_cost(experiment: Experiment, state: Any, strategy: Strategy, fsdp_devices: int, machine: Machine) -> Layout:
+def layout_cost(
+    experiment: Experiment, state: Any, strategy: Strategy, fsdp_devices: int, machine: Machine
+) -> LayoutCost:
     """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`)."""
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
     dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
@@ -67,7 +69,7 @@ def layout_cost(experiment: Experiment, state: Any, strategy: Strategy, fsdp_dev
         }
         return flows(by_axes, plan.mesh, machine.devices_per_host)
 
-    return Layout(
+    return LayoutCost(
         strategy=strategy,
         fsdp_devices=fsdp_devices,
         tensor_devices=tensor_devices,

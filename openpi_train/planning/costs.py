@@ -9,7 +9,7 @@ from typing import Any
 
 from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops
-from openpi_train.planning.forecast import Policy
+from openpi_train.planning.forecast import RematCost
 from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
@@ -41,9 +41,9 @@ def live_activation_bytes(gradient: TracedGradient) -> float:
 
 def cost(
     remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
-) -> Policy:
+) -> RematCost:
     """What a row costs under the policy of this name."""
-    return Policy(
+    return RematCost(
         remat=remat,
         flops_per_row=product_flops(gradient.jaxpr) / ROWS,
         model_flops_per_row=product_flops(gradient.jaxpr, recomputed=False) / ROWS,

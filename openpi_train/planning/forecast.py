@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class LayoutCost:
     """A strategy's cost: `memory`, without activations, with so many micro-batches; and `flows`, what is sent then.
 
     These also go by the bytes that a tensor group sums for one row. `uncut_share` of the parameters should be cut and
@@ -64,7 +64,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
+class RematCost:
     """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
     at once on a device, bytes summed in tensor groups.
 
@@ -82,8 +82,8 @@ class Policy:
 class Forecast:
     """One strategy with one policy, at the least accumulation with which it fits (or with which it needs least)."""
 
-    layout: Layout
-    policy: Policy
+    layout: LayoutCost
+    policy: RematCost
     machine: Machine
     batch_size: int
     grad_accum: int
@@ -169,7 +169,7 @@ class Forecast:
 
 
 def forecast(
-    machine: Machine, layout: Layout, policy: Policy, batch_size: int, accumulations: Sequence[int]
+    machine: Machine, layout: LayoutCost, policy: RematCost, batch_size: int, accumulations: Sequence[int]
 ) -> Forecast:
     """The forecast with the least of `accumulations` (ascending, each divides the rows of a device) that fits.
 

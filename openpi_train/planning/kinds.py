@@ -1,6 +1,6 @@
 """Kinds of devices: memory, peak FLOP/s and links, for those that are here and for plans made where there are none.
 
-Read next: `links.py` (what flows over the links), `devices.py` (what the devices that are here report).
+Read next: `links.py` (what flows over the links), `device_limits.py` (what the devices that are here report).
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from openpi_train.data.normalize import normalize
-from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.policy.policy import Policy
 from openpi_train.sampling.real_time_chunking import prefix_weights
 

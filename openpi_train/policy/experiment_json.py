@@ -20,6 +20,8 @@ from openpi_train.fields import retired
 from openpi_train.runtime.exits import CheckpointError
 
 _CLASS, _PACKAGE = "__class__", "openpi_train"
+# What environments were called in runs up to commit 50365da, and are now. Robots keep these names.
+_OLD_NAMES = {"MetaWorld": "MetaWorldEnv", "Tabletop": "TabletopEnv"}
 
 
 def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = None) -> Experiment:
@@ -90,7 +92,10 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
-    """The class `name` that may stand where `hint` is asked for; its module is imported where that has to be."""
+    """The class `name`, or what it is called now, that may stand where `hint` is asked for.
+
+    Its module is imported where that has to be.
+    """
     bases = [part for part in _parts(hint) if isinstance(part, type)]
     if name in known and issubclass(known[name], tuple(bases)):
         return known[name]
@@ -99,7 +104,8 @@ def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
     for base in bases:
         for module in _modules_with(name, base.__module__.rpartition(".")[0]):
             importlib.import_module(module)
-    return _among(bases, name)
+    found = _among(bases, name)
+    return _find(_OLD_NAMES[name], hint, known) if found is None and name in _OLD_NAMES else found
 
 
 def _among(bases: Sequence[type], name: str) -> type | None:

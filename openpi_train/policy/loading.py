@@ -23,9 +23,9 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, openpi
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
 from openpi_train.interop.stored_leaves import Leaves, Stored, place
-from openpi_train.models.base import PolicyConfig, as_policy
+from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.nn.params import Params
-from openpi_train.planning.devices import memory_bytes
+from openpi_train.planning.device_limits import memory_bytes
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy

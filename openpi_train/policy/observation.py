@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.windows import WindowShape
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"

@@ -29,7 +29,7 @@ class Replay:
     different: tuple[int, ...]
 
 
-class Recorder:
+class RequestRecorder:
     """Writes requests and answers to a file that does not exist yet. For any thread."""
 
     def __init__(self, path: str | Path, policy: Policy):

@@ -1,4 +1,4 @@
-"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `sampling/base.py`.
+"""Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `sampling/action_sampler.py`.
 
 Rows are filled up to a batch size, and prompts to a length, that a program was compiled for; what a row gets does not
 depend on the others of its batch.
@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.data.opened import row_spec
-from openpi_train.models.base import PolicyConfig
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.objectives.base import Objective
-from openpi_train.sampling.base import ActionSampler, sample_keys
+from openpi_train.objectives.objective import Objective
+from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
 from openpi_train.sampling.flow import as_flow
 from openpi_train.sampling.real_time_chunking import Guide
 from openpi_train.sharding.mesh import FSDP, REPLICA

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from openpi_train.robots.base import Robot, Steps
+from openpi_train.robots.robot import Robot, Steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from openpi_train.robots.base import Robot, Steps
+from openpi_train.robots.robot import Robot, Steps
 
 _POSE = ("x_m", "y_m", "z_m", "roll_rad", "pitch_rad", "yaw_rad")
 _ARM_DIMS = len(_POSE) + 1

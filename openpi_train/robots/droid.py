@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from openpi_train.robots.arm import Arm
-from openpi_train.robots.base import Steps
+from openpi_train.robots.robot import Steps
 
 _JOINTS = range(1, 8)
 

@@ -1,6 +1,6 @@
 """Meta-World's Sawyer arm: the motion of the hand and the fingers' effort, from its 39 numbers of state.
 
-Read next: `arm.py`, which reads the columns; `envs/metaworld.py`, whose conventions these are.
+Read next: `arm.py`, which reads the columns; `envs/metaworld_env.py`, whose conventions these are.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Arms of Open X-Embodiment and DROID in one convention, whatever the dataset's: motion of the end effector, gripper.
 
-Read next: `openx_layouts.py`, a line for each dataset; `data/rlds/source.py`, which opens them.
+Read next: `openx_layouts.py`, a line for each dataset; `data/rlds/rlds_source.py`, which opens them.
 """
 
 import dataclasses
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from openpi_train.robots.base import Robot, Steps
 from openpi_train.robots.openx_layouts import LAYOUTS, GripperAction, Layout, Part
+from openpi_train.robots.robot import Robot, Steps
 
 _AXES = ("x", "y", "z")
 _POSITION = tuple(f"{axis}_m" for axis in _AXES)

@@ -1,6 +1,6 @@
 """The Push-T task of diffusion policy: a round pusher moves a T-shaped block on a table of 512 x 512 pixels.
 
-Read next: `data/zarr/source.py`, which opens its store (`img`, `keypoint`, `state`, `action`, `n_contacts`).
+Read next: `data/zarr/zarr_source.py`, which opens its store (`img`, `keypoint`, `state`, `action`, `n_contacts`).
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from openpi_train.robots.base import Robot, Steps
+from openpi_train.robots.robot import Robot, Steps
 
 _AGENT = ("agent_x_px", "agent_y_px")
 _NUM_KEYPOINTS = 9

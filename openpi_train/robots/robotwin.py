@@ -1,6 +1,6 @@
 """RoboTwin's two arms as its diffusion-policy stores record them: joints of both arms, or an end pose.
 
-Read next: `arm.py`, which reads the columns; `data/zarr/source.py`, which opens the stores.
+Read next: `arm.py`, which reads the columns; `data/zarr/zarr_source.py`, which opens the stores.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from openpi_train.keys import draw_noise, for_purpose
-from openpi_train.sampling.base import ActionSampler, DenoisingModel
+from openpi_train.sampling.action_sampler import ActionSampler, DenoisingModel
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.base import ActionSampler, Chain, FlowModel, walk
+from openpi_train.sampling.action_sampler import ActionSampler, Chain, FlowModel, walk
 from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity
 
 

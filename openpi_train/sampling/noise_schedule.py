@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from openpi_train.sampling.base import Chain, walk
+from openpi_train.sampling.action_sampler import Chain, walk
 
 Numbers = Float[Array | np.ndarray, "..."]
 Prediction = Literal["epsilon", "sample", "v_prediction"]

@@ -45,12 +45,12 @@ def run(flags: ServeRequest) -> int:
 
 
 def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None) -> int:
-    from openpi_train.policy.record import Recorder
+    from openpi_train.policy.record import RequestRecorder
     from openpi_train.serve.server import Limits, PolicyServer
 
     sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
     policy = _load(flags, batch_sizes=sizes)
-    recorder = Recorder(flags.record, policy) if flags.record else None
+    recorder = RequestRecorder(flags.record, policy) if flags.record else None
     started = time.monotonic()
     logger.info("compiling for batches of %s", ", ".join(map(str, policy.sampler.sizes)))
     policy.warm_up()

@@ -32,7 +32,7 @@ from websockets.http11 import Request, Response
 
 from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationError
-from openpi_train.policy.record import Recorder
+from openpi_train.policy.record import RequestRecorder
 from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, Places
 from openpi_train.serve.measures import Measures
@@ -87,7 +87,7 @@ class PolicyServer:
         *,
         limits: Limits,
         api_key: str | None = None,
-        recorder: Recorder | None = None,
+        recorder: RequestRecorder | None = None,
         metadata: Mapping[str, Any] | None = None,
     ):
         self._policy, self._limits, self._recorder = policy, limits, recorder

@@ -5,7 +5,7 @@ at a time as demonstrations are still missing, so that which attempts there are 
 number of processes: the same command writes the same files whoever does the work. Each round's demonstrations are kept
 in `<out>.rounds` until the store is whole, so that a killed command goes on where it was.
 
-Read next: `envs/base.py` (`Env.demonstrate`), `data/zarr/write.py`.
+Read next: `envs/env.py` (`Env.demonstrate`), `data/zarr/zarr_writer.py`.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from openpi_train import keys as row_randomness
 from openpi_train.data import files, tables
 from openpi_train.data.workers import start_worker
 from openpi_train.data.zarr.store import ArrayInfo
-from openpi_train.data.zarr.write import Contents, write_store
-from openpi_train.envs.base import Env
+from openpi_train.data.zarr.zarr_writer import Contents, write_store
+from openpi_train.envs.env import Env
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)

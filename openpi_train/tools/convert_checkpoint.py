@@ -27,8 +27,8 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
-from openpi_train.models.base import ModelConfig, as_policy
-from openpi_train.planning.devices import host_bytes_per_device
+from openpi_train.models.model_config import ModelConfig, as_policy
+from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
 from openpi_train.tools.requests import ConvertRequest
@@ -67,7 +67,7 @@ def main(
     return 0
 
 
-def _push(conversion: "Conversion") -> str:
+def _push(conversion: "CheckpointConversion") -> str:
     """Convert into a folder of its own and push that, with a card that tells of the run; where it now is."""
     request = conversion.request
     address = str(request.target)
@@ -91,7 +91,7 @@ def _read_if_there(path: Path) -> Any:
         return None  # of a checkpoint copied out of its run, the card says what the checkpoint itself knows
 
 
-def plan(request: ConvertRequest, experiment: Experiment) -> "Conversion":
+def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversion":
     """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
     model = experiment.model
     stored = checkpoint_formats.open_checkpoint(request.source, model, request.source_format)
@@ -128,7 +128,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "Conversion":
     except ValueError as error:
         raise UsageError(f"--asset-id: {error}") from error
     _check_widths(norm_stats, experiment)
-    return Conversion(
+    return CheckpointConversion(
         request=request,
         form=form,
         model=model,
@@ -141,7 +141,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "Conversion":
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Conversion:
+class CheckpointConversion:
     """A conversion that nothing stands against: what was opened, and what is to be written."""
 
     request: ConvertRequest
@@ -172,7 +172,7 @@ class Conversion:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
         return "\n".join(lines)
 
-    def into(self, target: Path) -> "Conversion":
+    def into(self, target: Path) -> "CheckpointConversion":
         """The same conversion with its result in `target`."""
         return dataclasses.replace(self, request=dataclasses.replace(self.request, target=target))
 

@@ -220,10 +220,10 @@ class Merge(DataRequest):
         return problems if self.stores else [*problems, "PATH is missing: name the stores to join"]
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.zarr.merge import Part, merge
+        from openpi_train.data.zarr.merge import StoreToMerge, merge
 
         prompts = {task: prompt for task, _, prompt in (text.partition("=") for text in self.prompt)}
-        merge([Part.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
+        merge([StoreToMerge.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
         _say_what_is_in(self.out)
 
 
@@ -262,7 +262,7 @@ class Convert(Reading):
 
     def run(self, experiment: "Experiment | None") -> None:
         from openpi_train.data.convert import convert
-        from openpi_train.data.zarr.robotwin import is_recording
+        from openpi_train.data.zarr.robotwin_recordings import is_recording
 
         form = self.to or ("zarr" if self.target.suffix == ".zarr" else None)
         if form is None:
@@ -277,7 +277,7 @@ class Convert(Reading):
         print(f"wrote {self.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {self.target}")
 
     def _run_on_recordings(self, form: str) -> None:
-        from openpi_train.data.zarr.robotwin import convert
+        from openpi_train.data.zarr.robotwin_recordings import convert
 
         if form != "zarr":
             raise ValueError(f"{self.path} holds RoboTwin's recordings: convert them to zarr first, and that to {form}")
@@ -343,8 +343,8 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
 
 
 def _say_what_is_in(out: Path) -> None:
-    from openpi_train.data.zarr.layout import read_layout
     from openpi_train.data.zarr.store import Store
+    from openpi_train.data.zarr.zarr_layout import read_layout
 
     layout = read_layout(Store(out))
     tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)

@@ -19,13 +19,13 @@ import numpy as np
 from openpi_train.command_line import ProcessFlags
 from openpi_train.data.files import write_json, write_text
 from openpi_train.data.opened import open_windows
-from openpi_train.envs.base import Env, NoEnv
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.ensembling import Ensembled
+from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.named import environment
 from openpi_train.envs.rollout import Policy as EnvPolicy
-from openpi_train.envs.video import Recorder
-from openpi_train.evaluation.closed_loop import write_score
+from openpi_train.envs.video import VideoRecorder
+from openpi_train.evaluation.closed_loop_success import write_score
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.policy.acting import Acting, ActingInRealTime
@@ -152,7 +152,7 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
 def _in_closed_loop(
     request: EvaluateRequest, policy: Policy, config: ClosedLoop, begin: Callable[[], EnvPolicy], folder: Path
 ) -> None:
-    recorder = Recorder(config.env, config.num_videos, folder / "videos")
+    recorder = VideoRecorder(config.env, config.num_videos, folder / "videos")
     index, count, size = jax.process_index(), jax.process_count(), config.episodes_per_device
     score = evaluate(
         begin,

@@ -1,6 +1,6 @@
 """`data fit-fast`: a FAST tokenizer fitted to the action chunks of an experiment, and how well it does on others.
 
-Read next: `data/fast.py`.
+Read next: `data/fast_tokenizer.py`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.fast import FastTokenizer, fit_fast
+from openpi_train.data.fast_tokenizer import FastTokenizer, fit_fast
 from openpi_train.data.opened import OpenedDatasets, open_data
 from openpi_train.data.rows import Rows
 from openpi_train.data.transforms import padded

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from openpi_train.data import summary
 from openpi_train.data.source import BadRecord, Source
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 from openpi_train.tools.stats import as_text
 
 _EPISODES, _FRAMES, _PROMPTS = 6, 8, 10

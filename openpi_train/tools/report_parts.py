@@ -75,7 +75,7 @@ def curves(runs: Sequence[RunFiles]) -> str:
 
 
 def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
-    """Of what the experiments measure themselves (`evaluation/base.py: Evaluations`): a curve for each name."""
+    """Of what the experiments measure themselves (`evaluation/measure.py: Evaluations`): a curve for each name."""
     known = {name for _, _, _, metrics in _CURVES for name in metrics}
     names = {name for run in runs for line in run.metrics for name in line if name.startswith("val/")} - known
     plain = sorted({name.removesuffix("_ema") for name in names})

@@ -1,4 +1,7 @@
-"""The first state of a run: born sharded, nothing materialised twice. Read next: `step.py`, `checkpoints/store.py`."""
+"""The first state of a run: born sharded, nothing materialised twice.
+
+Read next: `step.py`, `checkpoints/checkpoint_store.py`.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +16,7 @@ from flax import nnx
 
 from openpi_train.interop.accounting import account
 from openpi_train.interop.stored_leaves import Leaves, place
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params, module_params
 from openpi_train.optim import LossScaling
 from openpi_train.sharding.strategy import Plan

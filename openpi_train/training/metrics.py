@@ -1,6 +1,6 @@
 """What a run measures, written once by process 0: `metrics.jsonl` always, TensorBoard and wandb where asked.
 
-Read next: `progress.py` (the same numbers for a person who watches).
+Read next: `progress_report.py` (the same numbers for a person who watches).
 """
 
 import importlib

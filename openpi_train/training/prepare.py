@@ -19,8 +19,8 @@ from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.costs import ROWS, TracedGradient, cost
-from openpi_train.planning.devices import host_bytes_per_device, memory_bytes, total_bytes
-from openpi_train.planning.forecast import Forecast, Layout, Machine, Policy, forecast, least_memory, recommend
+from openpi_train.planning.device_limits import host_bytes_per_device, memory_bytes, total_bytes
+from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
 from openpi_train.runtime import agree
@@ -216,13 +216,13 @@ def forecasts(
     ]
 
 
-def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) -> list[Layout]:
+def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) -> list[LayoutCost]:
     """What the state costs a device under every strategy that the flags leave open."""
     open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
     return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
 
 
-def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[Policy]:
+def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:
     """What a row costs under each rematerialisation policy that is left open, least recomputation first."""
     open_policies = {
         name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()

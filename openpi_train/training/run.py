@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.base import Feed, OpenedData
 from openpi_train.data.files import write_json
+from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import status
@@ -19,13 +19,13 @@ from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, phases, preempt
 from openpi_train.runtime.phases import phase
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
-from openpi_train.training.progress import ProgressReport
+from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import held_out_loss, lowest_loss, write_results
 from openpi_train.training.settle import batch_specs

@@ -3,7 +3,7 @@
     <checkpoint_base_dir>/<experiment>/<exp_name>/experiment.json    the experiment, as last started
                                                   environment.json   one entry per start: versions, devices, command
 
-Read next: `checkpoints/store.py` (the step directories), `metrics.py`.
+Read next: `checkpoints/checkpoint_store.py` (the step directories), `metrics.py`.
 """
 
 import contextlib

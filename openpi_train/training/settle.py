@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.base import OpenedData
+from openpi_train.data.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import require

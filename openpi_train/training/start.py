@@ -12,26 +12,26 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.base import Feed, OpenedData
 from openpi_train.data.files import write_json
+from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.data.tuning import usable_cores
-from openpi_train.evaluation.base import Running
+from openpi_train.evaluation.measure import Running
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.launch import status
-from openpi_train.planning.devices import peak_flops
+from openpi_train.planning.device_limits import peak_flops
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 from openpi_train.training.profiler import Profiler
-from openpi_train.training.progress import ProgressReport
+from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
 from openpi_train.training.rundir import open_run, record_start

@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.keys import row_keys
-from openpi_train.models.base import ModelConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.objectives.base import Objective
+from openpi_train.objectives.objective import Objective
 from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds.write import write_rlds
+from openpi_train.data.rlds.rlds_writer import write_rlds
 
 SIZE = (12, 16)
 

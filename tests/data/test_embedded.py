@@ -21,12 +21,12 @@ from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
-from openpi_train.robots.tabletop import Tabletop as TabletopRobot
+from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.robots.tabletop import Tabletop
 from openpi_train.runtime.exits import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = Tabletop(image_size=32)
+ENV = TabletopEnv(image_size=32)
 ARGUMENTS = {"episodes_per_task": 2, "val_episodes_per_task": 1, "image_size": 32}
 
 
@@ -67,7 +67,7 @@ def test_counts_and_instructions_are_as_asked(made, sources):
 
 
 def test_the_robot_reads_states_and_bounded_commands(sources):
-    robot = TabletopRobot()
+    robot = Tabletop()
     assert tuple(robot.cameras.values()) == sources["train"].cameras
     steps = robot.read(sources["train"].columns, sources["train"].episode_ends)
     assert np.abs(steps.actions[:, :3]).max() <= world.MAX_MOVE_M
@@ -190,7 +190,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool.tabletop, "HOLD_STEPS", 10_000)
+    monkeypatch.setattr(tool.tabletop_env, "HOLD_STEPS", 10_000)
     with pytest.raises(RuntimeError, match=r"the expert failed 32 times in a row at \['reach_red'"):
         prepare(tmp_path, **ARGUMENTS)
 

@@ -5,7 +5,7 @@ import tensorflow_datasets as tfds
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds.write import write_rlds
+from openpi_train.data.rlds.rlds_writer import write_rlds
 from openpi_train.robots.openx import OpenX
 
 # The steps' features, as the releases nest them: numbers by width, instructions, cameras.

@@ -95,7 +95,7 @@ class Painted(FewTasks):
 
 def test_videos_show_every_control_step_of_the_first_episodes(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIG, env=Painted(), num_videos=2, max_steps=2)
-    recorder = video.Recorder(config.env, config.num_videos, tmp_path)
+    recorder = video.VideoRecorder(config.env, config.num_videos, tmp_path)
     evaluate(lambda: onwards, config, execute=2, recorder=recorder, batch_size=3)
     paths = recorder.write()
     assert [path.name for path in paths] == ["000_reach_0_success.mp4", "001_reach_1_success.mp4"]
@@ -110,6 +110,6 @@ def test_videos_show_every_control_step_of_the_first_episodes(tmp_path, monkeypa
 
 
 def test_a_world_that_draws_nothing_has_no_video(tmp_path, caplog):
-    recorder = video.Recorder(CONFIG.env, 2, tmp_path)
+    recorder = video.VideoRecorder(CONFIG.env, 2, tmp_path)
     evaluate(lambda: noisy, CONFIG, execute=2, recorder=recorder)
     assert recorder.write() == [] and not list(tmp_path.iterdir())

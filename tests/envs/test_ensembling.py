@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from openpi_train.envs.base import EnvObservation
 from openpi_train.envs.ensembling import Ensembled, ensemble
+from openpi_train.envs.env import EnvObservation
 
 PLANS = [np.random.default_rng(seed).normal(size=(2, 4, 3)) for seed in range(3)]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from openpi_train import keys as row_randomness
-from openpi_train.envs import tabletop
-from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs import tabletop_env
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.rollout import rollout
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import expert
 
 
@@ -143,13 +143,13 @@ def test_chunks_that_do_not_fit_are_refused():
 @pytest.fixture(scope="module")
 def recorded():
     """The expert's undisturbed commands in the scenes that a rollout with these keys starts from."""
-    env = Tabletop()
+    env = TabletopEnv()
     keys, tasks = keys_of(56, seed=4), np.tile(np.arange(len(env.tasks)), 4)
     scenes = env.reset(row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks))
 
     def one_step(scenes, _):
         commands = jax.vmap(expert)(scenes)
-        return jax.vmap(tabletop.step)(scenes, commands), commands
+        return jax.vmap(tabletop_env.step)(scenes, commands), commands
 
     commands = jax.jit(lambda: jax.lax.scan(one_step, scenes, length=env.max_steps)[1])()
     return env, keys, tasks, np.asarray(commands).swapaxes(0, 1)

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from openpi_train.envs.score import Episode, Score, wilson
+from openpi_train.envs.score import EpisodeResult, Score, wilson
 
 
 @pytest.mark.parametrize(("successes", "trials", "confidence"), [(3, 10, 0.95), (57, 60, 0.95), (1, 2, 0.8)])
@@ -33,7 +33,7 @@ def test_a_score_counts_per_task_and_over_all():
     episodes = [("reach", True, 10), ("pick", False, 80), ("reach", True, 20), ("pick", True, 30)]
     score = Score(
         episodes=tuple(
-            Episode(number=n, task=task, success=success, steps=steps)
+            EpisodeResult(number=n, task=task, success=success, steps=steps)
             for n, (task, success, steps) in enumerate(episodes)
         )
     )

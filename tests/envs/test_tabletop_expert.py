@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.envs import tabletop
+from openpi_train.envs import tabletop_env
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import demonstrate, expert
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 PER_TASK = 20
 tasks = np.tile(np.arange(len(ENV.tasks)), PER_TASK)
 
@@ -24,7 +24,7 @@ def demonstrations():
 
 
 def test_the_expert_solves_every_task_in_nineteen_of_twenty_disturbed_episodes_and_more(demonstrations):
-    solved = np.asarray(demonstrations[2].goal_steps >= tabletop.HOLD_STEPS).any(0)
+    solved = np.asarray(demonstrations[2].goal_steps >= tabletop_env.HOLD_STEPS).any(0)
     rates = {name: solved[tasks == number].mean() for number, name in enumerate(ENV.tasks)}
     assert min(rates.values()) >= 0.95, rates
 

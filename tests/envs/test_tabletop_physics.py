@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.envs import tabletop, tabletop_physics
+from openpi_train.envs import tabletop_env, tabletop_physics
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_expert import expert
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 RADIUS, HEIGHT, FINGER = world.BLOCK_RADIUS_M, world.BLOCK_HEIGHT_M, world.FINGER_RADIUS_M
 # What the world promises about overlaps, with room for the rounding of float32 sums of centimetres.
 DEEPEST_M = tabletop_physics.SUPPORT_TOLERANCE_M + 1e-6
@@ -23,7 +23,7 @@ STEP = jax.jit(tabletop_physics.step)
 @pytest.fixture(scope="module")
 def scene():
     """Blocks in a row along y, bowl and plate in corners, the gripper upright above the middle."""
-    start = tabletop.reset(jax.random.key(0), jnp.int32(0))
+    start = tabletop_env.reset(jax.random.key(0), jnp.int32(0))
     return dataclasses.replace(
         start,
         tip=jnp.asarray([0.0, 0.0, 0.1]),

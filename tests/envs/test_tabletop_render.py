@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.envs import tabletop, tabletop_render
+from openpi_train.envs import tabletop_env, tabletop_render
 from openpi_train.envs import tabletop_scene as world
-from openpi_train.envs.tabletop import Tabletop
+from openpi_train.envs.tabletop_env import TabletopEnv
 
-ENV = Tabletop()
+ENV = TabletopEnv()
 ROWS = 32
 
 
@@ -107,7 +107,7 @@ def test_height_shows_the_gripper_rises_in_the_picture_above_its_shadow(scenes):
 
 def test_the_batch_equals_the_loop(scenes, pictures):
     """One pixel in a thousand may fall on the other side of an edge, by the rounding of other instruction orders."""
-    draw = jax.jit(tabletop.render, static_argnames=("camera", "size"))
+    draw = jax.jit(tabletop_env.render, static_argnames=("camera", "size"))
     for name in ENV.cameras:
         for row in range(3):
             alone = np.asarray(draw(jax.tree.map(lambda leaf, row=row: leaf[row], scenes), camera=name, size=64))
@@ -115,7 +115,7 @@ def test_the_batch_equals_the_loop(scenes, pictures):
 
 
 def test_larger_pictures_show_the_same_scene(scenes, pictures):
-    large = np.asarray(Tabletop(image_size=128).observe(scenes).images["image_0"])
+    large = np.asarray(TabletopEnv(image_size=128).observe(scenes).images["image_0"])
     assert large.shape == (ROWS, 128, 128, 3)
     shrunk = large.reshape(ROWS, 64, 2, 64, 2, 3).mean((2, 4))
     assert np.abs(shrunk - pictures["image_0"]).mean() < 6
@@ -123,4 +123,4 @@ def test_larger_pictures_show_the_same_scene(scenes, pictures):
 
 def test_an_unknown_camera_is_an_error(scenes):
     with pytest.raises(ValueError, match="no camera 'image_2'; cameras are image_0, image_1"):
-        tabletop.render(jax.tree.map(lambda leaf: leaf[0], scenes), "image_2")
+        tabletop_env.render(jax.tree.map(lambda leaf: leaf[0], scenes), "image_2")

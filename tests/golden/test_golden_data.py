@@ -10,7 +10,7 @@ from openpi_train.data.normalize import NormStats, normalize, read_norm_stats, u
 from openpi_train.data.resize import resize_with_pad
 from openpi_train.data.tokenizer import discretize, load_tokenizer
 from openpi_train.data.transforms import PadDims
-from openpi_train.robots.base import Robot
+from openpi_train.robots.robot import Robot
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from bucket import bucket
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
 from openpi_train import cli
-from openpi_train.data.fast import fit_fast
+from openpi_train.data.fast_tokenizer import fit_fast
 from openpi_train.data.tokenizer import BYTES, load_tokenizer, train_tokenizer
 from openpi_train.data.tokens import tokens_fingerprint
 from openpi_train.interop import checkpoint_formats, openpi, orbax_item, ours, place, stored_leaves

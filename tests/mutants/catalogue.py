@@ -62,7 +62,7 @@ def groups() -> frozenset[str]:
     Objectives, optimizers and serving flags are read from the product: a new one needs its mutations.
     """
     from openpi_train import objectives
-    from openpi_train.objectives.base import Objective
+    from openpi_train.objectives.objective import Objective
     from openpi_train.optim import OptimizerConfig
     from openpi_train.serve.request import ServeRequest
 

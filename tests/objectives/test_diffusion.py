@@ -23,7 +23,7 @@ from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, Transfor
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.robots.robotwin import RoboTwin
-from openpi_train.sampling.base import Chain
+from openpi_train.sampling.action_sampler import Chain
 from openpi_train.sampling.noise_schedule import NoiseSchedule, Walk
 from openpi_train.types import ActionBatch, Observation, action_batch
 

@@ -9,7 +9,7 @@ import pytest
 from openpi_train_configs.debug import debug
 
 from openpi_train.planning.choose import layouts
-from openpi_train.planning.devices import memory_bytes, total_bytes
+from openpi_train.planning.device_limits import memory_bytes, total_bytes
 from openpi_train.planning.forecast import USABLE, Machine
 from openpi_train.planning.kinds import UNKNOWN
 from openpi_train.planning.memory import GIB, predict

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from openpi_train.planning.forecast import Layout, Machine, Policy, forecast, recommend
+from openpi_train.planning.forecast import LayoutCost, Machine, RematCost, forecast, recommend
 from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import GIB, Memory
@@ -15,9 +15,9 @@ MACHINE = Machine(
 )  # of 90 GiB 81 can be used
 
 
-def layout(strategy: str, gib: int, sent: float) -> Layout:
+def layout(strategy: str, gib: int, sent: float) -> LayoutCost:
     memory = Memory(params=gib * GIB, frozen=0, optimizer=0, ema=0, grads=0, compute_copy=0, activations=0)
-    return Layout(
+    return LayoutCost(
         strategy=strategy,
         fsdp_devices=4,
         memory=lambda n: memory,
@@ -25,8 +25,8 @@ def layout(strategy: str, gib: int, sent: float) -> Layout:
     )
 
 
-def policy(remat: str, flops: float, gib: float) -> Policy:
-    return Policy(remat=remat, flops_per_row=flops, model_flops_per_row=flops, activation_bytes_per_row=gib * GIB)
+def policy(remat: str, flops: float, gib: float) -> RematCost:
+    return RematCost(remat=remat, flops_per_row=flops, model_flops_per_row=flops, activation_bytes_per_row=gib * GIB)
 
 
 NONE, FULL = policy("none", 1e12, 4), policy("full", 1.25e12, 1)

@@ -4,7 +4,7 @@ gradient, and a bfloat16 copy."""
 import jax
 import jax.numpy as jnp
 import pytest
-from openpi_train_configs.bridge import pi0_bridge_traj, pi0_bridge_traj_lora
+from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
 from openpi_train.planning.memory import GIB, predict
 from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh

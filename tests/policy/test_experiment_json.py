@@ -25,6 +25,15 @@ def test_a_member_of_an_enumeration_comes_back_as_one():
     assert experiment.eval.closed_loop.env.tasks == ("reach_red",)  # named after a member
 
 
+@pytest.mark.parametrize(("name", "old"), [("pi0_tabletop_reach", "Tabletop"), ("metaworld_mt5_dp", "MetaWorld")])
+def test_an_environment_is_found_by_its_old_name(name, old):
+    value = stored(registry.load(name))
+    assert value["eval"]["closed_loop"]["env"]["__class__"] == f"{old}Env"
+    value["eval"]["closed_loop"]["env"]["__class__"] = old
+    assert value["data"]["datasets"][0]["robot"]["__class__"] == old  # the robot's name, then and now
+    assert experiment_from_json(value) == registry.load(name)
+
+
 def test_a_class_that_is_not_ours_is_found_in_the_experiment_given(tmp_path):
     file = tmp_path / "own_robot_runs.py"
     file.write_text(

@@ -12,7 +12,7 @@ from saved_runs import save_run
 from openpi_train import load_policy, registry
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.fast import fit_fast
+from openpi_train.data.fast_tokenizer import fit_fast
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.transforms import Unnormalize
 from openpi_train.data.zarr import Zarr

@@ -10,7 +10,6 @@ import pytest
 from openpi_train import robots
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.arm import Arm
-from openpi_train.robots.base import Robot
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.droid import Droid
 from openpi_train.robots.libero import Libero
@@ -18,6 +17,7 @@ from openpi_train.robots.metaworld import MetaWorld
 from openpi_train.robots.openx import OpenX
 from openpi_train.robots.openx_layouts import LAYOUTS
 from openpi_train.robots.pusht import PushT
+from openpi_train.robots.robot import Robot
 from openpi_train.robots.robotwin import RoboTwin
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.robots.ur5 import UR5

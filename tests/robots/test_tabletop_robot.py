@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from openpi_train.envs.tabletop import Tabletop as TabletopEnv
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.robots.tabletop import Tabletop
 
 ROBOT = Tabletop()

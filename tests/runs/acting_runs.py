@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.envs.base import Env, EnvObservation
 from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.registry import load
 from openpi_train.robots.bridge import Bridge
 

@@ -44,7 +44,7 @@ def write_arm(directory: Path, name: str, with_state: bool = True) -> Path:
     """A small RLDS dataset of a 7-dim arm, 8 episodes of 6 steps in one shard."""
     import tensorflow_datasets as tfds
 
-    from openpi_train.data.rlds.write import write_rlds
+    from openpi_train.data.rlds.rlds_writer import write_rlds
 
     image = tfds.features.Image(shape=(16, 16, 3), dtype=np.uint8, encoding_format="png")
     pose = tfds.features.Tensor(shape=(7,), dtype=np.float32)

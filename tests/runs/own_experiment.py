@@ -9,13 +9,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.data.base import Data, OpenedData, RowSource
 from openpi_train.data.feed import RowFeed
-from openpi_train.evaluation.base import Evaluations
+from openpi_train.data.interface import Data, OpenedData, RowSource
+from openpi_train.evaluation.measure import Evaluations
 from openpi_train.evaluation.sums import Ratio
 from openpi_train.experiment import Experiment
-from openpi_train.models.base import ModelConfig
-from openpi_train.objectives.base import Objective
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.objectives.objective import Objective
 from openpi_train.optim import LRSchedule
 from openpi_train.sharding.strategy import ShardingConfig
 from openpi_train.types import pytree, tree_of

@@ -7,7 +7,7 @@ import pytest
 from command import losses, train
 
 from openpi_train.data.embedded import prepare
-from openpi_train.data.fast import fit_fast
+from openpi_train.data.fast_tokenizer import fit_fast
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STEPS = 30

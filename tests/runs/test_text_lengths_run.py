@@ -9,7 +9,7 @@ import pytest
 from command import losses, places, train
 
 from openpi_train import cli
-from openpi_train.data.fast import FastTokenizer, fit_fast
+from openpi_train.data.fast_tokenizer import FastTokenizer, fit_fast
 
 EXPERIMENT = """
 import dataclasses

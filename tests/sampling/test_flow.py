@@ -18,7 +18,7 @@ from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.next_token import NextToken
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.base import OwnSampler
+from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.sampling.flow import FlowSampler, as_flow, flow_times
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sampling.real_time_chunking import Guide, guided_velocity

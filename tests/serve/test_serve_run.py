@@ -15,7 +15,7 @@ from saved_runs import save_run
 from benchmarks import openpi_peer
 from benchmarks.serving import talk
 from openpi_train import cli, load_policy, registry
-from openpi_train.policy.record import Recorder, read_record
+from openpi_train.policy.record import RequestRecorder, read_record
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.serve import main
 
@@ -87,7 +87,7 @@ def test_openpis_client_drives_it_and_what_was_recorded_is_answered_the_same_aga
 
 def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_path):
     policy, path = load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(4,)), tmp_path / "record"
-    recorder = Recorder(path, policy)
+    recorder = RequestRecorder(path, policy)
     observation = run.observation(0)
     answer = policy.infer(observation)
     recorder.write([observation], [answer])
@@ -97,7 +97,7 @@ def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_pat
     with pytest.raises(UsageError, match="was recorded with seed 42, the policy has 7"):
         load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(4,), seed=7).replay(path)
     with pytest.raises(UsageError, match="exists"):
-        Recorder(path, policy)
+        RequestRecorder(path, policy)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match="ends in the middle"):
         policy.replay(path)

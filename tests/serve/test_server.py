@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 from openpi_train import cli
 from openpi_train.policy import wire
 from openpi_train.policy.policy import Policy
-from openpi_train.policy.record import Recorder, read_record
+from openpi_train.policy.record import RequestRecorder, read_record
 from openpi_train.runtime.exits import UsageError
 from openpi_train.serve import main
 
@@ -81,7 +81,7 @@ def recorder(tmp_path, monkeypatch):
     policy = object.__new__(Policy)
     object.__setattr__(policy, "sampler", types.SimpleNamespace(sizes=(1,), seed=0, num_steps=1))
     monkeypatch.setattr(Policy, "metadata", {})
-    with contextlib.closing(Recorder(tmp_path / "answers.rec", policy)) as recorder:
+    with contextlib.closing(RequestRecorder(tmp_path / "answers.rec", policy)) as recorder:
         yield recorder
 
 

@@ -8,7 +8,7 @@ import pytest
 from walking import Walk
 
 from openpi_train.data.zarr import Zarr
-from openpi_train.envs.base import NoEnv
+from openpi_train.envs.env import NoEnv
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.runtime.exits import DataError
 from openpi_train.tools import collect as tool

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from openpi_train.envs.base import Env, EnvObservation
+from openpi_train.envs.env import Env, EnvObservation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

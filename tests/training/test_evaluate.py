@@ -15,7 +15,7 @@ from flax import nnx
 from trainers import make_evaluator, make_trainer, running_of
 
 from openpi_train.data.feed import RowFeed
-from openpi_train.evaluation.base import Evaluated
+from openpi_train.evaluation.measure import Evaluated
 from openpi_train.evaluation.sums import Ratio
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from models.test_pi0 import TINY, built, draws, observation
-from openpi_train_configs.bridge import pi0_bridge_traj
 from openpi_train_configs.debug import debug
+from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 
 from openpi_train.nn.params import merge_module
 from openpi_train.planning.memory import predict

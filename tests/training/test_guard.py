@@ -11,12 +11,11 @@ import pytest
 import strategies
 import toy
 from jax._src.array import ArrayImpl
-
 from trainers import NoData
 
 from openpi_train import registry
-from openpi_train.data.base import Data
 from openpi_train.data.files import write_json
+from openpi_train.data.interface import Data
 from openpi_train.experiment import EvalConfig
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.training.guard import no_implicit_transfers
@@ -24,7 +23,7 @@ from openpi_train.training.init import create_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
-from openpi_train.training.progress import ProgressReport
+from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
 

@@ -12,7 +12,7 @@ from openpi_train.optim import OPTIMIZERS, AdamW, LRSchedule
 from openpi_train.planning.memory import predict
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import create_state
 from openpi_train.training.step import num_updates
 

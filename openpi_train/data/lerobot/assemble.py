@@ -1,6 +1,8 @@
-"""The files of a LeRobot dataset, made of its episodes' folders. Read next: `layout.py`, which reads what this writes.
+"""The files of a LeRobot dataset, made of its episodes' folders.
 
-    episodes/000000/data.parquet  <camera>.mp4  episode.json     what `write.py` left
+Read next: `lerobot_layout.py`, which reads what this writes.
+
+    episodes/000000/data.parquet  <camera>.mp4  episode.json     what `lerobot_writer.py` left
 
 Format 2.1 keeps a file per episode; 3.0 joins them, up to so many megabytes, without touching a pixel.
 """
@@ -11,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.lerobot import stats
+from openpi_train.data.lerobot import episode_stats
 from openpi_train.data.lerobot.encode import describe, join
 from openpi_train.data.lerobot.features import cameras
-from openpi_train.data.lerobot.layout import INFO_FILE, require
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, require
 
 EPISODE_FILE = "episode.json"
 _CHUNK = 1000
@@ -84,7 +86,7 @@ def _write_single(
     numbered = list(enumerate(records))
     rows = [{"episode_index": n, "tasks": record["tasks"], "length": record["length"]} for n, record in numbered]
     _write_lines(out / "meta/episodes.jsonl", rows)
-    described = [stats.as_json(stats.from_json(record["stats"]), quantiles=False) for record in records]
+    described = [episode_stats.as_json(episode_stats.from_json(record["stats"]), quantiles=False) for record in records]
     _write_lines(
         out / "meta/episodes_stats.jsonl", [{"episode_index": n, "stats": entry} for n, entry in enumerate(described)]
     )
@@ -130,8 +132,8 @@ def _write_joined(
         row |= {f"stats/{name}/{key}": value for name, entry in record["stats"].items() for key, value in entry.items()}
     _write_episodes(out, rows)
     _write_tasks(out, tasks)
-    total = stats.of_all([stats.from_json(record["stats"]) for record in records])
-    _write_json(out / "meta/stats.json", stats.as_json(total, quantiles=True))
+    total = episode_stats.of_all([episode_stats.from_json(record["stats"]) for record in records])
+    _write_json(out / "meta/stats.json", episode_stats.as_json(total, quantiles=True))
 
 
 def _files(paths: Sequence[Path], limit_mb: int) -> list[tuple[dict[str, int], list[int]]]:

@@ -1,7 +1,8 @@
 """Videos as lerobot writes them: an episode encoded, and several episodes' videos in one file.
 
-Read next: `write.py`; `video.py` decodes them. A key frame every second frame, as lerobot has it, so that any frame
-costs two to decode. Encoding is the encoder's own threads' work; joining copies packets, no pixel is touched again.
+Read next: `lerobot_writer.py`; `lerobot_video.py` decodes them. A key frame every second frame, as lerobot has it, so
+that any frame costs two to decode. Encoding is the encoder's own threads' work; joining copies packets, no pixel is
+touched again.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.lerobot.layout import require
+from openpi_train.data.lerobot.lerobot_layout import require
 
 Codec = Literal["av1", "h264"]
 # FFmpeg's encoder and its options, as in lerobot 0.4.4 (`datasets/video_utils.py`).

@@ -1,6 +1,6 @@
 """One parquet file of a LeRobot dataset, and its episodes' videos, into small arrays; pictures in it are copied out.
 
-Read next: `video.py` (where frames lie), `index.py` (joins the files).
+Read next: `lerobot_video.py` (where frames lie), `lerobot_index.py` (joins the files).
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.lerobot.layout import Clip, Episode, Layout, require
-from openpi_train.data.lerobot.video import Video
+from openpi_train.data.lerobot.lerobot_layout import Clip, Episode, LeRobotLayout, require
+from openpi_train.data.lerobot.lerobot_video import Video
 
 # Relabelling changes these (`next.reward`, `next.done`) but not what was seen and done.
 _RELABELLED = "next."
@@ -39,7 +39,7 @@ class Scanned:
 class ParquetScan:
     """Reads a dataset's parquet files, each with the episodes that lie in it, looking up frames in scanned videos."""
 
-    def __init__(self, layout: Layout, videos: Mapping[str, Video], tolerance_s: float):
+    def __init__(self, layout: LeRobotLayout, videos: Mapping[str, Video], tolerance_s: float):
         self.layout, self.videos, self.tolerance_s = layout, videos, tolerance_s
 
     def read(self, file: str, pictures: Path) -> list[Scanned]:

@@ -1,6 +1,6 @@
 """A LeRobot dataset's features: checked, as `info.json` has them, and as columns of its parquet files.
 
-Read next: `write.py`. The form is that of `LeRobotDataset.create`'s `features`; facts from lerobot 0.4.4
+Read next: `lerobot_writer.py`. The form is that of `LeRobotDataset.create`'s `features`; facts from lerobot 0.4.4
 (`datasets/utils.py`) and the datasets that it wrote (`tests/data/lerobot/fixtures`).
 """
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.lerobot.layout import require
+from openpi_train.data.lerobot.lerobot_layout import require
 
 Version = Literal["v2.1", "v3.0"]
 # What every dataset has besides its own features.

@@ -1,5 +1,8 @@
-"""RLDS, the native dataset format. Read next: `source.py` reads, `index.py` says where all lies, `write.py` writes."""
+"""RLDS, the native dataset format.
 
-from openpi_train.data.rlds.index import Rlds
+Read next: `rlds_source.py` reads, `rlds_index.py` says where all lies, `rlds_writer.py` writes.
+"""
+
+from openpi_train.data.rlds.rlds_index import Rlds
 
 __all__ = ["Rlds"]

@@ -1,6 +1,6 @@
 """Reads a serialized `tf.train.Example` by its protobuf wire format, so that the place of every byte string is known.
 
-Read next: `index.py` (turns the places into an index of images).
+Read next: `rlds_index.py` (turns the places into an index of images).
 
 The proto classes give values but not byte offsets; and without them a process that reads needs neither TensorFlow
 nor tensorflow-datasets. The messages (tensorflow/core/example/example.proto, feature.proto):

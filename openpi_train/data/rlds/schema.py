@@ -1,6 +1,6 @@
 """What an RLDS dataset directory says about itself: where it lies, its shards, and which features its steps have.
 
-Read next: `index.py` (builds the index from it).
+Read next: `rlds_index.py` (builds the index from it).
 
 tensorflow-datasets reads its own metadata here, without TensorFlow. It is imported inside the functions, since opening
 a dataset whose index exists needs none of this.
@@ -49,7 +49,7 @@ class Schema:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One TFRecord file of a split and the number of episodes that dataset_info.json promises in it."""
 
     name: str
@@ -101,7 +101,7 @@ def load_builder(directory: Path) -> Any:
         ) from error
 
 
-def list_shards(builder: Any, split: str) -> list[Shard]:
+def list_shards(builder: Any, split: str) -> list[ShardFile]:
     """The shards of a split ("train", or joined: "train+val") in order. Raises ValueError for an unknown one."""
     if builder.info.as_proto.file_format not in ("", "tfrecord"):
         raise ValueError(
@@ -114,7 +114,7 @@ def list_shards(builder: Any, split: str) -> list[Shard]:
             allowed = ", ".join(f"{key} ({info.num_examples} episodes)" for key, info in splits.items())
             raise ValueError(f"split {name!r} is not in {builder.data_dir}; it has {allowed}. Join splits as 'a+b'.")
         info = splits[name]
-        shards += [Shard(file, count) for file, count in zip(info.filenames, info.shard_lengths, strict=True)]
+        shards += [ShardFile(file, count) for file, count in zip(info.filenames, info.shard_lengths, strict=True)]
     return shards
 
 

@@ -1,6 +1,6 @@
 """TFRecord framing: read records with their byte offsets, and write them, without TensorFlow.
 
-Read next: `example.py` (what is inside a record), `index.py` (who walks whole files).
+Read next: `example.py` (what is inside a record), `rlds_index.py` (who walks whole files).
 
 A record is: payload length (uint64, little endian), its masked CRC32C, the payload, the payload's masked CRC32C
 (tensorflow/core/lib/io/record_writer.h).

@@ -1,5 +1,5 @@
-"""Zarr replay buffers. Read next: `source.py` reads, `store.py` says what lies where, `merge.py` joins several."""
+"""Zarr replay buffers. Read next: `zarr_source.py` reads, `store.py` says what lies where, `merge.py` joins several."""
 
-from openpi_train.data.zarr.index import Zarr
+from openpi_train.data.zarr.zarr_index import Zarr
 
 __all__ = ["Zarr"]

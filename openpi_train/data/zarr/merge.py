@@ -1,6 +1,6 @@
 """Several replay buffers in one: episodes in the order of the stores, and of each row the task that it belongs to.
 
-Read next: `write.py`, which copies block by block; `layout.py`, which reads the tasks again.
+Read next: `zarr_writer.py`, which copies block by block; `zarr_layout.py`, which reads the tasks again.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.zarr.layout import TASK_ID, TASKS, read_layout
 from openpi_train.data.zarr.store import ArrayInfo, BadChunk, Store
-from openpi_train.data.zarr.write import Contents, read_across, write_store
+from openpi_train.data.zarr.zarr_layout import TASK_ID, TASKS, read_layout
+from openpi_train.data.zarr.zarr_writer import Contents, read_across, write_store
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,14 @@ _CACHE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StoreToMerge:
     """A store to be merged: the name of its task, unless it has tasks of its own."""
 
     path: Path
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> "Part":
+    def parse(cls, text: str) -> "StoreToMerge":
         """`NAME=PATH`, or a path alone: its task is the file's name up to the first `-` or `.`, as RoboTwin names."""
         name, separator, path = text.partition("=")
         if separator and "/" not in name:
@@ -39,7 +39,9 @@ class Part:
         return cls(path, path.name.split("-")[0].split(".")[0])
 
 
-def merge(parts: Sequence[Part], out: Path, *, prompts: Mapping[str, str], chunk_rows: int | None = None) -> None:
+def merge(
+    parts: Sequence[StoreToMerge], out: Path, *, prompts: Mapping[str, str], chunk_rows: int | None = None
+) -> None:
     """Write all episodes of the parts to the store `out`; interrupted, it goes on where it was when called again.
 
     Args: `prompts` by task name (default: the name in words); `chunk_rows` of every array (default: the first part's).
@@ -81,7 +83,7 @@ def merge(parts: Sequence[Part], out: Path, *, prompts: Mapping[str, str], chunk
 class _Opened:
     """A part with its arrays, episodes and tasks."""
 
-    def __init__(self, part: Part, prompts: Mapping[str, str]):
+    def __init__(self, part: StoreToMerge, prompts: Mapping[str, str]):
         self.store = Store(part.path, cache_bytes=_CACHE_BYTES)
         layout = read_layout(self.store)
         self.ends, self.rows = layout.episode_ends, int(layout.episode_ends[-1])

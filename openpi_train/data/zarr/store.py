@@ -5,7 +5,7 @@ The layout is diffusion_policy's (`common/replay_buffer.py` of real-stanford/dif
     data/<name>          one row per control step: head_camera, state, action, img, keypoint, ...
     meta/episode_ends    the row after each episode's last one
 
-tensorstore reads the chunks; the zarr package is not needed. Read next: `layout.py`, which sorts the arrays.
+tensorstore reads the chunks; the zarr package is not needed. Read next: `zarr_layout.py`, which sorts the arrays.
 """
 
 import contextlib

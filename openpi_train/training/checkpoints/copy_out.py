@@ -3,7 +3,7 @@
 A `HostArray` stands for a leaf where Orbax expects a `jax.Array`. Orbax asks it for its pieces in the background, and
 waits there for a local save to be whole, to read its file: then no memory is held. The loop goes on meanwhile, so
 nothing here may compute on devices, nor meet other processes through them: the order would differ between processes.
-Read next: `pieces.py` (what is written from where), `store.py` (which saves `HostArray`s).
+Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (which saves `HostArray`s).
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ _TIMEOUT_S = 3600
 _NICENESS = 10
 
 
-class Source:
+class PieceSource:
     """Where the pieces of one save are read from: the file of a local save once that is whole, else memory."""
 
     def __init__(self, pieces: Pieces, written: concurrent.futures.Future[Pieces] | None = None):
@@ -64,9 +64,9 @@ class Source:
 
 
 class HostArray:
-    """A leaf of a state as Orbax sees it: what it asks of a `jax.Array`, with data from a `Source`."""
+    """A leaf of a state as Orbax sees it: what it asks of a `jax.Array`, with data from a `PieceSource`."""
 
-    def __init__(self, name: str, number: int, leaf: Any, source: Source):
+    def __init__(self, name: str, number: int, leaf: Any, source: PieceSource):
         """`number` differs from leaf to leaf, as `pieces.writes` takes it."""
         self.shape, self.dtype = leaf.shape, np.dtype(leaf.dtype)
         # Wherever the leaf lies: of arrays in pinned host memory Orbax asks more, since slicing them can hang.
@@ -86,7 +86,7 @@ class HostArray:
         return shards
 
 
-def host_arrays(items: Mapping[str, Leaves], source: Source) -> dict[str, Leaves]:
+def host_arrays(items: Mapping[str, Leaves], source: PieceSource) -> dict[str, Leaves]:
     """What stands for the leaves of `items` (arrays or shapes) in a save whose pieces come from `source`."""
     numbers = {name: number for number, (name, _) in enumerate(by_name(items))}
 
@@ -119,7 +119,7 @@ class ArrayWriter:
             multiprocessing_options=processes,
         )
 
-    def write(self, directory: Path, arrays: Mapping[str, Leaves], source: Source) -> None:
+    def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> None:
         """Write what `host_arrays` made of `source`, which is released. Returns when all processes have."""
         trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
         try:

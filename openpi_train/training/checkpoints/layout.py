@@ -6,7 +6,7 @@
                   `params/` holds their EMA.
 
 So no array is stored twice. Every leaf is named by its path, also inside the optimizer's tuples: restoring needs
-nothing but names, and the structure is the running program's own. Read next: `store.py`.
+nothing but names, and the structure is the running program's own. Read next: `checkpoint_store.py`.
 """
 
 import collections

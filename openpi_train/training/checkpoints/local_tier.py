@@ -5,7 +5,7 @@
 Each process saves for itself and reads back without the others. A save counts where all processes have it whole: the
 next call finds that out, and then removes the older ones. Saves carry the id of the run, which `.run_id` in the run
 directory keeps, and that of the start that wrote them: nothing of another run or another try is mixed in.
-Read next: `copy_out.py` (from here to the run directory), `store.py` (which of both a run continues from).
+Read next: `copy_out.py` (from here to the run directory), `checkpoint_store.py` (which of both a run continues from).
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ from openpi_train.data.files import write_text
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.checkpoints import local_files
-from openpi_train.training.checkpoints.copy_out import Source
+from openpi_train.training.checkpoints.copy_out import PieceSource
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.local_files import DamagedError
 from openpi_train.training.checkpoints.pieces import Pieces, describe_pieces, fetch
@@ -68,7 +68,7 @@ class LocalTier:
         self._writing: tuple[int, concurrent.futures.Future[Pieces]] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local-checkpoint")
 
-    def save(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> Source | None:
+    def save(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
         """Start saving, and return where its pieces can be copied from.
 
         The leaves are copied to the host before this returns, so they may be donated. Waits for the former save to be
@@ -81,7 +81,7 @@ class LocalTier:
         if step == self._whole:
             there = concurrent.futures.Future()
             there.set_result(local_files.map_pieces(self._folder / str(step), described))
-            return Source({}, there)
+            return PieceSource({}, there)
         problem = ""
         try:
             local_files.reserve(self._folder / str(step), described)
@@ -94,7 +94,7 @@ class LocalTier:
         pieces = fetch(items)
         written = self._thread.submit(self._write, step, pieces, described, belongs)
         self._writing = step, written
-        return Source(pieces, written)
+        return PieceSource(pieces, written)
 
     def finish(self) -> None:
         """Wait for the last save. Where it is whole on all processes the older ones go, else it does, with a warning.

@@ -1,4 +1,7 @@
-"""What lies beside a checkpoint's arrays: `meta.json`, norm stats in `assets/`, more files. Read next: `store.py`."""
+"""What lies beside a checkpoint's arrays: `meta.json`, norm stats in `assets/`, more files.
+
+Read next: `checkpoint_store.py`.
+"""
 
 import pathlib
 import time

@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a run directory, which are kept, and which is the best. Read next: `store.py`."""
+"""Which checkpoints lie in a run directory, which are kept, and which is the best. Read next: `checkpoint_store.py`."""
 
 import dataclasses
 import logging

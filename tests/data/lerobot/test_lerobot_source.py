@@ -13,7 +13,7 @@ import pytest
 
 from openpi_train.data.formats import source_at
 from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.lerobot.layout import read_layout
+from openpi_train.data.lerobot.lerobot_layout import read_layout
 from openpi_train.data.repack import StepArray, repack
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.source import BadRecord

@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 
-from openpi_train.data.lerobot import video
+from openpi_train.data.lerobot import lerobot_video
 from openpi_train.data.lerobot.encode import encode, open_encoders
 
 # B frames in long groups; groups that refer to each other (open ones); hidden frames; what LeRobot writes.
@@ -36,7 +36,7 @@ def test_every_frame_of_every_encoding_is_the_one_that_reading_from_the_beginnin
     with av.open(str(path)) as container:
         expected = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(expected) == NUM_FRAMES
-    scanned = video.scan(path)
+    scanned = lerobot_video.scan(path)
     assert not scanned.problem
     np.testing.assert_allclose(scanned.times, np.arange(NUM_FRAMES) / 10, atol=1e-6)
     if codec == "libx265":  # some frames are shown before the key frame that lies before them, and refer to both sides
@@ -49,21 +49,21 @@ def test_every_frame_of_every_encoding_is_the_one_that_reading_from_the_beginnin
         packets = [(content[offset : offset + size], time) for offset, size, time in rows]
         time = int(scanned.packets[own, 2])
         assert scanned.encoding is not None
-        np.testing.assert_array_equal(video.decode(scanned.encoding, packets, {time})[time], expected[number])
+        np.testing.assert_array_equal(lerobot_video.decode(scanned.encoding, packets, {time})[time], expected[number])
 
 
 def test_a_time_finds_the_nearest_frame_within_the_tolerance():
-    clip = video.Video(None, np.empty((0, 3), np.int64), np.array([0.0, 0.1, 0.2]), np.zeros((3, 2), np.int64))
+    clip = lerobot_video.Video(None, np.empty((0, 3), np.int64), np.array([0.0, 0.1, 0.2]), np.zeros((3, 2), np.int64))
     times = np.array([0.0, 0.10004, 0.19996, 0.2002, -0.05, 0.15])
     assert clip.find(times, 1e-4).tolist() == [0, 1, 2, -1, -1, -1]
-    one = video.Video(None, clip.packets, np.array([0.0]), clip.frames[:1])
+    one = lerobot_video.Video(None, clip.packets, np.array([0.0]), clip.frames[:1])
     assert one.find(np.array([0.0, 0.1]), 1e-4).tolist() == [0, -1]
 
 
 def test_a_file_that_is_no_video_says_so(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(b"no video at all")
-    assert "clip.mp4 is no readable video" in video.scan(path).problem
+    assert "clip.mp4 is no readable video" in lerobot_video.scan(path).problem
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no such priorities to ask for")

@@ -16,7 +16,7 @@ import pytest
 from rlds_toy import toy_source, write_toy
 
 from openpi_train.data import progress, tables
-from openpi_train.data.rlds import index as rlds_index
+from openpi_train.data.rlds import rlds_index
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.source import BadRecord
 

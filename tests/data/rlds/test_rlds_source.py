@@ -19,8 +19,8 @@ from tensorflow_datasets.proto import tf_example_pb2
 from openpi_train.data import spans
 from openpi_train.data.image import blank_cameras
 from openpi_train.data.rlds import Rlds
+from openpi_train.data.rlds.rlds_writer import write_rlds
 from openpi_train.data.rlds.tfrecord import read_records
-from openpi_train.data.rlds.write import write_rlds
 from openpi_train.data.source import BadRecord
 
 TRAIN = "bridge_dataset-train.tfrecord-00000-of-00001"

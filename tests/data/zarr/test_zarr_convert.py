@@ -10,9 +10,9 @@ import zarr
 from PIL import Image
 
 from openpi_train.data.source import BadRecord
-from openpi_train.data.zarr.layout import read_layout
-from openpi_train.data.zarr.robotwin import convert
+from openpi_train.data.zarr.robotwin_recordings import convert
 from openpi_train.data.zarr.store import Store
+from openpi_train.data.zarr.zarr_layout import read_layout
 from openpi_train.tools import data as data_tool
 
 STEPS, SIZE = (6, 4, 9), (12, 16)

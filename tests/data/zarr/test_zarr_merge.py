@@ -12,11 +12,10 @@ import pytest
 import zarr
 from stores import LENGTHS, arms, push_t, write
 
-from openpi_train.data.zarr import Zarr
-from openpi_train.data.zarr import write as writing
-from openpi_train.data.zarr.layout import read_layout
-from openpi_train.data.zarr.merge import Part, merge
+from openpi_train.data.zarr import Zarr, zarr_writer
+from openpi_train.data.zarr.merge import StoreToMerge, merge
 from openpi_train.data.zarr.store import BadChunk, Store
+from openpi_train.data.zarr.zarr_layout import read_layout
 from openpi_train.tools import data as data_tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +53,7 @@ def small_blocks(monkeypatch):
 
 
 def parts(paths):
-    return [Part.parse(str(path)) for path in paths]
+    return [StoreToMerge.parse(str(path)) for path in paths]
 
 
 def check_union(path):
@@ -92,7 +91,7 @@ def test_a_merge_of_six_stores_is_their_union(six, tmp_path, capsys):
 
 def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch, small_blocks):
     out, written = tmp_path / "six.zarr", []
-    crc = writing._crc
+    crc = zarr_writer._crc
 
     def killed_after(count):
         def note(values):
@@ -101,7 +100,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
                 raise KeyboardInterrupt
             return crc(values)
 
-        monkeypatch.setattr(writing, "_crc", note)
+        monkeypatch.setattr(zarr_writer, "_crc", note)
 
     work = tmp_path / "six.zarr.unfinished"
     for count in (1, 20):
@@ -115,7 +114,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
             Zarr(path=str(work)).open()
     with pytest.raises(ValueError, match=r"\.unfinished was begun with other arrays, stores, tasks: give the same"):
         merge(parts(six[:5]), out, prompts={})
-    monkeypatch.setattr(writing, "_crc", crc)
+    monkeypatch.setattr(zarr_writer, "_crc", crc)
     kept = {path: path.stat().st_mtime_ns for path in work.glob("data/action/*.0")}
     merge(parts(six), out, prompts={})
     check_union(out)
@@ -126,13 +125,13 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
 
 
 def test_a_block_that_does_not_read_back_is_named(six, tmp_path, monkeypatch, small_blocks):
-    verify = writing._Writer.verify
+    verify = zarr_writer._Writer.verify
 
     def damaged(writer):
         shutil.copy(writer.work / "data/state/0.0", writer.work / "data/state/1.0")
         verify(writer)
 
-    monkeypatch.setattr(writing._Writer, "verify", damaged)
+    monkeypatch.setattr(zarr_writer._Writer, "verify", damaged)
     with pytest.raises(ValueError, match=r"rows 4\.\.7 of data/state are not what was written there"):
         merge(parts(six[:2]), tmp_path / "a.zarr", prompts={})
     assert not (tmp_path / "a.zarr").exists()
@@ -142,7 +141,7 @@ def test_merged_stores_can_be_merged_again_and_keep_their_tasks(six, tmp_path):
     pair = tmp_path / "pair.zarr"
     merge(parts(six[:2]), pair, prompts={TASKS[1]: "by size"})
     merge(
-        [Part.parse(f"mug={six[2]}"), Part.parse(str(pair)), Part.parse(f"mug={six[3]}")],
+        [StoreToMerge.parse(f"mug={six[2]}"), StoreToMerge.parse(str(pair)), StoreToMerge.parse(f"mug={six[3]}")],
         tmp_path / "all.zarr",
         prompts={},
     )
@@ -214,12 +213,12 @@ def test_written_chunks_are_all_there_even_if_they_are_zero(tmp_path):
 KILLED = """
 import sys, time
 from pathlib import Path
-from openpi_train.data.zarr import store, write
-from openpi_train.data.zarr.merge import Part, merge
+from openpi_train.data.zarr import store, zarr_writer
+from openpi_train.data.zarr.merge import StoreToMerge, merge
 
-store._BLOCK_BYTES, crc = 1, write._crc
-write._crc = lambda values: time.sleep(0.05) or crc(values)
-merge([Part.parse(path) for path in sys.argv[2:]], Path(sys.argv[1]), prompts={})
+store._BLOCK_BYTES, crc = 1, zarr_writer._crc
+zarr_writer._crc = lambda values: time.sleep(0.05) or crc(values)
+merge([StoreToMerge.parse(path) for path in sys.argv[2:]], Path(sys.argv[1]), prompts={})
 """
 
 

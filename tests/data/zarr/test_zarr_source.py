@@ -18,7 +18,7 @@ from openpi_train.data.source import BadRecord
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.data.workers import LocalBatches
 from openpi_train.data.zarr import Zarr
-from openpi_train.data.zarr.source import ZarrSource
+from openpi_train.data.zarr.zarr_source import ZarrSource
 from openpi_train.robots.pusht import PushT
 from openpi_train.robots.robotwin import RoboTwin
 from openpi_train.tools import check_run
@@ -98,7 +98,7 @@ def test_a_decoded_copy_gives_the_same_frames_and_is_made_where_there_is_room(st
     for source in (copied, pickle.loads(pickle.dumps(copied))):
         np.testing.assert_array_equal(source.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
         assert source.fingerprint == plain.fingerprint
-    monkeypatch.setattr("openpi_train.data.zarr.index._MOST_OF_FREE_DISK", 0)
+    monkeypatch.setattr("openpi_train.data.zarr.zarr_index._MOST_OF_FREE_DISK", 0)
     with caplog.at_level(logging.INFO):
         _, copies = opened("full")
     assert "each row decompresses them, too" in caplog.text and not list(copies)

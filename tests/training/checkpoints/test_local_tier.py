@@ -25,9 +25,9 @@ from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.checkpoints import copy_out, local_files, local_tier, store
+from openpi_train.training.checkpoints import checkpoint_store, copy_out, local_files, local_tier
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
-from openpi_train.training.checkpoints.store import Checkpoints
 
 LOCALLY = {name: value for name, value in SAVED_WITH.items() if name != "norm_stats"}
 
@@ -299,7 +299,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from checkpoint_process import SAVED_WITH, make_state
 from openpi_train.training.checkpoints import copy_out, local_files
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 
 checkpoints = Checkpoints({run!r}, local_directory={disk!r})
 checkpoints.save(make_state(1), **SAVED_WITH)
@@ -342,7 +342,7 @@ sys.path[:0] = [{tests!r}]
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
-from openpi_train.training.checkpoints.store import Checkpoints
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(
@@ -483,9 +483,9 @@ def test_a_bug_while_saving_locally_is_no_full_disk(run, disk, monkeypatch):
 
 def test_a_failed_copy_is_an_error_and_leaves_the_local_save(run, disk, monkeypatch):
     checkpoints = opened(run, disk)
-    monkeypatch.setattr(store, "write_manifest", full)
+    monkeypatch.setattr(checkpoint_store, "write_manifest", full)
     checkpoints.save(make_state(1), **SAVED_WITH)
-    with pytest.raises(store.CheckpointError, match="saving checkpoint 1 failed: OSError"):
+    with pytest.raises(checkpoint_store.CheckpointError, match="saving checkpoint 1 failed: OSError"):
         checkpoints.wait()
     monkeypatch.undo()
     assert restored_step(run, disk) == 1

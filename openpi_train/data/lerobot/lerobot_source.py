@@ -1,0 +1,109 @@
+"""LeRobot datasets (2.0, 2.1 and 3.0) by random access: columns from the index, frames from video or copied pictures.
+
+Read next: `lerobot_layout.py` (what lies where), `lerobot_index.py` (built at the first opening), `lerobot_video.py`
+(one frame of a video). Neither lerobot nor torch is needed; pyarrow reads the parquet files while indexing, PyAV the
+videos.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data import files, image, tables
+from openpi_train.data.lerobot import lerobot_video
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, read_layout
+from openpi_train.data.source import About, BadRecord, column_name
+from openpi_train.data.spans import read_span
+from openpi_train.data.stored import StoredSource
+
+
+class LeRobotSource(StoredSource):
+    """An opened dataset. See `Source`."""
+
+    def __init__(self, root: Path, index: tables.Tables):
+        super().__init__(root, index)
+        self._spans, self._files = index.group("spans/"), index.group("files/")
+        self._encodings = [lerobot_video.Encoding(**fields) for fields in index.manifest["encodings"]]
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`; frames that share a video's key frame are decoded in one pass."""
+        steps = np.asarray(steps).reshape(-1)
+        for step in steps.tolist():
+            self.check(step, camera)
+        height, width = self.stored.manifest["cameras"][camera]
+        if not len(steps) or self._encoding(int(steps[0]), camera) is None:
+            return image.decode_frames(self, steps, camera, (height, width))
+        groups: dict[tuple[int, int], list[int]] = {}
+        for position, step in enumerate(steps.tolist()):
+            groups.setdefault((self._file(step, camera), int(self._spans[camera][step, 0])), []).append(position)
+        frames: dict[int, np.ndarray] = {}
+        for positions in groups.values():
+            decoded = self._decode(steps[positions], camera, (height, width, 3))
+            frames |= zip(positions, decoded, strict=True)
+        # One frame, the usual case, is not copied again.
+        return frames[0][None] if len(steps) == 1 else np.stack([frames[position] for position in range(len(steps))])
+
+    def encoded(self, step: int, camera: str) -> bytes:
+        """The camera's picture at one step as stored. Raises ValueError where the camera's frames are a video."""
+        self.check(step, camera)
+        if self._encoding(step, camera) is not None:
+            raise ValueError(f"{camera} of {self._root} is a video, whose frames are not pictures of their own")
+        file = self._file(step, camera)
+        path = self.stored.root / self.stored.manifest["tables"] / "pictures" / f"{file}.bin"
+        try:
+            return read_span(path, *self.stored.manifest["pictures"][str(file)], *self._spans[camera][step].tolist())
+        except OSError as error:
+            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+
+    def about(self) -> About:
+        """See `Source.about`; names as the features have them."""
+        info, layout = files.read_json(self._root / INFO_FILE), read_layout(self._root)
+        names = {column_name(name): _flat(info["features"][name].get("names")) for name in layout.columns}
+        return About(
+            control_hz=info.get("fps"),
+            dim_names={column: dims for column, dims in names.items() if dims},
+            left_out={column_name(name): why for name, why in layout.skipped.items()},
+            robot_type=info.get("robot_type"),
+        )
+
+    def describe(self, step: int) -> str:
+        episode = self.episode_of(step)
+        file = self.stored.manifest["sources"][int(self.stored.arrays["data_files"][episode])][0]
+        return f"{self._root / file}, record {int(self.stored.arrays['records'][episode])}, {self.place_of(step)}"
+
+    def _decode(self, steps: np.ndarray, camera: str, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """The frames of these steps, which follow the same key frame of the same file."""
+        first_step = int(steps[0])
+        name, size, mtime_ns = self.stored.manifest["sources"][self._file(first_step, camera)]
+        spans = self._spans[camera][steps]
+        rows = self.stored.arrays["packets"][spans[0, 0] : spans[:, 1].max() + 1].tolist()
+        times = self.stored.arrays["packets"][spans[:, 1], 2].tolist()
+        encoding = self._encoding(first_step, camera)
+        assert encoding is not None
+        try:
+            path = self._root / name
+            packets = [(read_span(path, size, mtime_ns, offset, length), time) for offset, length, time in rows]
+            decoded = lerobot_video.decode(encoding, packets, set(times))
+            found = {frame.shape for frame in decoded.values()}
+            if found != {shape}:
+                raise ValueError(f"its frames are {found}, expected {shape}")
+        except (OSError, ValueError) as error:
+            raise BadRecord(f"{self.describe(first_step)}, {camera}, {name}: {error}") from error
+        return [decoded[time] for time in times]
+
+    def _file(self, step: int, camera: str) -> int:
+        """The number, among the manifest's files, of the one that holds a step's frame."""
+        return int(self._files[camera][self.episode_of(step)])
+
+    def _encoding(self, step: int, camera: str) -> lerobot_video.Encoding | None:
+        """The encoding of a step's video; None where the frame is a picture."""
+        number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
+        return None if number is None else self._encodings[number]
+
+
+def _flat(names: Any) -> tuple[str, ...]:
+    """A feature's names, which lie in a mapping (`{"motors": [...]}`) in older datasets."""
+    if isinstance(names, dict):
+        return tuple(name for part in names.values() for name in _flat(part))
+    return tuple(map(str, names)) if isinstance(names, list) else ()

@@ -1,0 +1,168 @@
+"""Where every frame of a video file lies, and single frames decoded from those bytes, without opening the file again.
+
+Read next: `lerobot_source.py`, which asks for frames. A file's container is read once, while indexing. Afterwards a
+frame costs one read for each packet from its key frame on (LeRobot writes a key frame every second frame) and one
+decoding of those; a thread keeps one decoder for all files of one encoding. PyAV is imported by the first function that
+needs it.
+"""
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.lerobot.lerobot_layout import require
+
+# Encodings that one thread keeps a decoder for; a dataset has one or two.
+_DECODERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """What a decoder must know before the first packet: FFmpeg's name for it, and the container's header values."""
+
+    decoder: str
+    header: str
+    colorspace: int
+    color_range: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """The index of one file. `problem` says why it cannot be read; all arrays are then empty.
+
+    Attributes:
+        packets: int64 [packets, 3] in decoding order: byte offset, size, presentation time in the stream's units.
+        times: float64 [frames], seconds, ascending.
+        frames: int64 [frames, 2]: the packet to begin decoding with, and the frame's own.
+    """
+
+    encoding: Encoding | None
+    packets: np.ndarray
+    times: np.ndarray
+    frames: np.ndarray
+    problem: str = ""
+
+    def find(self, times: np.ndarray, tolerance_s: float) -> np.ndarray:
+        """The nearest frame of each time (s), int64 [n]; -1 where none is as near as `tolerance_s`."""
+        if not len(self.times):
+            return np.full(len(times), -1)
+        after = np.clip(np.searchsorted(self.times, times), 1, max(1, len(self.times) - 1))
+        nearest = np.stack([after - 1, np.minimum(after, len(self.times) - 1)])
+        distance = np.abs(self.times[nearest] - times)
+        best = nearest[distance.argmin(axis=0), np.arange(len(times))]
+        return np.where(distance.min(axis=0) < tolerance_s, best, -1)
+
+
+def scan(path: Path) -> Video:
+    """Index a file by its container alone, without decoding. A damaged file gives a `Video` with a `problem`."""
+    av = require("av")
+    empty = (np.empty((0, 3), np.int64), np.empty(0), np.empty((0, 2), np.int64))
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise ValueError("it holds no video")
+            stream = container.streams.video[0]
+            context, time_base = stream.codec_context, float(stream.time_base)
+            encoding = Encoding(
+                context.name, (context.extradata or b"").hex(), int(context.colorspace), int(context.color_range)
+            )
+            rows = []
+            for packet in container.demux(stream):
+                if packet.size and packet.pts is not None:
+                    if not rows:
+                        _check_raw(path, packet)
+                    rows.append((packet.pos, packet.size, packet.pts, packet.is_keyframe, packet.is_discard))
+    except (av.FFmpegError, ValueError, OSError) as error:
+        return Video(None, *empty, problem=f"{path.name} is no readable video: {error}")
+    table = np.array(rows, np.int64).reshape(-1, 5)
+    table = table[np.cumsum(table[:, 3]) > 0]  # nothing can be decoded before the first key frame
+    table = table[: _whole(table, path.stat().st_size)]
+    starts = _starts(table[:, 2], table[:, 3] > 0)
+    shown = np.flatnonzero(table[:, 4] == 0)
+    shown = shown[np.argsort(table[shown, 2], kind="stable")]
+    times = table[shown, 2] * time_base
+    return Video(encoding, table[:, :3], times, np.stack([starts[shown], shown], axis=1))
+
+
+def _check_raw(path: Path, packet: Any) -> None:
+    """Raise ValueError where a packet does not lie in the file as it is given to a decoder."""
+    with path.open("rb") as file:
+        file.seek(max(packet.pos or 0, 0))
+        if file.read(packet.size) != bytes(packet):
+            raise ValueError("its frames do not lie in it as they are; remux it as mp4")
+
+
+def _whole(table: np.ndarray, size: int) -> int:
+    """How many packets come before the first one that a truncated file has lost."""
+    lost = np.flatnonzero(table[:, 0] + table[:, 1] > size)
+    return int(lost[0]) if len(lost) else len(table)
+
+
+def _starts(times: np.ndarray, is_key: np.ndarray) -> np.ndarray:
+    """The packet to begin with in order to decode each packet, int64 [packets].
+
+    It is the key frame before it; the one before that for a packet which is shown before its key frame, since it may
+    refer to frames on both sides (an open group of pictures).
+    """
+    key = np.maximum.accumulate(np.where(is_key, np.arange(len(times)), 0))
+    leading = times < times[key]
+    return np.where(leading, key[np.maximum(key - 1, 0)], key)
+
+
+class _Decoders(threading.local):
+    """The decoders of one thread: they keep state between packets, so that two threads cannot share one."""
+
+    def __init__(self):
+        self.opened: OrderedDict[Encoding, Any] = OrderedDict()
+
+    def get(self, encoding: Encoding) -> tuple[Any, Any]:
+        """An idle decoder, and the converter of its frames to RGB, which has tables worth keeping."""
+        if encoding not in self.opened:
+            av = require("av")
+            context = av.CodecContext.create(encoding.decoder, "r")
+            # The rows of a batch are read in parallel already.
+            context.thread_count = 1
+            context.extradata = bytes.fromhex(encoding.header) or None
+            context.colorspace, context.color_range = encoding.colorspace, encoding.color_range
+            self.opened[encoding] = context, require("av.video.reformatter").VideoReformatter()
+            if len(self.opened) > _DECODERS:
+                self.opened.popitem(last=False)
+        self.opened.move_to_end(encoding)
+        return self.opened[encoding]
+
+
+_decoders = _Decoders()
+
+
+def decode(encoding: Encoding, packets: Sequence[tuple[bytes, int]], wanted: set[int]) -> dict[int, np.ndarray]:
+    """The frames of these presentation times, uint8 [height, width, 3] (RGB, by FFmpeg's conversion).
+
+    Args: `packets` in decoding order, each with its presentation time, from a key frame to the last wanted one.
+    Raises ValueError where they do not decode.
+    """
+    av = require("av")
+    decoder, converter = _decoders.get(encoding)
+    found = {}
+    try:
+        for data, time in (*packets, (None, 0)):  # None: hand over what was held back
+            if len(found) == len(wanted):
+                break
+            packet = None
+            if data is not None:
+                packet = av.Packet(data)
+                packet.pts = time
+            for frame in decoder.decode(packet):
+                if frame.pts in wanted:
+                    found[frame.pts] = converter.reformat(frame, format="rgb24").to_ndarray()
+    except av.FFmpegError as error:
+        raise ValueError(f"cannot decode the video: {error}") from error
+    finally:
+        decoder.flush_buffers()
+    if len(found) < len(wanted):
+        raise ValueError(f"cannot decode the video: {len(wanted) - len(found)} of {len(wanted)} frames did not come")
+    return found

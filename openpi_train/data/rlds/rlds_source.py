@@ -1,0 +1,50 @@
+"""The native dataset format: RLDS as tensorflow-datasets publishes it, read by random access over its TFRecord shards.
+
+Read next: `rlds_index.py` (the cached index that says where each image lies), `data/windows.py` (rows out of a source).
+
+One image costs one `pread` and one decode. Neither TensorFlow nor a copy of the dataset is needed; columns, prompts and
+episode ends come from the index as memory-mapped arrays.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from openpi_train.data import image, tables
+from openpi_train.data.rlds.schema import read_about
+from openpi_train.data.source import About, BadRecord
+from openpi_train.data.spans import read_span
+from openpi_train.data.stored import StoredSource
+
+
+class RldsSource(StoredSource):
+    """An opened split. See `Source`."""
+
+    def __init__(self, directory: Path, index: tables.Tables):
+        super().__init__(directory, index)
+        self._spans = index.group("spans/")
+        shards = index.manifest["shards"]
+        self._files = [(directory / shard["name"], shard["size"], shard["mtime_ns"]) for shard in shards]
+
+    def encoded(self, step: int, camera: str) -> bytes:
+        """The camera's picture at one step as stored: one `pread`."""
+        self.check(step, camera)
+        offset, length = self._spans[camera][step].tolist()
+        shard = int(np.searchsorted(self.stored.arrays["shard_ends"], step, side="right"))
+        try:
+            return read_span(*self._files[shard], offset, length)
+        except OSError as error:
+            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`; one read and one decode for each step."""
+        height, width = self.stored.manifest["cameras"].get(camera, (0, 0))
+        return image.decode_frames(self, steps, camera, (height, width))
+
+    def about(self) -> About:
+        return read_about(self._root, self.stored.manifest["prompt_feature"], self.stored.manifest["skipped"])
+
+    def describe(self, step: int) -> str:
+        shard = int(np.searchsorted(self.stored.arrays["shard_ends"], step, side="right"))
+        record = int(self.stored.arrays["records"][self.episode_of(step)])
+        return f"{self._files[shard][0]}, record {record}, {self.place_of(step)}"

@@ -1,0 +1,134 @@
+"""What the arrays of a replay buffer are: cameras, columns, episodes and tasks. Read next: `zarr_index.py`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.source import WIDEST_COLUMN
+from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
+
+# What `merge.py` adds: which of the tasks in the root's attributes each row belongs to.
+TASK_ID, TASKS = "task_id", "tasks"
+# The attribute that holds what `About.as_json` gives.
+ABOUT = "about"
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureArray:
+    """Pictures: height and width, and whether the channels come before them."""
+
+    size: tuple[int, int]
+    channels_first: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrLayout:
+    """A replay buffer's arrays, without `data/` before their names.
+
+    Attributes:
+        columns: dtype name and shape per step.
+        skipped: Arrays left out, each with the reason.
+        episode_ends: int64 [episodes].
+        tasks: name and prompt of each task; empty where the store tells none.
+    """
+
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]
+    cameras: Mapping[str, PictureArray]
+    skipped: Mapping[str, str]
+    episode_ends: np.ndarray
+    tasks: tuple[tuple[str, str], ...]
+
+
+def read_layout(store: Store) -> ZarrLayout:
+    """The layout, from metadata and `meta/episode_ends` alone.
+
+    Raises FileNotFoundError where there is no replay buffer, ValueError for arrays that do not fit together.
+    """
+    root = store.root
+    require(store)
+    ends = _episode_ends(store)
+    columns, cameras, skipped = sort_arrays(store)
+    for name in (*columns, *cameras):
+        rows = store.arrays[f"data/{name}"].shape[0]
+        if rows != ends[-1]:
+            raise ValueError(
+                f"{root}: data/{name} has {rows} rows, but its last episode ends at {ends[-1]}: the store was not "
+                "written to its end, or not by diffusion_policy's rules"
+            )
+    tasks = tuple((str(task["name"]), str(task["prompt"])) for task in store.attributes.get(TASKS, ()))
+    if tasks and columns.pop(TASK_ID, ("", None))[1] != ():
+        raise ValueError(f"{root} names {len(tasks)} tasks, but has no data/{TASK_ID} with one number per step")
+    return ZarrLayout(columns, cameras, skipped, ends, tasks)
+
+
+def require(store: Store) -> None:
+    """Raise FileNotFoundError where the store is no replay buffer, ValueError where it is no finished one."""
+    root = store.root
+    if not is_zarr(root):
+        raise FileNotFoundError(
+            f"{root} holds no zarr store; give a folder with .zgroup or zarr.json in it, or a zip file"
+        )
+    data = [name for name in store.drivers if name.startswith("data/")]
+    if EPISODE_ENDS not in store.drivers or not data:
+        raise ValueError(
+            f"{root} is a zarr store, but no replay buffer: it needs {EPISODE_ENDS} and arrays in data/, and has "
+            f"{', '.join(store.drivers) or 'no arrays in data/ and meta/'}"
+        )
+
+
+def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, PictureArray], dict[str, str]]:
+    """The arrays in data/ as columns, cameras and those left out, by name."""
+    columns: dict[str, tuple[str, tuple[int, ...]]] = {}
+    cameras: dict[str, PictureArray] = {}
+    skipped: dict[str, str] = {}
+    episodes = store.arrays[EPISODE_ENDS].shape[0]
+    rows = {info.shape[0] for name, info in store.arrays.items() if name.startswith("data/")}
+    for path, info in store.arrays.items():
+        group, name = path.split("/", 1)
+        shape, width = info.shape[1:], math.prod(info.shape[1:])
+        if group != "data":
+            continue
+        if info.dtype.kind not in "biuf":
+            skipped[name] = f"of type {info.dtype}"
+        elif len(shape) == 3 and 3 in (shape[0], shape[-1]):
+            if shape[0] == shape[-1]:
+                raise ValueError(f"{store.root}: data/{name} is {list(shape)} per step: which axis is the channels'?")
+            channels_first = shape[0] == 3
+            cameras[name] = PictureArray(shape[1:] if channels_first else shape[:2], channels_first)
+        elif info.shape[0] == episodes and len(rows) > 1:
+            skipped[name] = "a row per episode, not per step"
+        elif width > WIDEST_COLUMN:
+            skipped[name] = f"{width} numbers wide"
+        else:
+            columns[name] = (info.dtype.name, shape)
+    return columns, cameras, skipped
+
+
+def pictures(name: str, values: np.ndarray, camera: PictureArray) -> np.ndarray:
+    """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for numbers that are no pixels."""
+    if values.dtype != np.uint8:
+        # Push-T's are float32, of whole numbers.
+        pixels = values.astype(np.uint8)
+        if not np.array_equal(pixels, values):
+            low, high = np.nanmin(values), np.nanmax(values)
+            raise ValueError(
+                f"{name} holds numbers from {low:g} to {high:g} that are not all whole ones in 0..255: no pixels"
+            )
+        values = pixels
+    return np.moveaxis(values, 1, -1) if camera.channels_first else values
+
+
+def _episode_ends(store: Store) -> np.ndarray:
+    try:
+        ends: Any = store.read(EPISODE_ENDS, slice(None))
+    except BadChunk as error:
+        raise ValueError(f"{store.root}: {EPISODE_ENDS} cannot be read: {error}") from error
+    if ends.ndim != 1 or ends.dtype.kind not in "iu" or not len(ends) or (np.diff(ends, prepend=0) <= 0).any():
+        raise ValueError(
+            f"{store.root}: {EPISODE_ENDS} must be whole numbers that grow from episode to episode; it is "
+            f"{ends.dtype} {list(ends.shape)}, beginning with {ends.reshape(-1)[:5].tolist()}"
+        )
+    return ends.astype(np.int64)

@@ -1,0 +1,215 @@
+"""Meta-World (Yu et al. 2019): fifty tasks of a Sawyer arm in MuJoCo, each with a scripted expert; the extra `sim`.
+
+Goals are seen, as in its multi-task benchmarks. An episode begins where the ranges of Meta-World's own draws allow,
+and ends with its first success: further steps leave it as it is. Read next: `metaworld_render.py` for its pictures.
+
+A simulator has no past: MuJoCo's states cannot be put back so that the same actions follow the same path (0.5 apart
+after 40 steps with metaworld 3.1.1), so that only the newest states of a batch can be stepped. From `reset` on,
+episodes are functions of their keys and actions, bit for bit.
+"""
+
+import collections
+import dataclasses
+import functools
+import importlib
+import logging
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.envs.metaworld_tasks import INSTRUCTIONS
+
+logger = logging.getLogger(__name__)
+
+CAMERA = "corner2"
+# Height and width of what a person is shown.
+SHOWN_PX = 240
+# Of an expert's demonstrations, in units of the action's range: pushes off its path that its commands undo.
+_NOISE = np.array([0.1, 0.1, 0.1, 0.0])
+# Simulators at rest, by task: making one takes ten times as long as a reset.
+_IDLE: dict[str, list["_Simulator"]] = collections.defaultdict(list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Episodes:
+    """A batch of episodes under way: what Meta-World observed of each, float64 [b, 39], and after how many steps."""
+
+    simulators: "_Lease"
+    observations: np.ndarray
+    success: np.ndarray
+    num_steps: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MetaWorldEnv(Env):
+    """Batches of episodes. States alone; with an `image_size` a picture, too."""
+
+    # Meta-World's names without their version, such as drawer-close.
+    task_list: tuple[str, ...] = ("reach", "button-press", "drawer-close", "window-open", "push")
+    # Height and width of the picture; None: none, and no OpenGL is needed.
+    image_size: int | None = None
+    # No initial state of one split is one of the other; demonstrations begin with those of `train`.
+    split: Literal["train", "held_out"] = "held_out"
+
+    action_dim: ClassVar[int] = 4
+    state_dim: ClassVar[int] = 39
+    control_hz: ClassVar[float] = 80.0
+    max_steps: ClassVar[int] = 500
+    has_expert: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if unknown := [name for name in self.task_list if name not in INSTRUCTIONS]:
+            raise ValueError(f"Meta-World has no task {', '.join(unknown)}; it has {', '.join(INSTRUCTIONS)}")
+        if not self.task_list:
+            raise ValueError("task_list is empty; give at least one of Meta-World's tasks")
+
+    @property
+    def cameras(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The view over the table from a corner, where there are pictures."""
+        return () if self.image_size is None else (CAMERA,)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names in `task_list`."""
+        return self.task_list
+
+    def instruction(self, task: int) -> str:
+        """The task in words."""
+        return INSTRUCTIONS[self.task_list[task]]
+
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Episodes:
+        """Fresh episodes. Raises ImportError where Meta-World is not installed."""
+        numbers = np.asarray(jax.random.key_data(keys))
+        simulators = _Lease(self.task_list[int(task)] for task in np.asarray(tasks))
+        side = ("train", "held_out").index(self.split)
+        pairs = zip(simulators, numbers.tolist(), strict=True)
+        observations = np.stack([simulator.reset([*number, side]) for simulator, number in pairs])
+        count = len(simulators)
+        return Episodes(simulators, observations, np.zeros(count, bool), np.zeros(count, int))
+
+    def step(self, states: Episodes, actions: Float[Array | np.ndarray, "b 4"]) -> Episodes:
+        """The states one control step later. Raises RuntimeError for states that were stepped before."""
+        _check_newest(states)
+        actions = np.clip(np.asarray(actions, np.float64), -1.0, 1.0)
+        observations, success = states.observations.copy(), states.success.copy()
+        for row in np.flatnonzero(~success):
+            observations[row], success[row] = states.simulators[row].step(actions[row])
+        return Episodes(states.simulators, observations, success, states.num_steps + ~states.success)
+
+    def observe(self, states: Episodes) -> EnvObservation:
+        """Meta-World's 39 numbers: hand, gripper and objects now and a step ago, and the goal; and the picture."""
+        images = {} if self.image_size is None else self._drawn(states, np.arange(len(states.success)), self.image_size)
+        return EnvObservation(
+            images=images,
+            state=np.asarray(states.observations, np.float32),
+            task=np.array([self.task_list.index(simulator.name) for simulator in states.simulators], np.int32),
+        )
+
+    def pictures(self, states: Episodes, rows: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The view from the corner, also of an environment without cameras; nothing where nothing can draw it."""
+        if self.image_size is None and _tell_why_not():
+            return {}
+        return self._drawn(states, rows, self.image_size or SHOWN_PX)
+
+    def _drawn(self, states: Episodes, rows: np.ndarray, size: int) -> dict[str, np.ndarray]:
+        _check_newest(states)
+        return {CAMERA: np.stack([states.simulators[row].picture(size) for row in rows.tolist()])}
+
+    def success(self, states: Episodes) -> Bool[np.ndarray, " b"]:
+        """Whether Meta-World has reported a success so far."""
+        return states.success
+
+    def for_demonstrations(self) -> "MetaWorldEnv":
+        """With the initial states of the split `train`."""
+        return dataclasses.replace(self, split="train")
+
+    def demonstrate(
+        self, states: Episodes, keys: Key[Array, " b"]
+    ) -> tuple[Float[np.ndarray, "b 4"], Float[np.ndarray, "b 4"]]:
+        """What Meta-World's scripted policies command, and that with noise on the motion."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the commands are to be clipped, as they are here
+            found = [s.expert.get_action(o) for s, o in zip(states.simulators, states.observations, strict=True)]
+        commands = np.clip(np.stack(found), -1.0, 1.0).astype(np.float32)
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+        return commands, np.clip(commands + np.asarray(noise) * _NOISE, -1.0, 1.0).astype(np.float32)
+
+
+def with_all_tasks(**fields: Any) -> MetaWorldEnv:
+    """Meta-World with all its fifty tasks."""
+    return MetaWorldEnv(task_list=tuple(INSTRUCTIONS), **fields)
+
+
+class _Simulator:
+    """One of Meta-World's environments, and the expert of its task."""
+
+    def __init__(self, name: str):
+        self.name, self.num_steps = name, 0
+        self.view: Any = None
+        try:
+            environments = importlib.import_module("metaworld.env_dict").ALL_V3_ENVIRONMENTS
+            experts = importlib.import_module("metaworld.policies").ENV_POLICY_MAP
+        except ImportError as error:
+            raise ImportError(f"Meta-World cannot be imported ({error}): pip install 'openpi_train[sim]'") from error
+        self.env: Any = environments[f"{name}-v3"]()
+        self.expert: Any = experts[f"{name}-v3"]()
+        # What its `set_task` sets for one of fifty states that were drawn ahead; here a reset draws anew.
+        self.env._set_task_called = self.env.seeded_rand_vec = True
+        self.env._freeze_rand_vec = self.env._partially_observable = False
+        self.env.__dict__.pop("sawyer_observation_space", None)  # cached, of unseen goals
+
+    def reset(self, seed: list[int]) -> np.ndarray:
+        """The first observation of the episode that the seed draws."""
+        self.num_steps = 0
+        self.env.np_random = np.random.default_rng(seed)
+        return self.env.reset()[0]
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, bool]:
+        """The next observation, and whether it is a success."""
+        self.num_steps += 1
+        observation, _, _, _, told = self.env.step(action)
+        return observation, bool(told["success"])
+
+    def picture(self, size: int) -> np.ndarray:
+        """What the camera sees, uint8 [size, size, 3]."""
+        if self.view is None or self.view.size != size:
+            from openpi_train.envs.metaworld_render import View
+
+            self.view = View(self.env.model, CAMERA, size)
+        return self.view.picture(self.env.data)
+
+
+class _Lease(list[_Simulator]):
+    """The simulators of a batch of episodes, at rest again once nobody holds states of that batch any more."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__(_IDLE[name].pop() if _IDLE[name] else _Simulator(name) for name in names)
+        weakref.finalize(self, _give_back, tuple(self)).atexit = False
+
+
+def _give_back(simulators: tuple[_Simulator, ...]) -> None:
+    for simulator in simulators:
+        _IDLE[simulator.name].append(simulator)
+
+
+@functools.cache
+def _tell_why_not() -> str:
+    from openpi_train.envs.metaworld_render import why_not
+
+    if problem := why_not():
+        logger.warning("Meta-World is shown to nobody: %s", problem)
+    return problem
+
+
+def _check_newest(states: Episodes) -> None:
+    if any(s.num_steps != steps for s, steps in zip(states.simulators, states.num_steps.tolist(), strict=True)):
+        raise RuntimeError(
+            "these Meta-World states were stepped before, and a simulator cannot go back: keep the newest states, or "
+            "reset with the same keys and carry out the same actions"
+        )

@@ -1,0 +1,53 @@
+"""What is measured of robot policies: open-loop errors, and successes in an environment.
+
+Read next: `action_error.py`, `closed_loop_success.py`.
+"""
+
+import dataclasses
+
+from openpi_train.data.opened import OpenedDatasets
+from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.evaluation.action_error import ActionError
+from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess
+from openpi_train.evaluation.measure import Evaluations, Measure, Running
+from openpi_train.fields import at_least
+from openpi_train.runtime.exits import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(Evaluations):
+    """Evaluation of a robot policy."""
+
+    # Training rows, always the same, of which the open-loop action error is measured, too.
+    num_train_rows: int = at_least(0, 0)
+    # Denoising steps of the sampler that evaluation uses.
+    num_sample_steps: int = at_least(1, 10)
+    # The policy acts in an environment, too.
+    closed_loop: ClosedLoop = dataclasses.field(default_factory=ClosedLoop)
+
+    def check(self) -> list[str]:
+        every = self.closed_loop.interval
+        if every and (not self.interval or every % self.interval):
+            return [
+                f"--eval.closed-loop.interval {every} is not a multiple of --eval.interval {self.interval}: a closed "
+                "loop is part of an evaluation"
+            ]
+        return []
+
+    def prompts(self) -> list[tuple[str, int]]:
+        env = self.closed_loop.env
+        return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]
+
+    def measures(self, running: Running) -> list[Measure]:
+        found: list[Measure] = []
+        if "sample" in running.trainer.model.provides:
+            if not isinstance(running.data, OpenedDatasets):
+                raise UsageError(
+                    f"eval: EvalConfig measures action errors, which {type(running.data).__name__} has no actions for; "
+                    "give the experiment another eval, such as evaluation.measure.Evaluations()"
+                )
+            rows = running.data.training_rows(self.num_train_rows, running.batch_size, running.trainer.plan.batch)
+            found.append(ActionError(running, self.num_sample_steps, rows))
+        if self.closed_loop.num_episodes:
+            found.append(ClosedLoopSuccess(running, self.closed_loop, self.num_sample_steps))
+        return found

@@ -1,0 +1,185 @@
+"""What every model config promises.
+
+Read next: `pi0.py`, and `objectives/objective.py` for who calls the built module.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from openpi_train.data.normalize import Form
+from openpi_train.data.windows import WindowShape
+from openpi_train.runtime.exits import UsageError
+
+Row = dict[str, Any]
+RowTransform = Callable[[Row], Row]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(abc.ABC):
+    """The frozen description of a model: everything needed to build it and to shape its batches.
+
+    `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
+    is built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
+    `velocity_and_log_probs`), `value`, `log_prob`.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The type of activations in its stacks of layers, which read their weights in it."""
+        return jnp.float32
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether the loss must be scaled up for the backward pass: gradients are float16 on their way."""
+        return False
+
+    @abc.abstractmethod
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """A freshly initialised module, parameters in float32."""
+
+    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
+        """Tell `module`, freshly built, in which of the `parameter_groups` nothing trains (default: it need not know).
+
+        Its outputs stay the same; it may leave out work for gradients that nothing asks for.
+        """
+        del module, groups
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""
+        if tensor_devices == 1:
+            return []
+        return [
+            f"--sharding.tensor-devices {tensor_devices}: {type(self).__name__} has no layers that devices can share "
+            "out; allowed: 1"
+        ]
+
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
+        missing = needs - self.provides
+        if not missing:
+            return []
+        return [
+            f"objective {name} needs {', '.join(sorted(missing))}, which model {type(self).__name__} does not provide "
+            f"(it has: {', '.join(sorted(self.provides))})"
+        ]
+
+    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:
+        """Tokens of a batch that others attend to, padding left out; None for a model of no tokens (the default)."""
+        del batch, draws
+        return None
+
+    def remat_choices(self) -> Mapping[str | None, "ModelConfig"]:
+        """This config under every rematerialisation policy that it leaves open, by name, least recomputation first.
+
+        Default: the config itself, for a model without policies.
+        """
+        return {None: self}
+
+    def public_name(self, path: str) -> str:
+        """The name under which the parameter `path` is published in checkpoints (default: its own)."""
+        return path
+
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        """What the model can say of a checkpoint that does not fit it, as sentences with what to do.
+
+        Of published names: those that the checkpoint lacks, those that the model does not know, those of other shapes.
+        """
+        del missing, extra, misshapen
+        return []
+
+    def without_lora(self) -> "ModelConfig":
+        """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
+        return self
+
+    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
+        return dict(params)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        """Names that `--freeze` takes beside patterns, each with the pattern of paths that it stands for."""
+        return {}
+
+    def frozen(self, path: str) -> bool:
+        """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
+        del path
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ModelConfig):
+    """A model of robots' actions: what it sees around a control step, and how a robot's row becomes a row of its batch.
+
+    Its batch is a `types.ActionBatch`.
+    """
+
+    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
+    reads_text: ClassVar[bool] = True
+
+    # Control steps of an action chunk.
+    action_horizon: int
+    # Tokens that the model knows.
+    vocab_size: int
+
+    @property
+    def window(self) -> WindowShape:
+        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
+        return WindowShape(horizon=self.action_horizon)
+
+    @property
+    def normalization(self) -> Form:
+        """The form of normalisation that the model was designed for."""
+        return "z_score"
+
+    @abc.abstractmethod
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Any:
+        """The batch as a tree of `jax.ShapeDtypeStruct`.
+
+        `cameras` are the slots that the run's robots fill; `text_length` is the number of text tokens of a row, padding
+        included. None: `text_limit`.
+        """
+
+    @abc.abstractmethod
+    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+        """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
+
+    @property
+    def text_limit(self) -> int | None:
+        """The most text tokens of a row, padding included; None for a model without text (default)."""
+        return None
+
+    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
+        """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
+
+        Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
+        """
+        del tokenizer, prompts
+        return self.text_limit
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
+
+        `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
+        """
+        del tokenizer, prompt, num_state_dims
+        return 0
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
+        del tokenizer
+        return None
+
+
+def as_policy(model: ModelConfig) -> PolicyConfig:
+    """The model, where robots' actions are needed. Raises UsageError where it has none."""
+    if not isinstance(model, PolicyConfig):
+        raise UsageError(f"this is for robot policies, and {type(model).__name__} has no actions")
+    return model

@@ -1,0 +1,72 @@
+"""What every objective promises. Read next: `flow_matching.py`, then `training/step.py` for who calls it."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from openpi_train.nn.augment import Augmentation
+from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
+from openpi_train.sampling.flow import FlowSampler
+from openpi_train.types import ActionBatch
+
+Norms = dict[str, Float[Array, ""]]
+Metrics = dict[str, Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective(abc.ABC):
+    """A loss that is a sum of `c * numerator / norm`, every norm taken from masks of the whole optimizer batch.
+
+    Micro-batch losses and gradients therefore simply add: accumulation, device count and sharding cannot change them.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def draws_per_row(self) -> int:
+        """How many times the action part of the model runs for one row (for cost forecasts)."""
+        return 1
+
+    @abc.abstractmethod
+    def norms(self, batch: Any) -> Norms:
+        """The denominators, float32 scalars, from masks alone, on the whole optimizer batch."""
+
+    @abc.abstractmethod
+    def loss(
+        self, model: nnx.Module, batch: Any, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """This micro-batch's share of the loss and of each metric (shares add up to the whole batch's value).
+
+        `keys` holds one key per row. `train` switches augmentation; evaluation uses the same formula without it.
+        """
+
+    @property
+    def action_sampler(self) -> ActionSampler:
+        """What draws actions with a model that was trained so.
+
+        Default: Euler steps where a velocity is trained, else what the model has of its own.
+        """
+        return FlowSampler() if "velocity" in self.needs else OwnSampler()
+
+
+def element_mask(
+    batch: ActionBatch, *, mask_action_dims: bool = False, mask_padded_steps: bool = True
+) -> Float[Array, "b h a"]:
+    """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts.
+
+    Args: whether the dims beyond the robot's own, and the steps outside the episode, are left out.
+    """
+    steps = batch.action_mask
+    if not mask_padded_steps:
+        steps = jnp.broadcast_to(steps.any(axis=1, keepdims=True), steps.shape)
+    mask = jnp.broadcast_to(steps[:, :, None], batch.actions.shape).astype(jnp.float32)
+    return mask * batch.dim_mask[:, None, :] if mask_action_dims else mask
+
+
+def augmented(batch: ActionBatch, augmentation: Augmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
+    """The batch with its images changed, each row's by its own key; with `keys` None, as evaluation sees them."""
+    return dataclasses.replace(batch, observation=augmentation(batch.observation, keys))

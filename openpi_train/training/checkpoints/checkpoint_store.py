@@ -1,0 +1,356 @@
+"""Checkpoints of a run: saved while it trains on, counted only when whole, restored onto any devices.
+
+    <run>/<step>/params/        what inference loads, as openpi publishes it (`layout.py`)
+                 train_state/   what only training needs
+                 assets/<asset_id>/norm_stats.json
+                 tokenizer/     its files, so that the checkpoint answers wherever it is copied to
+                 meta.json      step, data position, experiment, versions, dtype and shape of every leaf
+                 manifest.json  size and crc32 of every file, written last (`manifest.py`)
+    <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
+
+Each process copies what it will write to its host; all else of a save happens in one background thread, so that a save
+holds up the loop no longer than that copy takes. Orbax's `AsyncCheckpointer` writes the arrays. Its `CheckpointManager`
+is not used: it would delete the old checkpoint before the new one has its manifest, and it restores what is damaged.
+Read next: `layout.py` (what lies in the items), `copy_out.py` (how they are written), `interop/orbax_item.py` (how they
+are read), `step_dirs.py` (what is kept), `local_tier.py` (more frequent saves on a disk in each host, from which those
+here are copied).
+"""
+
+import concurrent.futures
+import functools
+import logging
+import math
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+
+from openpi_train.data.files import read_json, set_aside
+from openpi_train.interop.manifest import find_damage, has_manifest, write_manifest
+from openpi_train.interop.orbax_item import open_item
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored_leaves import place as on_devices
+from openpi_train.runtime import agree, preempt
+from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
+from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
+from openpi_train.training.checkpoints.layout import (
+    Leaves,
+    PublicName,
+    check_same_leaves,
+    describe,
+    leaves_by_item,
+    size_bytes,
+    state_from_items,
+)
+from openpi_train.training.checkpoints.local_tier import LocalTier
+from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
+from openpi_train.training.checkpoints.pieces import fetch_share, place
+from openpi_train.training.checkpoints.step_dirs import Best, StepDirs
+from openpi_train.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_SLACK_BYTES = 1 << 20  # metadata, norm stats and manifest beside the arrays
+
+
+class Checkpoints:
+    """The checkpoints of one training run. For its training processes only: opening cleans up after killed saves.
+
+    Every process must make the same calls in the same order. An error of a save in the background is raised, on the
+    process that had it, by the next `save`, `wait` or `close`.
+
+    Args:
+        directory: the run directory, on a file system that all processes share.
+        public_name: internal parameter path to published name.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_period: checkpoints at multiples of this step are kept for good; None keeps none of them.
+        local_directory: a directory on a disk of each host's own, for the saves of `save_locally`; None has none.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        public_name: PublicName = str,
+        keep_last: int = 1,
+        keep_period: int | None = None,
+        local_directory: str | None = None,
+    ):
+        self._dirs = StepDirs(directory, keep_last=keep_last, keep_period=keep_period)
+        self.directory = self._dirs.directory
+        self._public_name = public_name
+        self._is_writer = jax.process_index() == 0
+        self._saved_step: int | None = None
+        self.copy_is_missing = False
+        """Whether the state was restored from a local save that the run directory has no copy of."""
+        if self._is_writer:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._dirs.remove_left_overs()
+        self._local = LocalTier(local_directory, self.directory) if local_directory else None
+        self._writer = ArrayWriter("params", "train_state")
+        self._source: PieceSource | None = None
+        self._background = background_thread()
+        self._pending: concurrent.futures.Future[None] | None = None
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        data_position: Mapping[str, Any],
+        experiment: Mapping[str, Any],
+        norm_stats: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Start saving and return the seconds for which the caller was held up (`time/checkpoint_stall_s`).
+
+        What this process writes is copied to its host before this returns, so the state may be donated to the next
+        step. A step that has just been saved or restored is not saved again. Waits for the former save to be complete:
+        never do two states lie on the host. Where there is a local directory the step is saved there first, and copied
+        from there in the background.
+
+        Args:
+            norm_stats: what `assets/<asset_id>/norm_stats.json` shall hold, by asset id.
+            files: what else shall lie in the checkpoint, by path.
+            extra: more JSON values to keep beside these, such as the wandb run id.
+
+        Raises:
+            CheckpointError: the former save failed, or the disk has no room for this one. Older checkpoints are whole.
+        """
+        started = time.monotonic()
+        step = int(state.step)
+        if step == self._saved_step:
+            logger.info("checkpoint %d is already there and is not saved again", step)
+            return 0.0
+        check_asset_ids(norm_stats)
+        items = leaves_by_item(state, self._public_name)
+        meta = make_meta(step, items, data_position, experiment, extra)
+        local = self._start_locally(step, items, meta)
+        self._finish_pending()
+        problem = ""
+        if self._is_writer:
+            self._dirs.remove_left_overs()  # a failed save's files may be what fills the disk
+            problem = self._obstacle(step, size_bytes(items) + sum(map(len, (files or {}).values())))
+        self._raise_together(problem)
+        self._source = source = local or PieceSource(fetch_share(items))
+        self._saved_step = step
+        arrays = host_arrays(items, source)
+        beside = functools.partial(write_beside, meta=meta, norm_stats=dict(norm_stats), files=dict(files or {}))
+        self._pending = self._background.submit(self._write, step, arrays, beside, started, source)
+        return time.monotonic() - started
+
+    def save_locally(
+        self,
+        state: TrainState,
+        *,
+        data_position: Mapping[str, Any],
+        experiment: Mapping[str, Any],
+        extra: Mapping[str, Any] | None = None,
+    ) -> float | None:
+        """Start saving in the local directory alone, and return the seconds for which the caller was held up.
+
+        Waits for the former local save, not for its copy. None where a disk has no room: a warning, no error.
+        """
+        started, step = time.monotonic(), int(state.step)
+        items = leaves_by_item(state, self._public_name)
+        source = self._start_locally(step, items, make_meta(step, items, data_position, experiment, extra))
+        return time.monotonic() - started if source else None
+
+    def restore(self, abstract: TrainState, *, cast: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest checkpoint that is whole for every process, with its `meta`; None where there is none at all.
+
+        A local one is used where none in the run directory is newer; if it is not, the log says why. Damaged ones in
+        the run directory are named in the log and renamed to `<step>.damaged-<time>`.
+
+        Args:
+            abstract: shapes with dtypes and shardings (or arrays); the result is laid out like it, whatever number of
+                devices and processes the checkpoint was written by.
+            cast: allow another dtype than the saved one.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or they are another model's, naming the leaves that differ.
+        """
+        started = time.monotonic()
+        wanted = leaves_by_item(abstract, self._public_name)
+        local = self._local.restore(wanted) if self._local else None
+        step = self._newest_whole(above=local.step if local else -1)
+        if step is not None:
+            if local:
+                logger.info("local checkpoint %d is older than the run directory's %d", local.step, step)
+            local, directory = None, self.step_dir(step)
+            meta = read_json(directory / "meta.json")
+            check_same_leaves(meta["leaves"], describe(wanted), where=str(directory), cast=cast)
+        elif local is not None:
+            step, directory, meta = local.step, local.directory, local.meta
+            complete = agree.broadcast("complete checkpoints", self.steps() if self._is_writer else None)
+            self.copy_is_missing = step not in complete
+        else:
+            return None
+        items = (
+            place(local.pieces, wanted)
+            if local
+            else {item: _read_item(directory / item, leaves) for item, leaves in wanted.items()}
+        )
+        self._saved_step = None if self.copy_is_missing else step
+        if self._local:
+            self._local.settle(local.step if local else None)
+        logger.info("restored checkpoint %d from %s in %.1f s", step, directory, time.monotonic() - started)
+        return state_from_items(items, abstract, self._public_name), meta
+
+    def note_metric(self, step: int, value: float) -> None:
+        """Tell the validation metric at `step`; the checkpoint of the lowest finite one so far is kept as `best`.
+
+        May be called before or after that step is saved. Steps without a checkpoint do not compete.
+        """
+        if not math.isfinite(value):
+            logger.warning("validation metric %s at step %d: not a candidate for the best checkpoint", value, step)
+            return
+        if self._is_writer:
+            self._dirs.note_metric(step, value)
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint on disk, if any."""
+        return self._dirs.best
+
+    def steps(self) -> list[int]:
+        """The steps whose save is complete, oldest first."""
+        return self._dirs.complete()
+
+    def step_dir(self, step: int) -> pathlib.Path:
+        """Where the checkpoint of `step` lies."""
+        return self._dirs.path(step)
+
+    def wait(self) -> None:
+        """Return when the last save is complete, on all processes. Raises CheckpointError where it failed."""
+        if self._local:
+            self._local.finish()
+        self._finish_pending()
+        agree.gather(f"complete checkpoint {self._saved_step}", None)
+
+    def close(self) -> None:
+        """Wait for the last save and end the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._writer.close()
+            if self._local:
+                self._local.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
+        """Start a local save; its source for a copy, None where there is none."""
+        if self._local is None:
+            return None
+        self._local.finish()
+        if self._pending is not None and self._source is not None and self._source.holds_memory:
+            concurrent.futures.wait([self._pending])  # the copy of a save that failed: no second state in memory
+        return self._local.save(step, items, meta)
+
+    def _obstacle(self, step: int, size: int) -> str:
+        if self.step_dir(step).exists() and not has_manifest(self.step_dir(step)):
+            set_aside(self.step_dir(step), "damaged")
+        elif self.step_dir(step).exists():
+            return (
+                f"{self.step_dir(step)} exists already, from another run or one that was not restored; "
+                "use --resume to continue that run, or --overwrite to move it aside"
+            )
+        needed, free = size + _SLACK_BYTES, shutil.disk_usage(self.directory).free
+        if needed <= free:
+            return ""
+        return (
+            f"not enough disk space for checkpoint {step} in {self.directory}: it needs {_megabytes(needed)}, "
+            f"{_megabytes(free)} are free. Free some space, lower --keep-last, raise --keep-period, or use another "
+            f"--checkpoint-base-dir. Nothing was written; usable checkpoints: {self.steps() or 'none'}"
+        )
+
+    def _finish_pending(self) -> None:
+        """Wait for the background save. Raises CheckpointError on the process where it failed, and at once.
+
+        Others, which wait for it in Orbax, end when it does (`runtime/watchdog.py`) or by a PeerLostError from there.
+        """
+        pending, self._pending = self._pending, None
+        error = pending.exception() if pending is not None else None
+        if error is not None:
+            self._give_up(f"saving checkpoint {self._saved_step} failed: {type(error).__name__}: {error}", error)
+
+    def _raise_together(self, problem: str) -> None:
+        if problems := [
+            text for text in agree.gather(f"room for checkpoint after {self._saved_step}", problem) if text
+        ]:
+            self._give_up("; ".join(dict.fromkeys(problems)))
+
+    def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
+        self._saved_step = None
+        if self._local:
+            self._local.wait()  # the run ends here, and may go on from what is being saved locally
+        lost = cause is not None and exit_code_of(cause) == PEER_LOST  # whose reason the watchdog knows
+        raise (PeerLostError if lost else CheckpointError)(problem) from cause
+
+    def _write(
+        self,
+        step: int,
+        arrays: Mapping[str, Leaves],
+        beside: Callable[[pathlib.Path], None],
+        started: float,
+        source: PieceSource,
+    ) -> None:
+        """In the background: write the arrays, add what makes the checkpoint count, then make room."""
+        self._writer.write(self.step_dir(step), arrays, source)
+        if not self._is_writer:
+            return
+        directory = self.step_dir(step)
+        beside(directory)
+        write_manifest(directory)
+        preempt.note_save(step, time.monotonic() - started)
+        self._dirs.note_complete(step)
+
+    def _newest_whole(self, above: int) -> int | None:
+        """The newest step that every process finds whole. Each process reads a share of its files.
+
+        Only steps above `above`, where there is a local save; -1: there is none.
+        """
+        committed = [step for step in self._dirs.committed() if step > above] if self._is_writer else None
+        steps = agree.broadcast("list checkpoints", committed)
+        damaged: dict[int, str] = {}
+        chosen = None
+        for step in reversed(steps):
+            damage = find_damage(self.step_dir(step), share=jax.process_index(), shares=jax.process_count())
+            votes = [text for text in agree.gather(f"verify checkpoint {step}", damage) if text]
+            if not votes:
+                chosen = step
+                break
+            damaged[step] = votes[0]
+            logger.warning("checkpoint %d cannot be used: %s", step, votes[0])
+        if damaged and chosen is None and above < 0:
+            listing = "\n".join(f"  {step}: {reason}" for step, reason in damaged.items())
+            raise CheckpointError(
+                f"all {len(damaged)} checkpoints in {self.directory} are damaged:\n{listing}\n"
+                "  Put a copy back, or start anew with --overwrite (which moves this run aside)."
+            )
+        if damaged:
+            logger.warning("falling back to checkpoint %s; steps after it are trained again", chosen or above)
+        if self._is_writer:
+            for step in damaged:
+                set_aside(self.step_dir(step), "damaged")
+        return chosen
+
+
+def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
+    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads what it holds."""
+    found = open_item(Place.of(directory))
+    return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,527 @@
+"""Checkpoints: bits, damage, disks, retention, other models, other devices."""
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
+
+from openpi_train.interop.checkpoint_formats import open_checkpoint
+from openpi_train.launch.processes import free_port
+from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, PeerLostError
+from openpi_train.training.checkpoints import checkpoint_store, step_dirs
+from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.checkpoints.step_dirs import Best
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "checkpoint_process.py"
+
+
+def publish(path: str) -> str:
+    return f"PaliGemma/{path}"
+
+
+def save_steps(directory, *steps, **options) -> Checkpoints:
+    checkpoints = Checkpoints(directory, **options)
+    for step in steps:
+        checkpoints.save(make_state(step), **SAVED_WITH)
+    checkpoints.wait()
+    return checkpoints
+
+
+def data_file(directory: pathlib.Path) -> pathlib.Path:
+    """The largest file of a checkpoint's parameters."""
+    return max((directory / "params").rglob("*/d/*"), key=lambda path: path.stat().st_size)
+
+
+def flip(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> pathlib.Path:
+    """A run with checkpoints 1 and 2; tests copy it."""
+    directory = tmp_path_factory.mktemp("two")
+    save_steps(directory, 1, 2, keep_last=2).close()
+    return directory
+
+
+@pytest.fixture
+def run(two_saved, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(two_saved, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("ema", [True, False])
+def test_restore_gives_the_saved_bits_structure_and_meta(tmp_path, ema):
+    state = make_state(5, ema=ema)
+    stats = {"robot": {"norm_stats": {"state": {"mean": [0.5], "std": [2.0]}}}}
+    with Checkpoints(tmp_path, public_name=publish) as checkpoints:
+        stall_s = checkpoints.save(state, **{**SAVED_WITH, "norm_stats": stats}, extra={"wandb_id": "abc"})
+    assert stall_s > 0
+    restored, meta = Checkpoints(tmp_path, public_name=publish).restore(abstract(state))
+    assert same_bits(restored, state)
+    assert meta["step"] == 5
+    assert meta["data_position"] == {"step": 7}
+    assert meta["experiment"] == {"seed": 1}
+    assert meta["wandb_id"] == "abc"
+    assert meta["versions"]["jax"] == jax.__version__
+    assert json.loads((tmp_path / "5/assets/robot/norm_stats.json").read_text()) == stats["robot"]
+
+
+def test_state_may_be_donated_while_it_is_saved(tmp_path):
+    state = make_state(5, rows=160_000)
+    expected = jax.tree.map(lambda leaf: np.array(leaf).tobytes(), state)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 - 1, tree), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path)
+    like = abstract(state)
+    checkpoints.save(state, **SAVED_WITH)
+    for _ in range(3):
+        state = overwrite(state)
+    checkpoints.close()
+    restored, _ = Checkpoints(tmp_path).restore(like)
+    assert jax.tree.map(lambda leaf: np.array(leaf).tobytes(), restored) == expected
+
+
+def test_everything_but_the_copy_is_left_to_a_thread_that_comes_last(tmp_path, monkeypatch):
+    may_write, write, niceness = threading.Event(), ocp.AsyncCheckpointer.save, []
+
+    def wait_and_write(*arguments, **named):
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        assert may_write.wait(60)
+        write(*arguments, **named)
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", wait_and_write)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(make_state(1), **SAVED_WITH)
+    assert checkpoints.steps() == []
+    may_write.set()
+    checkpoints.close()
+    assert checkpoints.steps() == [1]
+    assert niceness == [max(10, os.getpriority(os.PRIO_PROCESS, 0))]
+
+
+def test_an_error_before_the_first_array_is_written_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
+    checkpoints.save(make_state(1), **SAVED_WITH)
+    with pytest.raises(CheckpointError, match=r"saving checkpoint 1 failed: OSError.*Input/output error"):
+        checkpoints.save(make_state(2), **SAVED_WITH)
+    monkeypatch.undo()
+    checkpoints.save(make_state(3), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [3]
+
+
+def test_restore_onto_other_mesh_gives_same_values(run):
+    """Saved by 8 devices, restored onto 2."""
+    like = abstract(make_state(0, num_devices=2))
+    restored, _ = Checkpoints(run).restore(like)
+    assert same_bits(restored, make_state(2, num_devices=2))
+
+
+def test_no_array_is_stored_twice(tmp_path):
+    save_steps(tmp_path, 1).close()
+    leaves = json.loads((tmp_path / "1/meta.json").read_text())["leaves"]
+    state = make_state(1)
+    assert len(leaves) == len(jax.tree.leaves(state))
+    assert leaves["params/params/img/w"] == "bfloat16[16, 6]"
+    assert not any("img/w" in path for path in leaves if path.startswith("train_state/"))
+
+
+def test_params_item_holds_ema_and_frozen_leaves_in_the_form_that_openpi_reads(tmp_path):
+    """The reading calls are those of openpi's `restore_params` (models/model.py at 15a9616)."""
+    state = make_state(5)
+    checkpoints = Checkpoints(tmp_path, public_name=publish)
+    checkpoints.save(state, **SAVED_WITH)
+    checkpoints.close()
+    with ocp.PyTreeCheckpointer() as reader:
+        stored = reader.metadata(tmp_path / "5" / "params")
+        stored = getattr(stored, "item_metadata", stored)
+        item = {"params": stored["params"]}
+        restore_args = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(restore_type=np.ndarray), item)
+        tree = reader.restore(tmp_path / "5" / "params", ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+    found = tree["params"]["PaliGemma"]
+    np.testing.assert_array_equal(found["llm"]["layers"]["w"], np.asarray(state.ema["llm/layers/w"]))
+    np.testing.assert_array_equal(found["img"]["w"], np.asarray(state.frozen["img/w"]))
+    flat = open_checkpoint(tmp_path / "5").params
+    assert set(flat) == {"PaliGemma/llm/layers/w", "PaliGemma/head/bias", "PaliGemma/img/w"}
+    np.testing.assert_array_equal(flat["PaliGemma/head/bias"].whole(), np.asarray(state.ema["head/bias"]))
+
+
+def test_the_manifest_is_written_last_and_names_every_file(tmp_path):
+    stats = {"robot": {"norm_stats": {"state": 1}}, "lab/arm": {"norm_stats": {"state": 2}}}
+    with Checkpoints(tmp_path) as checkpoints:
+        beside = {**SAVED_WITH, "norm_stats": stats, "files": {"tokenizer/words.model": b"words"}}
+        checkpoints.save(make_state(5), **beside)
+    step = tmp_path / "5"
+    contents = {path.relative_to(step).as_posix(): path.read_bytes() for path in step.rglob("*") if path.is_file()}
+    listed = json.loads(contents.pop("manifest.json"))["files"]
+    assert listed == {name: [len(content), zlib.crc32(content)] for name, content in contents.items()}
+    assert {"meta.json", "tokenizer/words.model", "assets/robot/norm_stats.json"} < listed.keys()
+    assert {asset: json.loads(contents[f"assets/{asset}/norm_stats.json"]) for asset in stats} == stats
+
+
+def test_parameters_of_a_damaged_checkpoint_are_not_loaded(run):
+    damaged = data_file(run / "2")
+    flip(damaged)
+    with pytest.raises(CheckpointError, match=f"{damaged.name} is corrupt"):
+        open_checkpoint(run / "2")
+
+
+def test_empty_run_restores_nothing(tmp_path):
+    assert Checkpoints(tmp_path).restore(abstract(make_state(0))) is None
+
+
+def flip_newest(run):
+    flip(data_file(run / "2"))
+
+
+def truncate_newest(run):
+    path = data_file(run / "2")
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def delete_a_file(run):
+    data_file(run / "2").unlink()
+
+
+def delete_manifest(run):
+    (run / "2/manifest.json").unlink()
+
+
+def tear_manifest(run):
+    path = run / "2/manifest.json"
+    path.write_text(path.read_text()[:40])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_newest, "is corrupt: its crc32 is"),
+        (truncate_newest, "is torn: it has"),
+        (delete_a_file, "is missing"),
+        (delete_manifest, "manifest.json is missing: the save was cut off"),
+        (tear_manifest, "manifest.json cannot be read"),
+    ],
+)
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(run, caplog, damage, reason):
+    damage(run)
+    with caplog.at_level(logging.WARNING):
+        restored, meta = Checkpoints(run).restore(abstract(make_state(0)))
+    assert meta["step"] == 1
+    assert same_bits(restored, make_state(1))
+    assert "checkpoint 2 cannot be used" in caplog.text
+    assert reason in caplog.text
+    assert "falling back to checkpoint 1" in caplog.text
+    assert len(list(run.glob("2.damaged-*"))) == 1
+
+
+def test_damaged_step_can_be_saved_again(run):
+    flip_newest(run)
+    checkpoints = Checkpoints(run, keep_last=2)
+    checkpoints.restore(abstract(make_state(0)))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert Checkpoints(run).restore(abstract(make_state(0)))[1]["step"] == 2
+
+
+def test_two_newest_damaged_falls_back_to_the_third(tmp_path):
+    save_steps(tmp_path, 1, 2, 3, keep_last=3).close()
+    flip(data_file(tmp_path / "3"))
+    flip(data_file(tmp_path / "2"))
+    assert Checkpoints(tmp_path).restore(abstract(make_state(0)))[1]["step"] == 1
+
+
+def test_all_damaged_is_an_error_that_names_each(run):
+    flip(data_file(run / "1"))
+    delete_manifest(run)
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints.*\n  2: manifest.*\n  1: .*corrupt") as raised:
+        Checkpoints(run).restore(abstract(make_state(0)))
+    assert raised.value.exit_code == CHECKPOINT
+    assert (run / "1").is_dir()
+    assert (run / "2").is_dir()
+
+
+def test_another_model_is_one_error_that_names_every_difference(run):
+    state = make_state(0)
+    other = abstract(state)
+    other.params["new/w"] = other.params["head/bias"]
+    del other.params["head/bias"]
+    other.ema["llm/layers/w"] = jax.ShapeDtypeStruct((16, 7), jnp.float32, sharding=state.step.sharding)
+    other.frozen["img/w"] = jax.ShapeDtypeStruct((16, 6), jnp.float32, sharding=state.step.sharding)
+    with pytest.raises(CheckpointError) as raised:
+        Checkpoints(run).restore(other)
+    message = str(raised.value)
+    assert "another model, optimizer, EMA or dtype" in message
+    assert "train_state/params/new/w" in message
+    assert "train_state/params/head/bias" in message
+    assert "params/params/llm/layers/w: float32[16, 6] -> float32[16, 7]" in message
+    assert "params/params/img/w: bfloat16[16, 6] -> float32[16, 6]" in message
+
+
+def test_another_dtype_is_cast_only_when_asked(run):
+    like = abstract(make_state(0))
+    leaf = like.frozen["img/w"]
+    like.frozen["img/w"] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+    checkpoints = Checkpoints(run)
+    with pytest.raises(CheckpointError, match="img/w: bfloat16"):
+        checkpoints.restore(like)
+    restored, _ = checkpoints.restore(like, cast=True)
+    assert restored.frozen["img/w"].dtype == jnp.float32
+    np.testing.assert_array_equal(restored.frozen["img/w"], make_state(2).frozen["img/w"].astype(jnp.float32))
+
+
+def test_ema_switched_on_is_named_as_such(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(make_state(1, ema=False), **SAVED_WITH)
+    checkpoints.wait()
+    with pytest.raises(
+        CheckpointError, match=r"this run needs, the checkpoint lacks:\n    train_state/params/head/bias"
+    ):
+        Checkpoints(tmp_path).restore(abstract(make_state(0, ema=True)))
+
+
+def test_leaves_that_only_the_checkpoint_has_are_named(run):
+    """A run that keeps no average any more would else drop what it was trained to."""
+    title = r"2 leaves the checkpoint has, this run does not:\n    train_state/params/head/bias"
+    with pytest.raises(CheckpointError, match=title):
+        Checkpoints(run).restore(abstract(make_state(0, ema=False)))
+
+
+def test_full_disk_is_an_error_before_the_save_and_training_may_go_on(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint_store.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"needs 1\.1 MB, 1\.0 MB are free. Free some space.*usable.*\[1\]"):
+        checkpoints.save(make_state(2), **SAVED_WITH)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.undo()
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+
+
+FOUR_MIB = pytest.mark.parametrize("small_disk", ["4m"], indirect=True)
+
+
+@FOUR_MIB
+def test_save_is_refused_on_a_disk_that_is_too_small(small_disk):
+    checkpoints = save_steps(small_disk, 1)
+    with pytest.raises(CheckpointError, match="not enough disk space for checkpoint 2"):
+        checkpoints.save(make_state(2, rows=100_000), **SAVED_WITH)
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+@FOUR_MIB
+@pytest.mark.multiprocess
+def test_disk_that_fills_up_during_a_save_is_reported_and_the_older_checkpoint_stays(small_disk):
+    process = python("fill", small_disk)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "saving checkpoint 2 failed" in output
+    assert same_bits(
+        Checkpoints(small_disk).restore(abstract(make_state(0, num_devices=1)))[0], make_state(3, num_devices=1)
+    )
+
+
+def test_a_save_broken_off_by_the_end_of_another_process_is_no_fault_of_the_checkpoint(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+
+    def fail(_):
+        try:
+            raise RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service")
+        except RuntimeError as error:
+            raise TimeoutError("Timed out while waiting for async_write_complete barrier.") from error
+
+    monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(PeerLostError, match="saving checkpoint 2 failed: TimeoutError"):
+        checkpoints.wait()
+
+
+def test_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(CheckpointError, match=r"saving checkpoint 2 failed: OSError.*No space left"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert checkpoints.steps() == [1]
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+
+
+def test_same_step_is_not_saved_twice(tmp_path):
+    checkpoints = save_steps(tmp_path, 1)
+    assert checkpoints.save(make_state(1), **SAVED_WITH) == 0.0
+    checkpoints.close()
+
+
+def test_saving_over_a_checkpoint_that_was_not_restored_is_an_error(run):
+    with pytest.raises(CheckpointError, match=r"2 exists already.*--resume.*--overwrite"):
+        Checkpoints(run).save(make_state(2), **SAVED_WITH)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [6]),
+        ({"keep_last": 2}, [5, 6]),
+        ({"keep_period": 2}, [2, 4, 6]),
+        ({"keep_last": 2, "keep_period": 3}, [3, 5, 6]),
+    ],
+)
+def test_keep_last_and_keep_period(tmp_path, options, kept):
+    checkpoints = save_steps(tmp_path, 1, 2, 3, 4, 5, 6, **options)
+    assert checkpoints.steps() == kept
+    checkpoints.close()
+
+
+def test_checkpoint_with_the_lowest_metric_is_kept_as_best(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step, value in [(1, 0.5), (2, 0.25), (3, 0.75), (4, float("nan"))]:
+        if step % 2:  # told before the save or after it
+            checkpoints.note_metric(step, value)
+        checkpoints.save(make_state(step), **SAVED_WITH)
+        checkpoints.wait()
+        if not step % 2:
+            checkpoints.note_metric(step, value)
+    assert checkpoints.best == Best(step=2, value=0.25)
+    checkpoints.save(make_state(5), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2, 5]
+    np.testing.assert_array_equal(
+        open_checkpoint(tmp_path / "best").params["head/bias"].whole(),
+        np.asarray(make_state(2).ema["head/bias"]),
+    )
+    again = Checkpoints(tmp_path)  # a resumed run knows the best so far
+    again.restore(abstract(make_state(0)))
+    again.note_metric(5, 0.3)
+    assert again.best == Best(step=2, value=0.25)
+    again.note_metric(5, 0.2)
+    assert again.best == Best(step=5, value=0.2)
+    assert (tmp_path / "best").resolve() == tmp_path / "5"
+
+
+def test_metric_of_a_step_without_checkpoint_does_not_compete(tmp_path):
+    checkpoints = save_steps(tmp_path, 1)
+    checkpoints.note_metric(7, 0.1)
+    assert checkpoints.best is None
+    checkpoints.close()
+
+
+def test_left_overs_of_killed_saves_are_removed_and_logged(tmp_path, caplog):
+    (tmp_path / "7.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+    (tmp_path / "5.deleting").mkdir()
+    for kept in ("3", "4.damaged-20260101T000000", "logs"):
+        (tmp_path / kept).mkdir()
+    with caplog.at_level(logging.WARNING):
+        Checkpoints(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4.damaged-20260101T000000", "logs"]
+    assert "7.orbax-checkpoint-tmp, left behind" in caplog.text
+
+
+def test_a_clean_up_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+
+    def delete_a_little(directory):
+        (directory / "meta.json").unlink(missing_ok=True)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(step_dirs.shutil, "rmtree", delete_a_little)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert not (tmp_path / "1").exists(), "what is half deleted must not look like a checkpoint"
+    assert Checkpoints(tmp_path).restore(abstract(make_state(0)))[1]["step"] == 2
+    assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def test_two_parameters_under_one_public_name_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="would be published under one name, 'w'"):
+        Checkpoints(tmp_path, public_name=lambda _: "w").save(make_state(1), **SAVED_WITH)
+
+
+def test_asset_id_may_not_leave_the_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"asset id '\.\./x'"):
+        Checkpoints(tmp_path).save(make_state(1), **{**SAVED_WITH, "norm_stats": {"../x": {}}})
+
+
+def python(*arguments: object) -> subprocess.Popen:
+    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("moment", "newest"), [("arrays", 1), ("manifest", 1), ("clean-up", 2)])
+def test_sigkill_during_a_save_leaves_a_usable_checkpoint(tmp_path, moment, newest):
+    process = python("die", tmp_path, moment)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == -9, output
+    checkpoints = Checkpoints(tmp_path)
+    restored, meta = checkpoints.restore(abstract(make_state(0)))
+    assert meta["step"] == newest
+    assert same_bits(restored, make_state(newest))
+    checkpoints.save(make_state(newest + 1), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps()[-1] == newest + 1
+
+
+def together(action: str, directory: pathlib.Path, processes: int, port: int) -> str:
+    started = [python(action, directory, index, processes, port) for index in range(processes)]
+    outputs = [process.communicate(timeout=480)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
+    return "\n".join(outputs)
+
+
+@pytest.mark.multiprocess
+def test_saved_by_two_processes_restored_by_one_and_the_reverse(tmp_path):
+    together("save", tmp_path / "two", 2, free_port())
+    together("restore", tmp_path / "two", 1, free_port())
+    together("save", tmp_path / "one", 1, free_port())
+    together("restore", tmp_path / "one", 2, free_port())
+
+
+@pytest.mark.multiprocess
+def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path):
+    save_steps(tmp_path, 3, 4, keep_last=2).close()
+    flip(data_file(tmp_path / "4"))
+    output = together("restore-older", tmp_path, 2, free_port())
+    assert output.count("checkpoint 4 cannot be used") == 2
+    assert len(list(tmp_path.glob("4.damaged-*"))) == 1
+
+
+@pytest.mark.multiprocess
+def test_full_disk_is_an_error_on_every_process(tmp_path):
+    output = together("full", tmp_path, 2, free_port())
+    assert output.count("not enough disk space for checkpoint 3") == 2
+
+
+@pytest.mark.multiprocess
+def test_two_processes_save_beside_steps_and_meet_without_the_devices(tmp_path):
+    together("beside", tmp_path, 2, free_port())

@@ -1,0 +1,72 @@
+"""The progress line: what it says, and where."""
+
+import io
+import logging
+import types
+
+import pytest
+from rich.console import Console
+
+from openpi_train.training import progress_report
+from openpi_train.training.progress_report import ProgressReport, device_memory, duration
+
+
+def ten_steps(report):
+    for step in range(11, 21):
+        report.advance(step, step_s=0.1 if step < 20 else 0.5)
+    values = {"loss": 0.123456, "samples_per_s": 80.04, "grad_norm": 1.0, "time/step_s": 0.14, "data/wait_s": 0.07}
+    return report.report(values)
+
+
+def test_line_of_an_interval_says_everything_once(caplog):
+    with caplog.at_level(logging.INFO):
+        line = ten_steps(ProgressReport(100, start_step=10, console=Console(file=io.StringIO())))
+    # 80 steps are left, 0.14 s each, of which 0.07 s wait for data.
+    assert line == ("step 20/100 | loss 0.1235 | 80.0 samples/s | data wait 50% | step p50 100 ms p95 320 ms | ETA 11s")
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_second_interval_forgets_the_first():
+    report = ProgressReport(100, console=Console(file=io.StringIO()))
+    ten_steps(report)
+    report.advance(21, step_s=1.0)
+    assert "data wait 0% | step 1000 ms | ETA 1m19s" in report.report({"time/step_s": 1.0})
+
+
+def test_terminal_shows_a_bar_and_logs_no_line(caplog):
+    screen = io.StringIO()
+    with caplog.at_level(logging.INFO):
+        report = ProgressReport(100, console=Console(file=screen, force_terminal=True, width=160))
+        ten_steps(report)
+        report.close()
+    assert "20/100" in screen.getvalue()
+    assert "loss 0.1235" in screen.getvalue()
+    assert not caplog.records
+
+
+def test_other_processes_show_nothing(caplog):
+    screen = io.StringIO()
+    with caplog.at_level(logging.INFO):
+        report = ProgressReport(100, process_index=1, console=Console(file=screen, force_terminal=True))
+        ten_steps(report)
+        report.close()
+    assert screen.getvalue() == ""
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0s"), (42, "42s"), (200, "3m20s"), (7500, "2h05m"), (273_600, "3d04h")]
+)
+def test_duration_for_people(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_device_memory_is_that_of_the_fullest_device(monkeypatch):
+    def device(peak):
+        stats = peak and {"peak_bytes_in_use": peak * 2**30, "bytes_limit": 80 * 2**30}
+        return types.SimpleNamespace(memory_stats=lambda: stats)
+
+    monkeypatch.setattr(progress_report.jax, "local_devices", lambda: [device(10), device(20)])
+    assert device_memory() == "device memory 20.0/80.0 GiB"
+    monkeypatch.setattr(progress_report.jax, "local_devices", lambda: [device(None)])
+    assert device_memory() == ""
