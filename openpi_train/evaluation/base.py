@@ -89,7 +89,7 @@ class Measure(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:
-        """Values by the names of `metrics.jsonl`. Raises StoppedError where it was to stop before the end."""
+        """Values by the names of `metrics.jsonl`. Raises StoppedError if it was to stop before the end."""
 
     def line(self, values: Mapping[str, float]) -> str:
         """These values, for the log."""

@@ -97,7 +97,7 @@ class ClosedLoopSuccess(Measure):
     name = "closed loop"
 
     def __init__(self, running: Running, config: ClosedLoop, num_sample_steps: int):
-        """Raises UsageError where the environment is not the robot's."""
+        """Raises UsageError if the environment is not the robot's."""
         self._running, self._config = running, config
         translation = translation_of(running.data, config)
         self._policy = MeshPolicy(running.trainer, translation, config, num_sample_steps)
@@ -151,7 +151,7 @@ def write_score(folder: Path, score: Score, recorder: Recorder, settings: Mappin
 
 
 def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
-    """How the robot of `config.dataset` meets the model. Raises UsageError where they do not fit."""
+    """How the robot of `config.dataset` meets the model. Raises UsageError if they do not fit."""
     if not isinstance(data, OpenedDatasets):
         raise UsageError(f"--eval.closed-loop.env: {type(data).__name__} has no robot that could act in it")
     env, windows = config.env, data.train.windows

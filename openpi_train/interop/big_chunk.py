@@ -28,7 +28,7 @@ def can_decode(array: Any) -> bool:
 
 
 def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
-    """The part `cell`, which lies in one chunk, as pieces. Raises ValueError or OSError where the chunk is damaged."""
+    """The part `cell`, which lies in one chunk, as pieces. Raises ValueError or OSError if the chunk is damaged."""
     import zstandard
 
     metadata = array.spec().to_json()["metadata"]

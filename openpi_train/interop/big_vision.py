@@ -31,7 +31,7 @@ def recognises(place: Place) -> bool:
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """PaliGemma's parameters by published name; rows of the vocabulary beyond the model's are left out.
 
-    Raises CheckpointError where the file lies in a bucket, is damaged, or is not in this form.
+    Raises CheckpointError if the file lies in a bucket, is damaged, or is not in this form.
     """
     if place.local is None:
         raise CheckpointError(f"{place}: .npz files are read from a disk; copy it to one that all hosts share first")
@@ -47,7 +47,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def open_npz(path: Path) -> Leaves:
-    """The arrays of an `.npz` file by name. Raises CheckpointError where it is damaged, or compressed."""
+    """The arrays of an `.npz` file by name. Raises CheckpointError if it is damaged, or compressed."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             return {entry.filename.removesuffix(".npy"): _leaf(path, file, entry) for entry in archive.infolist()}

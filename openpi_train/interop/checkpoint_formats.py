@@ -26,7 +26,7 @@ class Format:
         summary: one line of help: what such a checkpoint looks like.
         recognises: whether a place holds one; looks at few files.
         open: what it holds, by published names; the model is given where it is known, for forms with other layouts.
-        write: writes one into a directory that does not exist yet; None where it is only read.
+        write: writes one into a directory that does not exist yet; None if it is only read.
         keeps: what of an opened checkpoint this form can hold; None: all but the training state.
         lacks: a regular expression: published names that such a checkpoint, a base to start from, does not hold.
     """
@@ -111,7 +111,7 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
 
     What lies on the hub is fetched into its cache on this host first; of what openpi has in its cache, that is read.
 
-    Raises CheckpointError where there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged.
     """
     place = open_place(where)
     form = next((one for one in FORMATS if one.recognises(place)), None) if name is None else named(name)
@@ -124,7 +124,7 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
 
 
 def open_place(where: str | Path) -> Place:
-    """The folder (or file) that a user named, here or in a bucket. Raises CheckpointError where it holds nothing."""
+    """The folder (or file) that a user named, here or in a bucket. Raises CheckpointError if it holds nothing."""
     place = Place.of(
         checkpoint_hub.fetch(str(where)) if checkpoint_hub.is_address(str(where)) else openpi.cached(str(where))
     )

@@ -52,7 +52,7 @@ def is_address(text: str) -> bool:
 def fetch(text: str) -> Path:
     """The address's files on this machine; what the client's cache has is not fetched again.
 
-    Raises UsageError where `text` is no address or the client is not installed, CheckpointError where it cannot be had.
+    Raises UsageError if `text` is no address or the client is not installed, CheckpointError if it cannot be had.
     """
     address = Address.of(text)
     folder = address.folder

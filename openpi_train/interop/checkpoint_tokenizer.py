@@ -18,7 +18,7 @@ _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "acti
 
 
 def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) -> None:
-    """Raise CheckpointError where the weights of `where` were trained with another tokenizer than is `given`.
+    """Raise CheckpointError if the weights of `where` were trained with another tokenizer than is `given`.
 
     Both are of `tokens_fingerprint`; nothing is said of what one of them does not know.
     """
@@ -34,7 +34,7 @@ def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) 
 
 
 def token_files_of(step: Place) -> Place | None:
-    """The folder of these files in a checkpoint's directory; None where there is none, as in other trainers'."""
+    """The folder of these files in a checkpoint's directory; None if there is none, as in other trainers'."""
     return step / FOLDER if (step / FOLDER).has(FILE) else None
 
 

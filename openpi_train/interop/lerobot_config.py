@@ -85,7 +85,7 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
 
 
 def policy_of(model: PolicyConfig) -> LeRobotPolicy:
-    """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
+    """The type of policy that the model is in LeRobot. Raises UsageError if it is none."""
     params = published_params(model)
     for policy in POLICIES:
         if policy.has in params:

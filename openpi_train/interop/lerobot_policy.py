@@ -43,7 +43,7 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """The policy's parameters by published name, and its norm stats. Raises CheckpointError where they do not fit."""
+    """The policy's parameters by published name, and its norm stats. Raises CheckpointError if they do not fit."""
     folder = _folder(place)
     config = folder.json(_CONFIG)
     model = needed(model, folder)

@@ -56,7 +56,7 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """A step's directory, or the `params` directory in one. Raises CheckpointError where it is none or damaged."""
+    """A step's directory, or the `params` directory in one. Raises CheckpointError if it is none or damaged."""
     del model  # its names are the published ones
     step = place if (place / "params").has(METADATA) else place.parent
     item = step / "params" if step is place else place
@@ -121,7 +121,7 @@ def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
 
 
 def parameter_names(model: ModelConfig) -> dict[str, str]:
-    """The published name of every parameter of `model` by our path. Raises ValueError where two share one."""
+    """The published name of every parameter of `model` by our path. Raises ValueError if two share one."""
     names = {path: model.public_name(path) for path in abstract_params(model)}
     if len(set(names.values())) < len(names):
         raise ValueError(

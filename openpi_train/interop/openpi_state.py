@@ -31,7 +31,7 @@ def our_items(stored: Stored, names: Mapping[str, str]) -> tuple[Leaves, Leaves]
     """The `params` and `train_state` items of a checkpoint of ours that hold what `stored` does.
 
     A frozen parameter has one value with us. openpi averages it too, which may round it: the trained-on value stays.
-    Raises CheckpointError where the checkpoint was made for inference alone.
+    Raises CheckpointError if the checkpoint was made for inference alone.
     """
     if stored.train_state is None:
         raise CheckpointError(

@@ -46,7 +46,7 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """The model's parameters by published name. Raises CheckpointError where they are not the model's."""
+    """The model's parameters by published name. Raises CheckpointError if they are not the model's."""
     params, norm_stats = read_params(place, needed(model, place)), openpi.read_norm_stats(place)
     return Stored(where=str(place), format="openpi_torch", params=params, norm_stats=norm_stats)
 
@@ -62,7 +62,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
 
 def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
-    """The model. Raises UsageError where none is given, and with it the sizes of the layers."""
+    """The model. Raises UsageError if none is given, and with it the sizes of the layers."""
     if model is None:
         raise UsageError(
             f"{place} does not say the sizes of its layers: name the experiment whose model it is "
@@ -75,7 +75,7 @@ def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
     """The model's parameters by published name, from the tensors of a folder, whose names begin with `prefix`.
 
     Low-rank factors are none of PyTorch's: they are left out, for the caller to allow or refuse.
-    Raises CheckpointError where a tensor is missing, unknown, or of another shape.
+    Raises CheckpointError if a tensor is missing, unknown, or of another shape.
     """
     found = {name.removeprefix(prefix): leaf for name, leaf in safetensors_file.open_model(place).items()}
     settle_heads(place, found, speaks="logits" in model.provides)
@@ -99,7 +99,7 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
 
 
 def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
-    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError where none has these."""
+    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError if none has these."""
     if factors := [name for name in params if "lora" in name]:
         raise UsageError(
             f"PyTorch's models have no low-rank factors, here are {len(factors)}: fold them into the weights with "
@@ -124,7 +124,7 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
 def layouts_of(model: ModelConfig, without: str = LORA) -> dict[str, TensorLayout]:
     """Where each of the model's parameters lies, by published name, without those that match `without` wholly.
 
-    Raises CheckpointError where PyTorch's models have no such parameter.
+    Raises CheckpointError if PyTorch's models have no such parameter.
     """
     shapes = {name: leaf.shape for name, leaf in openpi.published_params(model).items()}
     try:

@@ -38,7 +38,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """A step, its `params`, or the newest step of a run. On a disk its checksums are checked.
 
     Each process checks a share of the files. The training state is translated where the model is known, else left out.
-    Raises CheckpointError where it is none, or damaged.
+    Raises CheckpointError if it is none, or damaged.
     """
     step = next((folder for folder in _steps(place) if (folder / "params").has(METADATA)), None)
     if step is None:
@@ -93,7 +93,7 @@ def _checked_state(step: Place) -> Leaves:
 
 
 def recorded_tokenizer(place: Place) -> str | None:
-    """`tokens_fingerprint` of the run that saved a checkpoint of ours; None where nothing tells."""
+    """`tokens_fingerprint` of the run that saved a checkpoint of ours; None if nothing tells."""
     if not recognises(place):
         return None
     step = next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)

@@ -41,7 +41,7 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """PaliGemma's parameters by published name. Raises UsageError without a model, CheckpointError where they are not
+    """PaliGemma's parameters by published name. Raises UsageError without a model, CheckpointError if they are not
     the model's, tensor by tensor, or where words are read by one table and given by another.
     """
     model = needed(model, place)

@@ -66,7 +66,7 @@ class Place:
         return (self.local / name).is_file() if self.local else self._read(name, 0, 1) is not None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a file from `begin` to before `end`. Raises CheckpointError where it cannot be read."""
+        """The bytes of a file from `begin` to before `end`. Raises CheckpointError if it cannot be read."""
         if self.local is None:
             content = self._read(name, begin, end)
             if content is None:
@@ -80,7 +80,7 @@ class Place:
             raise CheckpointError(f"{self}/{name} cannot be read: {error.strerror}") from error
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object that a file holds. Raises CheckpointError where it cannot be read, or is none."""
+        """The JSON object that a file holds. Raises CheckpointError if it cannot be read, or is none."""
         try:
             found = json.loads(self.read(name))
         except ValueError as error:

@@ -40,7 +40,7 @@ def tensor_names(place: Place) -> Iterable[str]:
 def open_model(place: Place) -> Leaves:
     """The tensors of the folder's `model.safetensors`, or of all the files that its index names.
 
-    Raises CheckpointError where a file is missing, torn, or holds other tensors than the index says.
+    Raises CheckpointError if a file is missing, torn, or holds other tensors than the index says.
     """
     if place.has(FILE) or not place.has(INDEX):
         return open_file(place, FILE)
@@ -70,7 +70,7 @@ def open_model(place: Place) -> Leaves:
 
 
 def open_file(place: Place, file: str) -> Leaves:
-    """The tensors of one file by name. Raises CheckpointError where it is missing, torn, or of another form."""
+    """The tensors of one file by name. Raises CheckpointError if it is missing, torn, or of another form."""
     where = f"{place}/{file}"
     header, begin = _read_header(place, file, where)
     tensors, end = {}, 0

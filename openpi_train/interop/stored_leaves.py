@@ -108,7 +108,7 @@ def inside(index: Index, box: Index) -> Index:
 
 
 def common(one: Index, other: Index) -> Index | None:
-    """The part that both name; None where there is none."""
+    """The part that both name; None if there is none."""
     both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return both if all(dim.start < dim.stop for dim in both) else None
 
@@ -176,7 +176,7 @@ class Stored:
     """An opened checkpoint. Nothing but names, shapes and types has been read.
 
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
-    are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
+    are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None if there is none.
     `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
     ours says: its JSON, and its tokenizer's fingerprint; `token_files` is the folder of its tokenizer, None: not there.
     """

@@ -138,7 +138,7 @@ class TensorLayout:
 
 
 def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Where the parameter `published` of this shape lies. Raises KeyError where PyTorch's models have no such one."""
+    """Where the parameter `published` of this shape lies. Raises KeyError if PyTorch's models have no such one."""
     tensor, dims = _row(published)
     letters, groups = _parsed(dims)
     stacked = shape[: len(shape) - len(letters)]

@@ -27,7 +27,7 @@ class WeightLoader(abc.ABC):
         """
 
     def tokenizer(self) -> str | None:
-        """`tokens_fingerprint` of what the weights were trained with; None where that is not recorded."""
+        """`tokens_fingerprint` of what the weights were trained with; None if that is not recorded."""
         return None
 
     def load_state(self, model: ModelConfig) -> Leaves | None:

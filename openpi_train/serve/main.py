@@ -129,7 +129,7 @@ def _load(flags: ServeRequest, batch_sizes: list[int]) -> Policy:
 
 
 def _api_key(file: str | None) -> str | None:
-    """The key that clients must have; None where everybody may come."""
+    """The key that clients must have; None if everybody may come."""
     try:
         key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,7 +166,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _listen(listener: socket.socket) -> tuple[str, int]:
     """Let clients in, at the address that comes back; who connects before the server runs waits for it.
 
-    Raises UsageError where another program that had bound the port, too, was faster.
+    Raises UsageError if another program that had bound the port, too, was faster.
     """
     host, port = listener.getsockname()[:2]
     try:

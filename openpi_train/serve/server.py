@@ -198,7 +198,7 @@ class PolicyServer:
                 return await connection.close(_POLICY_VIOLATION, f"{bad} bad requests in a row")
 
     async def _next(self, connection: ServerConnection) -> bytes | None:
-        """The next message; None where there is to be none, the connection being closed."""
+        """The next message; None if there is to be none, the connection being closed."""
         receive = asyncio.ensure_future(connection.recv(decode=False))  # text could take four times its bytes
         stop = asyncio.ensure_future(self._stopping.wait())
         try:

@@ -1,4 +1,4 @@
-"""LeRobot's dataset format. Read next: `source.py` reads, `write.py` writes, `layout.py` says what lies where."""
+"""LeRobot's dataset format. Read next: `source.py` reads, `write.py` writes, `layout.py` describes the files."""
 
 from openpi_train.data.lerobot.index import LeRobot
 from openpi_train.data.lerobot.write import LeRobotWriter

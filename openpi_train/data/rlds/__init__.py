@@ -1,4 +1,4 @@
-"""RLDS, the native dataset format. Read next: `source.py` reads, `index.py` says where all lies, `write.py` writes."""
+"""RLDS, the native dataset format. Read next: `source.py` reads, `index.py` locates images, `write.py` writes."""
 
 from openpi_train.data.rlds.index import Rlds
 

@@ -29,7 +29,7 @@ class ConfigFile:
         return any(key == section or key.startswith(section + ".") for key in self.values)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number; the default where the key is absent or null, None where it is "auto"."""
+        """A number; the default where the key is absent or null, None if it is "auto"."""
         return self._get(key, default, (int, float), "a number")
 
     def count(self, key: str, default: int | None = None) -> int | None:

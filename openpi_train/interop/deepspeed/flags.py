@@ -40,7 +40,7 @@ class DeepSpeedFlags:
         return " ".join(word for flag in self.flags for word in flag)
 
     def before(self, given: Sequence[str]) -> list[str]:
-        """The words to put before the `given` ones, which win. Raises UsageError where something is still missing.
+        """The words to put before the `given` ones, which win. Raises UsageError if something is still missing.
 
         Where another optimizer is given, what the file says of its own is left out.
         """
@@ -55,7 +55,7 @@ class DeepSpeedFlags:
 
 
 def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
-    """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
+    """The flags that a DeepSpeed config file stands for. Raises UsageError if it is none, or contradicts itself."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
@@ -72,7 +72,7 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpee
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file. Raises ValueError where a key stands in it twice, as DeepSpeed does."""
+    """An object of the file. Raises ValueError if a key stands in it twice, as DeepSpeed does."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
@@ -90,7 +90,7 @@ def _constant(name: str) -> float:
 def translate(config: Mapping[str, Any], num_devices: int | None = None) -> DeepSpeedFlags:
     """The flags that a DeepSpeed config stands for.
 
-    Args: `num_devices` is how many devices it is for, None where that is not known.
+    Args: `num_devices` is how many devices it is for, None if that is not known.
     Raises UsageError for unknown keys (with the closest ones), values that cannot be, and numbers that contradict.
     """
     file = ConfigFile(config)
