@@ -69,13 +69,13 @@ class Env(abc.ABC):
         """Whether each episode has reached its task's goal, computed from the state and not from pictures."""
 
     def for_demonstrations(self) -> "Env":
-        """This environment with initial states that evaluations do not use (default: the same one; only keys differ)."""
+        """This environment with initial states that evaluations do not use (default: itself; only keys differ)."""
         return self
 
     def demonstrate(
         self, states: Any, keys: Key[Array, " b"]
     ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
-        """The scripted expert's command in each episode, and the action to execute: the command plus noise from the keys.
+        """The scripted expert's command in each episode, and the action to execute: the command with noise from `keys`.
 
         So the commands show how to recover from states to which a policy's own errors lead.
         """

@@ -53,7 +53,7 @@ class ActingInRealTime(Acting):
         self._plan: np.ndarray | None = None
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
-        """The actions to execute from now on [b, h, a]: the plan while the new chunk is computed, then the new chunk."""
+        """The actions to execute from now on [b, h, a]: the old plan while the new chunk is computed, then that."""
         prepared, draws = self._prepared(observation), _draws(keys)
         if self._plan is None:
             self._plan = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws)])

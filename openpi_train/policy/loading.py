@@ -62,25 +62,25 @@ def load_policy(
     """Load a trained policy: `load_policy(run).infer(observation)["actions"]`.
 
     Args:
-        directory: a run's directory (its newest checkpoint is taken), a step's in it, or its `best`; or a checkpoint of
-            another form that `docs/exchange.md` names, with the `experiment` it belongs to. Buckets' addresses go, too.
-        experiment: the run's own experiment, by name or `file.py:name`: needed where it uses classes of your own, and
-            for a checkpoint that does not say whose it is.
-        dataset: which of several datasets' robot and norm stats, by number or asset id.
-        prompt: the instruction where an observation has none; None: the dataset's own, if it has one for all.
-        average: take the averaged parameters (EMA), where the run kept an average.
-        dtype: the type in which parameters are held; None: as they are stored.
-        merge_lora: fold low-rank factors into the weights, for speed.
-        num_sample_steps: denoising steps; None: as many as the run's evaluation takes.
-        batch_sizes: rows of the programs that are compiled; a batch is filled up to the next one.
-        seed: of all noise; None: the run's.
-        tokenizer: another place of the run's tokenizer; None: the checkpoint's own, or where the experiment says.
-        cut_prompts: cut prompts that are too long, with a warning, as training does; else they are errors.
+        directory: a run's directory (its newest checkpoint is used), the directory of a step in it, or its `best`; or a
+            checkpoint in another format of `docs/exchange.md`, with its `experiment`. May be a bucket's address.
+        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own, and for a
+            checkpoint that does not record its experiment.
+        dataset: number or asset id of the dataset whose robot and norm stats are used, if there are several.
+        prompt: the instruction for observations without one; None: the dataset's own, if it has a fixed one.
+        average: use the averaged parameters (EMA), if the run kept an average.
+        dtype: the dtype of the parameters in memory; None: as stored.
+        merge_lora: merge low-rank factors into the weights, for speed.
+        num_sample_steps: denoising steps; None: as in the run's evaluation.
+        batch_sizes: batch sizes to compile; a batch is padded to the next one.
+        seed: seed of all noise; None: the run's.
+        tokenizer: another path of the run's tokenizer; None: the checkpoint's own, or the experiment's.
+        cut_prompts: truncate prompts that are too long, with a warning, as in training; otherwise they are errors.
         devices: the devices to use; None: all of this process.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
-        UsageError: an argument is missing or not possible; the message says which are.
+        CheckpointError: there is no complete checkpoint, or it does not fit the experiment.
+        UsageError: an argument is missing or invalid; the message names the valid ones.
     """
     if num_sample_steps is not None and num_sample_steps < 1:
         raise UsageError(f"{num_sample_steps} denoising steps are too few; give 1 or more")

@@ -74,7 +74,7 @@ class ObservationForm:
             if name in given:
                 return given[name]
         close = difflib.get_close_matches(key, list(given), n=1, cutoff=0.8)
-        hint = f" (did you mean it by {close[0]!r}?)" if close else ""
+        hint = f" (is {close[0]!r} meant for it?)" if close else ""
         raise ObservationError(
             f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected: {_listing(self.spec())}"
         )
@@ -216,7 +216,7 @@ def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
     low, high = image.min(), image.max()
     if image.dtype.kind == "f" and low >= 0 and high <= 1:
         made = np.empty(image.shape, np.uint8)
-        for row in np.ndindex(image.shape[:-2]):  # row by row: the products of a whole image would take as much memory as the request
+        for row in np.ndindex(image.shape[:-2]):  # row by row, to save memory
             made[row] = 255 * image[row]
         return made
     raise ObservationError(

@@ -1,4 +1,4 @@
-"""`Policy`: from a robot's observations to its actions, in the robot's own units. Read next: `sampler.py`, `loading.py`."""
+"""`Policy`: computes actions from observations, in the robot's own units. Read next: `sampler.py`, `loading.py`."""
 
 import dataclasses
 import itertools

@@ -176,7 +176,7 @@ def _array(value: dict[Any, Any]) -> np.ndarray:
         type(size) is int and size >= 0 for size in shape
     ):
         raise WireError(
-            f"an array needs bytes and a shape of at most {_MAX_DIMS} sizes of 0 or more; its shape is {_brief(shape)}"
+            f"an array needs bytes and a shape of at most {_MAX_DIMS} non-negative sizes, not {_brief(shape)}"
         )
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array of {dtype} {shape} has {math.prod(shape) * dtype.itemsize} bytes, not {len(data)}")

@@ -97,7 +97,7 @@ class NoiseSchedule:
         return jnp.sqrt(kept).reshape(shape), jnp.sqrt(left).reshape(shape)
 
     def steps(self, num_steps: int) -> np.ndarray:
-        """The diffusion steps of a sampler with `num_steps` steps, int32, descending, evenly spread. Raises ValueError."""
+        """The diffusion steps of a sampler of `num_steps`, int32, descending, evenly spread. Raises ValueError."""
         if not 1 <= num_steps <= self.num_train_timesteps:
             raise ValueError(
                 f"{num_steps} sampling steps (--eval.num-sample-steps) for a schedule with {self.num_train_timesteps}: "
@@ -154,7 +154,7 @@ class Walk:
     limit: float | None
 
     def step(self, row: Numbers, noisy: Numbers, prediction: Numbers, noise: Numbers) -> Numbers:
-        """The actions after the step of this `row` of `table`. The estimate of the noise is not affected by clipping."""
+        """The actions after the step of this row of `table`. The estimate of the noise is not affected by clipping."""
         clean = row[0] * noisy + row[1] * prediction
         if self.limit is not None:
             clean = clean.clip(-self.limit, self.limit)
