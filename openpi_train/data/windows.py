@@ -50,9 +50,7 @@ class WindowShape:
             if given is None:
                 object.__setattr__(self, name, most)
             elif not 0 <= given <= most:
-                raise ValueError(
-                    f"{name} {given} must be in 0..{most}, so that the present step is inside the episode"
-                )
+                raise ValueError(f"{name} {given} must be in 0..{most}, so that the present step is inside the episode")
 
     @property
     def num_ahead(self) -> int:

@@ -34,7 +34,7 @@ from openpi_train.types import observation as observation_of
 
 
 class MeshPolicy:
-    """A `rollout.Policy` that computes on all devices of a plan. All processes must call it the same number of times."""
+    """A `rollout.Policy` that computes on all devices of a plan. All processes must call it equally often."""
 
     def __init__(self, trainer: TrainerView, translation: Translation, config: ClosedLoop, num_sample_steps: int):
         self._trainer, self._translation, self._env = trainer, translation, config.env

@@ -26,7 +26,7 @@ class Sums:
     def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
         """The sum of a program's results over `batches`, in float64 on the host. Raises StoppedError if stopped.
 
-        Waits for each batch: with dozens of dispatched programs, CPU devices of several processes deadlock, each waiting
+        Waits for each batch: with dozens of programs in flight, CPU devices of several processes deadlock, each waiting
         for a collective that the other has not begun (seen with jax 0.10.2).
         """
         parts = []

@@ -1,8 +1,8 @@
-"""big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`): opened, read in parts.
+"""Reader of big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`).
 
-Such a file is a ZIP of arrays that are not compressed, so each is mapped where it lies. bfloat16, which numpy's format
-does not know, lies in it as two bytes without a meaning ("V2", or "u2"). Names are openpi's, below `params/`.
-Read next: `paligemma_torch.py`, for the same model in Hugging Face's form.
+Such a file is a ZIP of uncompressed arrays, so each can be memory-mapped. bfloat16, which numpy's format does not
+support, is stored as two untyped bytes ("V2", or "u2"). Names are openpi's, below `params/`.
+Read next: `paligemma_torch.py`, for the same model in Hugging Face's format.
 """
 
 import struct
@@ -34,11 +34,11 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     Raises CheckpointError if the file is in a bucket, is damaged, or has another format.
     """
     if place.local is None:
-        raise CheckpointError(f"{place}: .npz files are read from disks only; copy it to one that all hosts share first")
+        raise CheckpointError(f"{place}: .npz files are read from a disk; copy it to one that all hosts share first")
     leaves = open_npz(place.local)
     if others := [name for name in leaves if not name.startswith(_ROOT)]:
         raise CheckpointError(
-            f"{place} is not in big_vision's format: names must begin with {_ROOT}, but it has {others[0]}"
+            f"{place} is not in big_vision's format: names must begin with {_ROOT}, unlike {others[0]}"
         )
     params = {f"{_PUBLISHED}{name.removeprefix(_ROOT)}": leaf for name, leaf in leaves.items()}
     if model is not None and TABLE in params:

@@ -90,7 +90,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="paligemma",
-        summary="PaliGemma in Hugging Face's format: a directory with model.safetensors, or several files and their index",
+        summary="PaliGemma in Hugging Face's format: a directory with model.safetensors, or several and their index",
         recognises=paligemma_torch.recognises,
         open=paligemma_torch.open_checkpoint,
         lacks=paligemma_torch.NOT_IN_IT,
@@ -152,13 +152,11 @@ def _refuse_what_is_none(place: Place) -> None:
     if ".orbax-checkpoint-tmp" in place.local.name:
         raise CheckpointError(f"{place} is incomplete: its save was interrupted. Use another step of that run")
     if any(re.fullmatch(_CUT_OFF, part) for part in place.local.parts):
-        raise CheckpointError(f"{place} is incomplete: a conversion was interrupted, or is still running. Convert again")
+        raise CheckpointError(f"{place} is incomplete: a conversion was interrupted, or still runs. Convert again")
     try:
         empty = place.local.is_dir() and not any(place.local.iterdir())
     except OSError as error:
-        raise CheckpointError(
-            f"{place} cannot be read: {error.strerror}; check its permissions"
-        ) from error
+        raise CheckpointError(f"{place} cannot be read: {error.strerror}; check its permissions") from error
     if empty:
         raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy interrupted?")
 

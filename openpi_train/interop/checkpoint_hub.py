@@ -83,7 +83,7 @@ def check_push(text: str, *, private: bool = True) -> None:
 
 
 def push(directory: Path, text: str, card: str) -> str:
-    """Upload the directory's files and the model card in one commit, after `check_push`; returns the URL.
+    """Upload the directory's files and the model card in one commit, after `check_push`; returns the new address.
 
     Raises UsageError and CheckpointError as `fetch` does; the repository is then unchanged.
     """
@@ -102,12 +102,12 @@ def push(directory: Path, text: str, card: str) -> str:
 
 @contextlib.contextmanager
 def _asking(address: Address, what: str) -> Iterator[Any]:
-    """The hub's client; its errors, and those of the two libraries that it uses, are raised as CheckpointError."""
+    """The hub's client; its errors, and those of two libraries that it uses, are raised as CheckpointError."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise UsageError(
-            "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or download the files by other "
+            "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or fetch the files by other "
             "means and give their directory"
         ) from error
     try:

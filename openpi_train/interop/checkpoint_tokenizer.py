@@ -28,7 +28,7 @@ def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) 
         if then != now:
             raise CheckpointError(
                 f"{where} was trained with a tokenizer of fingerprint {then}, --{name.replace('_', '-')} has {now}: "
-                f"the same {what} would give other tokens. Give the tokenizer that it was trained with (`{name}` in its "
+                f"the same {what} would give other tokens. Give the tokenizer of its training (`{name}` in its "
                 "experiment.json), or start from other weights"
             )
 

@@ -147,7 +147,7 @@ def policy_config(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str,
     fields, own = dict(policy.fields), getattr(model, "fast_tokenizer", PUBLISHED)
     if _ACTION_TOKENIZER in fields and own not in _PUBLISHED:
         fields[_ACTION_TOKENIZER] = own
-        logger.warning("LeRobot will look for the FAST processor at %s: distribute it with the folder, and adjust the path", own)
+        logger.warning("LeRobot will look for the FAST processor at %s: ship it too, and adjust the path", own)
     images = {f"observation.images.{camera}": _feature("VISUAL", 3, size, size) for camera in policy.cameras}
     return {
         "type": policy.type,

@@ -86,7 +86,7 @@ class ObservationForm:
             if image.shape[-1] != 3 and image.shape[lead] == 3:
                 image = np.moveaxis(image, lead, -1)
             if max(image.shape[lead:-1]) > _MAX_SIDE:
-                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; sides may have at most {_MAX_SIDE} pixels")
+                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; sides are at most {_MAX_SIDE}")
             if image.shape[-1] == 3:
                 return _as_bytes(key, image)
         raise ObservationError(f"{key!r} has the shape {list(image.shape)}; {self._expected('height, width, 3')}")
@@ -219,9 +219,7 @@ def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
         for row in np.ndindex(image.shape[:-2]):  # row by row, to save memory
             made[row] = 255 * image[row]
         return made
-    raise ObservationError(
-        f"{key!r} is {image.dtype} from {low} to {high}; expected uint8, or fractions from 0 to 1"
-    )
+    raise ObservationError(f"{key!r} is {image.dtype} from {low} to {high}; expected uint8, or fractions from 0 to 1")
 
 
 def _listing(keys: Iterable[str]) -> str:

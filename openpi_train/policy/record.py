@@ -87,7 +87,7 @@ def replay(policy: Policy, path: str | Path) -> Replay:
     header, batches = read_record(path)
     for name, value in _sampling(policy).items():
         if header[name] != value:
-            raise UsageError(f"{path} was recorded with {name} {header[name]}, the policy has {value}: load it likewise")
+            raise UsageError(f"{path} was recorded with {name} {header[name]}, the policy has {value}: load it so")
     count, different = 0, []
     for batch in batches:
         prepared = [policy.prepare(observation) for observation in batch["observations"]]

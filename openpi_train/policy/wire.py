@@ -150,7 +150,9 @@ class _Reader:
             if isinstance(key, memoryview) and len(key) <= _MAX_KEY_BYTES:
                 key = bytes(key)
             if not isinstance(key, str | bytes):
-                raise WireError(f"a {type(key).__name__} cannot be a key; keys are text, or at most {_MAX_KEY_BYTES} bytes")
+                raise WireError(
+                    f"a {type(key).__name__} is not a key; keys are text, or at most {_MAX_KEY_BYTES} bytes"
+                )
             found[key] = self.value(depth + 1)
         if b"__ndarray__" in found:
             return _array(found)
@@ -176,7 +178,7 @@ def _array(value: dict[Any, Any]) -> np.ndarray:
         type(size) is int and size >= 0 for size in shape
     ):
         raise WireError(
-            f"an array needs bytes and a shape of at most {_MAX_DIMS} non-negative sizes, not {_brief(shape)}"
+            f"an array needs bytes and a shape of at most {_MAX_DIMS} sizes from 0 on; its shape is {_brief(shape)}"
         )
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array of {dtype} {shape} has {math.prod(shape) * dtype.itemsize} bytes, not {len(data)}")

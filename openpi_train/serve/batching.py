@@ -17,7 +17,7 @@ class Busy(Exception):
 class Batching:
     """Passes submitted requests to `answer`, at most `max_batch` at a time, in a separate thread.
 
-    While one batch runs, the next one is collected. A batch that is not full waits up to `wait_s` for the other clients:
+    While one batch runs, the next one is collected. A batch that is not full waits up to `wait_s` for other clients:
     the `num_clients` connected ones were usually answered together, so their next requests come together.
     """
 
@@ -42,7 +42,7 @@ class Batching:
         return len(self._waiting)
 
     async def submit(self, request: Any) -> Any:
-        """The answer to the request. Raises Busy at once where the queue is full, and what `answer` raised."""
+        """The answer to the request. Raises Busy at once if the queue is full, and whatever `answer` raises."""
         if len(self._waiting) >= self._max_queue:
             raise Busy(f"busy: {len(self._waiting)} requests are waiting, which is the limit; try again later")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

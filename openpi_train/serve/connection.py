@@ -35,7 +35,7 @@ class Places:
         return len(self._clients)
 
     def came(self, connection: ServerConnection) -> None:
-        """Register a connection. If too many are in their handshake, drop the oldest: honest clients take under a second."""
+        """Register a connection. If too many are in their handshake, drop the oldest: real clients are faster."""
         self._opening[connection] = None
         if len(self._opening) > self._max_opening:
             oldest = next(iter(self._opening))

@@ -38,9 +38,9 @@ def run(flags: ServeRequest) -> int:
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve]'") from error
     if flags.record and not Path(flags.record).absolute().parent.is_dir():
-        raise UsageError(f"--record {flags.record}: the folder {Path(flags.record).parent} does not exist; create it first")
+        raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; create it first")
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
-    with _bind(flags.host, flags.port) as listener:  # bound, not listening: until it listens, clients are refused and retry
+    with _bind(flags.host, flags.port) as listener:  # bound, not listening: clients are refused, and retry
         return _serve(flags, listener, key, tls)
 
 

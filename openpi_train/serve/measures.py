@@ -17,7 +17,7 @@ class Measures:
         self._registry = CollectorRegistry()
         options = {"namespace": "openpi_train", "registry": self._registry}
         self.requests = Counter("requests", "Requests by outcome.", ["outcome"], **options)
-        self._latency = Histogram("request_seconds", "Time from a complete request to its answer.", buckets=_SECONDS, **options)
+        self._latency = Histogram("request_seconds", "Time from request to answer.", buckets=_SECONDS, **options)
         self._inference = Histogram(
             "inference_seconds",
             "Time of a batch on the device, until its results are on the host.",

@@ -85,7 +85,7 @@ class ServeRequest(Request):
         """A sentence for every conflict, with the flag to change."""
         problems = []
         if (self.tls_cert is None) != (self.tls_key is None):
-            problems.append("--tls-cert and --tls-key must be given together: the certificate and its private key, in PEM")
+            problems.append("--tls-cert and --tls-key must both be given: the certificate and its private key, in PEM")
         if self.record and self.replay:
             problems.append("--record and --replay exclude each other")
         if not 0 <= self.port < 1 << 16:

@@ -199,7 +199,7 @@ class PolicyServer:
 
     async def _next(self, connection: ServerConnection) -> bytes | None:
         """The next message; None if the connection was closed instead."""
-        receive = asyncio.ensure_future(connection.recv(decode=False))  # decoded text could take four times as many bytes
+        receive = asyncio.ensure_future(connection.recv(decode=False))  # decoded text could take four times its bytes
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait({receive, stop}, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +237,7 @@ class PolicyServer:
         return wire.encode({**answer, "policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
 
     def _read(self, message: bytes) -> tuple[Any, Any]:
-        """Decode the observation of a message, and prepare it with `Policy.prepare`; runs in a thread."""
+        """The observation of a message, and the result of `Policy.prepare` on it; runs in a thread."""
         observation = wire.decode(message)
         if not isinstance(observation, dict):
             raise wire.WireError(f"a request must be a map of keys to values, not a {type(observation).__name__}")

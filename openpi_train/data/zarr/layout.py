@@ -68,9 +68,7 @@ def require(store: Store) -> None:
     """Raise FileNotFoundError if the store is not a replay buffer, ValueError if it is unfinished."""
     root = store.root
     if not is_zarr(root):
-        raise FileNotFoundError(
-            f"{root} holds no zarr store; give a folder with .zgroup or zarr.json, or a zip file"
-        )
+        raise FileNotFoundError(f"{root} holds no zarr store; give a folder with .zgroup or zarr.json, or a zip file")
     data = [name for name in store.drivers if name.startswith("data/")]
     if EPISODE_ENDS not in store.drivers or not data:
         raise ValueError(
