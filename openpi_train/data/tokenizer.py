@@ -127,7 +127,7 @@ class Tokenizer:
             return
         self._truncated.add(text)
         logger.warning(
-            "prompt of %d tokens cut to %d: %r; set --model.max-token-len to %d", length, max_len, text[:200], length
+            "prompt of %d tokens cut to %d: %r; raise --model.max-token-len to %d", length, max_len, text[:200], length
         )
 
 

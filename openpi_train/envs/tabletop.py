@@ -37,7 +37,7 @@ REFERENCE_STAYS_M = 0.04
 # Initial positions and minimum distances of objects: an open gripper fits around every block.
 SPAWN_HALF_M = 0.18
 SPACING_M = ((0.105,) * 3 + (0.115, 0.105),) * 3 + ((0.115,) * 3 + (0.0, 0.13), (0.105,) * 3 + (0.13, 0.0))
-# Number of layouts drawn per round; the first that fits is used. About one in twenty does, so one round mostly suffices.
+# Number of layouts drawn per round; the first that fits is used. About one in twenty does: one round mostly suffices.
 NUM_CANDIDATES = 64
 
 

@@ -180,7 +180,7 @@ def test_a_fast_processor_of_ones_own_is_named_in_the_policy(tmp_path, caplog):
 
 def test_a_config_that_is_no_json(folder):
     (folder / "config.json").write_text("{")
-    assert "is no JSON" in refused(folder)
+    assert "is not JSON" in refused(folder)
 
 
 def test_a_processor_whose_stats_are_missing(folder):

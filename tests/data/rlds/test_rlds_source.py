@@ -195,7 +195,7 @@ def test_wide_column_is_kept_when_named_and_leaves_the_ids_alone(toy, tmp_path, 
     expected = np.concatenate([toy_episode(seed, 3 + seed % 5)["steps"]["embedding"] for seed in range(12)])
     np.testing.assert_array_equal(wide.columns["embedding"], expected, strict=True)
     assert list(wide.episode_ids) == list(plain.episode_ids)
-    with pytest.raises(ValueError, match=r"wide_columns \['embeding'\] are no numeric features"):
+    with pytest.raises(ValueError, match=r"wide_columns \['embeding'\] are not numeric features"):
         toy_source(toy, tmp_path, wide_columns=("embeding",)).open()
 
 

@@ -133,7 +133,7 @@ def test_a_block_that_does_not_read_back_is_named(six, tmp_path, monkeypatch, sm
         verify(writer)
 
     monkeypatch.setattr(writing._Writer, "verify", damaged)
-    with pytest.raises(ValueError, match=r"rows 4\.\.7 of data/state are not what was written there"):
+    with pytest.raises(ValueError, match=r"rows 4\.\.7 of data/state differ from what was written"):
         merge(parts(six[:2]), tmp_path / "a.zarr", prompts={})
     assert not (tmp_path / "a.zarr").exists()
 
