@@ -77,7 +77,7 @@ class DataConfig(Data):
         ]
         if not 0 <= self.validation_fraction < 1:
             problems.append(
-                f"--data.validation-fraction {self.validation_fraction} must be in [0, 1); 0 holds nothing out"
+                f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"
             )
         return problems
 

@@ -145,7 +145,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
 
 
 def _write_at(root: Path, draft: Path, env: tabletop.Tabletop, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Write the dataset in `draft` and put it at `root` as a whole; returns its manifest."""
+    """Write the dataset in `draft` and move it to `root` atomically; returns its manifest."""
     started = time.monotonic()
     shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     manifest = _write(draft, env, arguments["episodes"], arguments["seed"], arguments)

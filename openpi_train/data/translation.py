@@ -63,7 +63,7 @@ class Translation:
             if name in _TARGETS:
                 continue
             if name not in made:
-                raise ValueError(f"{name} is missing, which the model reads")
+                raise ValueError(f"the model reads {name}, which is missing")
             found[name] = np.asarray(made[name]).astype(dtype, copy=False)
             if found[name].shape != shape:
                 raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")

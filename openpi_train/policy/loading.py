@@ -138,7 +138,7 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
     if stored.experiment is not None:
         return stored, experiment_from_json(stored.experiment, given)
     if given is None:
-        raise UsageError(f"{directory} does not record its experiment: give --experiment NAME (see `list`)")
+        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
     return stored, given
 
 

@@ -64,7 +64,7 @@ def decode(data: bytes, bounds: Bounds = Bounds()) -> Any:
     except WireError:
         raise
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise WireError(f"the message is no msgpack as openpi's clients send it: {str(error)[:200]}") from error
+        raise WireError(f"the message is not msgpack in openpi's format: {str(error)[:200]}") from error
     reader.finish()
     return message
 
@@ -101,20 +101,18 @@ class _Reader:
             return self._list(self._number(_LIST_SIZES[code]), depth)
         if code in _MAP_SIZES:
             return self._map(self._number(_MAP_SIZES[code]), depth)
-        raise WireError(f"the message is no msgpack as openpi's clients send it: no value begins with {code:#x}")
+        raise WireError(f"the message is not msgpack in openpi's format: no value begins with {code:#x}")
 
     def finish(self) -> None:
         """Raise WireError if any bytes are left."""
         if left := len(self._data) - self._position:
-            raise WireError(
-                f"the message is no msgpack as openpi's clients send it: {left} bytes follow its end (is it text?)"
-            )
+            raise WireError(f"the message is not msgpack in openpi's format: {left} bytes follow its end (is it text?)")
 
     def _take(self, size: int) -> memoryview:
         end = self._position + size
         if end > len(self._data):
             raise WireError(
-                f"the message is no msgpack as openpi's clients send it: it is cut off, {end - len(self._data)} bytes "
+                f"the message is not msgpack in openpi's format: it is cut off, {end - len(self._data)} bytes "
                 "are missing"
             )
         taken = self._data[self._position : end]

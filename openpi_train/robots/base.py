@@ -65,7 +65,7 @@ class Robot(abc.ABC):
         """
 
     def to_model(self, state: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Robot units -> what the model is trained on (before normalisation).
+        """Robot units -> the model's units (before normalisation).
 
         Args: state [..., s]; actions [..., h, a] or None when serving. Returns the same shapes.
         """

@@ -225,7 +225,7 @@ def be_a_run_without_a_step(step):
         (be_empty, "the directory is empty; was its copy interrupted?"),
         (be_absent, "there is no such directory"),
         (be_a_file, "it is a file"),
-        (be_something_else, "it holds notes.txt. What is read:"),
+        (be_something_else, "it holds notes.txt. Supported formats:"),
         (be_half_saved, "params.orbax-checkpoint-tmp-1 is incomplete, its save was interrupted"),
         (be_half_a_step_of_ours, "manifest.json, which is written last, is missing"),
         (be_a_run_without_a_step, "has no checkpoint yet"),
@@ -272,7 +272,7 @@ def test_a_directory_that_may_not_be_read(copy, tmp_path, monkeypatch):
 
     target = tmp_path / "out"
     monkeypatch.setattr(Path, "iterdir", forbid)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; give yourself the right"):
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; check its permissions"):
         convert(copy, target)
 
 

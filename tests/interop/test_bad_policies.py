@@ -117,7 +117,7 @@ def test_integers_are_no_parameters(folder):
 def test_a_torn_file_says_so(folder, left):
     content = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(content[:left])
-    assert {4: "its first bytes are lost", 200: "is torn", -1: "is torn"}[left] in refused(folder)
+    assert {4: "its first bytes are lost", 200: "is truncated", -1: "is truncated"}[left] in refused(folder)
 
 
 def test_a_pointer_of_git_lfs_is_no_file(folder):

@@ -81,7 +81,7 @@ BAD = {
     "state without a number": ({"state": np.full(7, 3e38, np.float32)}, "so far outside .* value overflows"),
     "grey image": (
         {"observation/image_0": np.zeros((32, 32), np.uint8)},
-        r"shape \[32, 32\]; expected is \[height, width, 3\]",
+        r"shape \[32, 32\]; expected \[height, width, 3\]",
     ),
     "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected uint8"),
     "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected a str"),

@@ -83,7 +83,7 @@ def maps_in_maps(count):
     return b"\xdd" + count.to_bytes(4, "big") + b"\x81\xa0\x00" * count
 
 
-# What a message says that it holds is refused before a value of it is looked at: the rest is no msgpack at all.
+# What a message says that it holds is refused before a value of it is looked at: the rest is not msgpack at all.
 @pytest.mark.parametrize(
     ("data", "says"),
     [

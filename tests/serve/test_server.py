@@ -57,10 +57,10 @@ def test_a_conversation_as_openpis_client_has_it():
     ("message", "says"),
     [
         ({"prompt": "go"}, "lacks 'state'"),
-        (b"\xc1", "no msgpack"),
+        (b"\xc1", "not msgpack"),
         ("text", "bytes follow its end (is it text?)"),
         (wire.encode([1, 2]), "a request must be a map"),
-        (wire.encode({"state": np.zeros(2)})[:-1], "no msgpack"),
+        (wire.encode({"state": np.zeros(2)})[:-1], "not msgpack"),
     ],
 )
 def test_a_bad_request_is_answered_with_text_and_the_connection_goes_on(message, says):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 INFO_FILE = "dataset_info.json"
 FEATURES_FILE = "features.json"
-# File that `data convert` writes beside them, with `About.as_json`, for which RLDS has no place.
+# File that `data convert` adds, with `About.as_json`, for which the other files have no place.
 ABOUT_FILE = "openpi_train.json"
 # Relabelling changes these but not observations and actions, so they are not part of an episode's identity.
 _RELABELLED = ("reward", "discount")

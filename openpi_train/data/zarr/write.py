@@ -35,7 +35,7 @@ class Contents:
         arrays: The arrays in data/, by name, without `task_id`.
         read: Returns rows first..end-1 of an array by name, in its dtype. Called in order, block by block.
         episode_ends: int64 [episodes].
-        tasks: name and prompt of each task; `task_ids` says for each episode, or for each row, which one.
+        tasks: name and prompt of each task; `task_ids` has the task of each episode, or of each row.
         identity: What the contents depend on, as JSON by name; only an attempt with an equal identity is continued.
         attributes: The root's attributes besides the tasks.
     """

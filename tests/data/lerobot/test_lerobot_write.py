@@ -325,7 +325,7 @@ def test_settings_that_cannot_be_or_are_others_are_refused(tmp_path):
         ({"index": TOY["action"]}, "cannot be named 'index'"),
         ({"action": {"dtype": "float16", "shape": (2,)}}, "has dtype 'float16'; allowed are bool, float32"),
         ({"action": {"dtype": "float32", "shape": (2,), "names": ["x"]}}, "one name per number"),
-        ({"action": {"dtype": "float32"}}, "it takes dtype, shape, names"),
+        ({"action": {"dtype": "float32"}}, "it must have dtype, shape, names"),
         ({"observation.images.top": {"dtype": "video", "shape": (8, 8)}}, "height, width, 3"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -265,7 +265,7 @@ def test_record_that_lacks_a_promised_feature_is_a_bad_record(toy, tmp_path):
 
     steps = {**toy_features()["steps"].feature, "torque": tfds.features.Scalar(dtype=np.float32)}
     tfds.features.FeaturesDict({"steps": tfds.features.Dataset(steps)}).save_config(str(copy))
-    with pytest.raises(BadRecord, match=r"record 0 .*: it lacks steps/torque, which features\.json promises"):
+    with pytest.raises(BadRecord, match=r"record 0 .*: it lacks steps/torque, which features\.json lists"):
         toy_source(copy, tmp_path).open()
 
 
