@@ -34,7 +34,7 @@ def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_pa
     # What comes from the code: a field with its comment, a docstring's arguments, the files' first sentences.
     configuration, api, files = ((site / f"{name}.html").read_text() for name in ("configuration", "api", "files"))
     assert "Rows per optimizer step, over all devices." in configuration
-    assert "fold low-rank factors into the weights" in api
+    assert "merge low-rank factors into the weights" in api
     assert "<code>loop.py</code>" in files
 
 

@@ -1,6 +1,6 @@
-"""Prompts that go on with an action chunk as FAST tokens, for models that learn to say them.
+"""Prompts followed by an action chunk as FAST tokens, for models that predict actions as tokens.
 
-The forms and the place of FAST's tokens in the vocabulary are openpi's (`models/tokenizer.py`: FASTTokenizer).
+The prompt formats and the ids of the FAST tokens in the vocabulary are openpi's (`models/tokenizer.py`: FASTTokenizer).
 Read next: `fast_tokenizer.py`, `tokenizer.py`, `models/action_tokens.py`.
 """
 
@@ -14,28 +14,29 @@ from openpi_train.data.tokenizer import Tokenizer, state_text
 from openpi_train.data.transforms import padded
 
 Row = dict[str, Any]
-# pi0_fast: lower-cased, and "Action: " is to be said too; pi05: pi0.5's prompt as it is, and then the chunk.
+# pi0_fast: the prompt is lower-cased, and "Action: " is predicted too; pi05: pi0.5's prompt unchanged, then the chunk.
 Form = Literal["pi0_fast", "pi05"]
 
-# The last tokens of PaliGemma's vocabulary are for image segmentation; FAST's stand before them, in falling order.
+# The last tokens of PaliGemma's vocabulary are for image segmentation; FAST's come before them, in descending order.
 SKIPPED_TOKENS = 128
 _PROBE = "Task: abcdefghijklmnopqrstuvwxyz, State: -0 1 2 3 4 5 6 7 8 9;\nAction: |"
 
 
 def vocabulary_token(fast_token: Any, vocab_size: int) -> Any:
-    """The token of the model's vocabulary that stands for a token of FAST's; its own inverse. Works on arrays."""
+    """The token id in the model's vocabulary for a FAST token id; its own inverse. Works on arrays."""
     return vocab_size - 1 - SKIPPED_TOKENS - fast_token
 
 
 def check_vocabulary(tokenizer: Tokenizer, fast: FastTokenizer, vocab_size: int) -> None:
-    """Raise ValueError where FAST's tokens would stand for words, too."""
+    """Raise ValueError if the ids of FAST tokens overlap those of text tokens."""
     first = vocabulary_token(fast.vocab_size - 1, vocab_size)
     words = 1 + max(tokenizer.encode(_PROBE, bos=True, eos=True))
     if first < words:
         raise ValueError(
-            f"{fast.name} has {fast.vocab_size} tokens, which with {SKIPPED_TOKENS} others end the model's vocabulary "
-            f"of {vocab_size}, where {tokenizer.name} has words up to {words}: set --model.vocab-size "
-            f"{words + SKIPPED_TOKENS + fast.vocab_size} or more, or fit fewer tokens (data fit-fast --vocab-size)"
+            f"{fast.name} has {fast.vocab_size} tokens, which with {SKIPPED_TOKENS} others take the end of the model's "
+            f"vocabulary of {vocab_size} and overlap the {words} text tokens of {tokenizer.name}: set "
+            f"--model.vocab-size {words + SKIPPED_TOKENS + fast.vocab_size} or more, or fit fewer tokens "
+            "(data fit-fast --vocab-size)"
         )
 
 
@@ -44,9 +45,10 @@ class TokenizeActionPrompt:
     """`prompt`, `state` and `actions` -> `prompt_tokens` int32 [max_len], `prompt_mask`, `token_ar_mask` and
     `token_loss_mask` bool [max_len].
 
-    State and actions are normalised; it stands before `PadDims`: the state is written unpadded, and actions padded to
-    `action_dim` here. Prompt and present state come first and see each other; the chunk follows, token by token, and is
-    to be predicted. Without `actions` (serving) only the first part is there. What exceeds `max_len` is cut.
+    State and actions must be normalised. Use it before `PadDims`: the state is written unpadded, and actions are padded
+    to `action_dim` here. The prefix, prompt and present state, has bidirectional attention; the tokens of the chunk
+    follow, are causal, and have the loss. Without `actions` (serving) there is only the prefix. Tokens beyond `max_len`
+    are cut.
     """
 
     tokenizer: Tokenizer

@@ -1,6 +1,6 @@
-"""How many FAST tokens the action chunk of every sample has: counted once, then kept beside the norm stats.
+"""Number of FAST tokens in each sample's action chunk, counted once and cached beside the norm stats.
 
-Read next: `text_lengths.py`, which cuts batches by it, and `fast_tokenizer.py`.
+Read next: `text_lengths.py`, which uses it to choose the text length of batches, and `fast_tokenizer.py`.
 """
 
 import hashlib
@@ -27,27 +27,27 @@ _BLOCK_SAMPLES = 4096
 def chunk_tokens(
     window: Windows, normalize: Normalize, fast: FastTokenizer, action_dim: int, folder: Path
 ) -> np.ndarray:
-    """The number of tokens of each sample's chunk, int32 [samples]; read from `folder` if it was counted before.
+    """The number of tokens in each sample's chunk, int32 [samples]; read from `folder` if counted before.
 
-    Args: `normalize` is the dataset's step from a row to a normalised one; chunks are padded to `action_dim`. Every
-    process may call it at once. Raises ValueError where actions have more dims, or `fast` no tokens for a chunk.
+    Args: `normalize` is the dataset's normalisation; chunks are padded to `action_dim`. All processes may call it at
+    the same time. Raises ValueError if actions have more dims, or if `fast` has no tokens for a chunk.
     """
     path = folder / f"chunk_tokens_{_key(window, normalize, fast, action_dim)}.npy"
     if path.is_file():
         try:
             known = np.load(path)
         except (ValueError, EOFError) as error:
-            logger.warning("action tokens: %s cannot be read (%s); they are counted anew", path, error)
+            logger.warning("action tokens: %s cannot be read (%s); counting again", path, error)
         else:
             return known
     started = time.monotonic()
-    logger.info("action tokens: counting those of %d chunks (once; %s)", len(window), path)
+    logger.info("action tokens: counting in %d chunks (only once; cached in %s)", len(window), path)
     counted = np.fromiter(_count(window, normalize, fast, action_dim), np.int32, len(window))
     content = io.BytesIO()
     np.save(content, counted)
     files.write_bytes(path, content.getvalue())
     logger.info(
-        "action tokens: %.1f a chunk, at most %d, counted in %.1f s",
+        "action tokens: %.1f per chunk on average, at most %d, counted in %.1f s",
         *(counted.mean(), counted.max(), time.monotonic() - started),
     )
     return counted
@@ -63,7 +63,7 @@ def _count(window: Windows, normalize: Normalize, fast: FastTokenizer, action_di
 
 
 def _key(window: Windows, normalize: Normalize, fast: FastTokenizer, action_dim: int) -> str:
-    """A digest of all that the numbers depend on."""
+    """A digest of everything that the counts depend on."""
     of_data = [window.source.fingerprint, repr(window.robot), repr(window.shape), window.split]
     stats = normalize.stats["actions"]
     numbers = {name: np.asarray(value).tolist() for name, value in vars(stats).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a run trains on, as values: datasets with their robots and weights, and how rows are made of them.
+"""Config of robot data: datasets with their robots and weights, and how rows are made from them.
 
 Read next: `opened.py`, which turns a `DataConfig` into rows.
 """
@@ -21,17 +21,17 @@ from openpi_train.robots.robot import Robot
 class Dataset:
     """One dataset of the mixture."""
 
-    # Where the data lie and how they are read.
+    # Where the data are and how they are read.
     source: SourceConfig
-    # Whose data they are.
+    # The robot that recorded the data.
     robot: Robot
     # Share of the batch rows, relative to the other datasets' weights.
     weight: float = 1.0
-    # Name of the norm stats; datasets of one name share them. None: taken from the source's path.
+    # Name of the norm stats; datasets with the same name share them. None: taken from the source's path.
     asset_id: str | None = None
-    # An openpi norm_stats.json (or its folder) to use as it is; None: computed from this dataset's training split.
+    # An openpi norm_stats.json (or its folder) to use unchanged; None: computed from this dataset's training split.
     norm_stats: str | None = None
-    # One instruction for all episodes in place of the recorded ones.
+    # One instruction for all episodes, instead of the recorded ones.
     prompt: str | None = None
 
     @property
@@ -46,22 +46,22 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Data):
-    """Robots' demonstrations: the datasets of a run and what is done with their rows."""
+    """Robot demonstrations: the datasets of a run and how their rows are processed."""
 
     datasets: tuple[Dataset, ...]
-    # Share of the distinct episodes that is held out, chosen by the episodes' content.
+    # Fraction of the distinct episodes that is held out, chosen by a hash of each episode's content.
     validation_fraction: float = 0.05
-    # Form of normalisation; None: the one the model was designed for.
+    # Normalisation method; None: the one the model was designed for.
     normalization: Form | None = None
-    # What an unreadable record does: end the run, or have its row replaced by another one of its dataset.
+    # What to do with an unreadable record: end the run, or replace its row by another one of the same dataset.
     on_bad_record: Literal["error", "skip"] = "error"
     # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`.
     tokenizer: str = "google/paligemma-3b-pt-224"
-    # The most lengths that batches' text may have, chosen by the instructions; each is a compiled program more. 1: one.
+    # Maximum number of text lengths of batches, chosen from the instructions; each is compiled separately.
     text_lengths: int = at_least(1, 3)
-    # Never ask the hub (HF_HUB_OFFLINE=1 does the same).
+    # Never access the hub (HF_HUB_OFFLINE=1 does the same).
     offline: bool = False
-    # Norm stats of larger datasets are computed from this many samples, spread evenly.
+    # Norm stats of datasets with more samples than this are computed from this many, evenly spread.
     max_norm_stats_samples: int = at_least(1, 1_000_000)
 
     @property

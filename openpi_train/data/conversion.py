@@ -1,6 +1,6 @@
-"""What is written when a dataset of any format becomes one of another: the seam between sources and writers.
+"""Conversion of a dataset to another format: the interface between sources and writers.
 
-Read next: `convert.py`, which makes one of these, and `lerobot/to_lerobot.py`, `rlds/to_rlds.py`,
+Read next: `convert.py`, which makes a `Conversion`, and `lerobot/to_lerobot.py`, `rlds/to_rlds.py`,
 `zarr/to_zarr.py`, which write it.
 """
 
@@ -14,18 +14,18 @@ from openpi_train.data import image
 from openpi_train.data.source import About, Source
 
 Pictures = Literal["av1", "h264", "png", "jpeg", "as-stored"]
-# Frames that are decoded at a time.
+# Number of frames decoded at a time.
 _AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A source, and what of it is written.
+    """A source, and the parts of it that are written.
 
     Attributes:
-        about: What the new dataset will say of itself.
-        columns: Those that are written, by name.
-        pictures: How pictures are kept; "as-stored" are the source's own bytes.
+        about: The new dataset's description.
+        columns: The columns to write, by name.
+        pictures: Encoding of the pictures; "as-stored" copies the source's bytes.
     """
 
     source: Source
@@ -35,13 +35,13 @@ class Conversion:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Height and width of each camera's pictures: those of the first."""
+        """Height and width of each camera's pictures, taken from the first step."""
         first = np.zeros(1, np.int64)
         sizes = {camera: self.source.frames(first, camera).shape[1:3] for camera in self.source.cameras}
         return {camera: (int(height), int(width)) for camera, (height, width) in sizes.items()}
 
     def episodes(self, first: int = 0) -> Iterator[range]:
-        """The steps of each episode, from one on."""
+        """The steps of each episode, from episode `first` on."""
         yield from map(self.source.steps_of, range(first, self.source.num_episodes))
 
     def prompts(self, steps: range) -> list[str]:
@@ -55,7 +55,7 @@ class Conversion:
             yield from self.source.frames(np.arange(first, min(first + _AT_ONCE, steps.stop)), camera)
 
     def encoded(self, steps: range, camera: str) -> Iterator[bytes]:
-        """An episode's pictures as PNG or JPEG, or as the source has them."""
+        """An episode's pictures as PNG or JPEG, or as the source stores them."""
         if self.pictures == "as-stored":
             yield from (self.source.encoded(step, camera) for step in steps)
         else:
@@ -64,7 +64,7 @@ class Conversion:
 
 
 def stores_pictures(source: Source) -> bool:
-    """Whether the source has pictures that can be passed on as they are."""
+    """Whether the source stores encoded pictures that can be copied unchanged."""
     try:
         for camera in source.cameras:
             source.encoded(0, camera)
@@ -74,7 +74,7 @@ def stores_pictures(source: Source) -> bool:
 
 
 class WithPictures(Source):
-    """Another source, its frames as encoded pictures of the conversion's kind; what `repack` reads."""
+    """A source whose pictures are encoded as the conversion says; the input of `repack`."""
 
     def __init__(self, conversion: Conversion):
         source = conversion.source
@@ -94,7 +94,7 @@ class WithPictures(Source):
         return next(self._conversion.encoded(range(step, step + 1), camera))
 
     def about(self) -> About:
-        """What the new dataset says."""
+        """The new dataset's description."""
         return self._conversion.about
 
     def describe(self, step: int) -> str:

@@ -1,6 +1,6 @@
-"""A dataset of any format that is read as one of any format that is written, and an account of what became of it.
+"""Conversion of a dataset from any readable format to any writable one, with a report of what was kept.
 
-Read next: `conversion.py`, the seam. A new source or a new writer is one more entry here, not one for each pair.
+Read next: `conversion.py`. A new source or a new writer needs one entry here, not one for each pair.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from openpi_train.data.rlds import to_rlds
 from openpi_train.data.source import Source
 from openpi_train.data.zarr import to_zarr
 
-# Frames of each camera that are compared in the end, spread over the dataset.
+# Frames of each camera that are compared after writing, spread over the dataset.
 _COMPARED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A format that is written: its function, and the ways it keeps pictures, the usual one first."""
+    """A writable format: its function, and the picture encodings it supports, the default first."""
 
     write: Callable[[Conversion, Path], object]
     pictures: tuple[Pictures, ...]
-    # Columns that it makes itself.
+    # Columns that the writer makes itself.
     own: Collection[str] = ()
     added: Collection[str] = ()
 
@@ -51,7 +51,7 @@ FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What became of a dataset: a line for each thing, with what happened to it."""
+    """Report of a conversion: one line per item, with what happened to it."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -70,11 +70,11 @@ def convert(
     pictures: Pictures | None = None,
     leave_out: Collection[str] = (),
 ) -> Account:
-    """Write `source` to `out`, read it back, and say what became of everything.
+    """Write `source` to `out`, read it back, and report what happened to every item.
 
-    Args: `control_hz` where the dataset does not say it, or to have another one told; `leave_out` names columns.
+    Args: `control_hz` sets or replaces the dataset's control rate; `leave_out` names columns to omit.
 
-    Raises ValueError where something cannot be kept and was not left out, or does not read back as it was,
+    Raises ValueError if something cannot be kept and was not left out, or does not read back unchanged,
     FileExistsError, BadRecord, OSError.
     """
     out, target = Path(out).expanduser(), FORMS[form]
@@ -82,7 +82,7 @@ def convert(
     if unknown:
         raise ValueError(f"cannot leave out {', '.join(unknown)}: the columns are {', '.join(sorted(source.columns))}")
     if control_hz is not None and not 0 < control_hz < math.inf:
-        raise ValueError(f"--control-hz {control_hz:g} is no rate; give a number of steps per second above 0")
+        raise ValueError(f"--control-hz {control_hz:g} is not a valid rate; give a number of steps per second above 0")
     as_stored = stores_pictures(source)
     kept = pictures or next(kind for kind in target.pictures if as_stored or kind != "as-stored")
     if kept not in target.pictures or (kept == "as-stored" and not as_stored):
@@ -98,7 +98,7 @@ def convert(
     conversion = Conversion(source=source, about=told, columns=columns, pictures=kept)
     target.write(conversion, out)
     written = formats.source_at(str(out)).open()
-    added = {name: f"added: {form} has it of every step" for name in target.added if name not in columns}
+    added = {name: f"added: {form} requires it for every step" for name in target.added if name not in columns}
     return _account(conversion, written, dropped | added, form)
 
 
@@ -116,7 +116,7 @@ def _account(conversion: Conversion, written: Source, notes: Mapping[str, str], 
     lines = [
         ("episodes", f"{source.num_episodes}, {source.num_steps} control steps"),
         ("instructions", f"{len(source.prompts)}"),
-        ("control rate", f"{about.control_hz:g} Hz" if about.control_hz else "not said by the dataset"),
+        ("control rate", f"{about.control_hz:g} Hz" if about.control_hz else "not given by the dataset"),
     ]
     if source.num_dropped:
         lines.append(("bad episodes", f"{source.num_dropped} left out (--on-bad-record skip)"))
@@ -140,6 +140,6 @@ def _account(conversion: Conversion, written: Source, notes: Mapping[str, str], 
         how = "pixels" if form == "zarr" else conversion.pictures
         lines.append((camera, f"{how}, {same} in {len(steps)} frames"))
     if problems:
-        raise ValueError(f"what was written does not read back as it was: {', '.join(problems)}")
+        raise ValueError(f"the written dataset differs from the source when read back: {', '.join(problems)}")
     lines += [(name, f"left out: {why}" if not why.startswith("added") else why) for name, why in notes.items()]
     return Account(tuple(lines))

@@ -1,10 +1,10 @@
-"""The embedded datasets: tabletop episodes by the scripted expert, with a tokenizer, written at first use.
+"""Embedded datasets: tabletop episodes by the scripted expert, with a tokenizer, written at first use.
 
-`data prepare` writes them, too, and others of other tasks. Read next: `envs/tabletop_expert.py` (who acts),
-`rlds/rlds_writer.py` (how it is stored).
+`data prepare` writes them too, and variants with other tasks. Read next: `envs/tabletop_expert.py` (the expert),
+`rlds/rlds_writer.py` (how episodes are stored).
 
-What is written lies in one folder that appears as a whole: the RLDS dataset, `tokenizer.model`, and `prepared.json`
-with the arguments and the checksum of every file.
+The output is one folder, put in place atomically: the RLDS dataset, `tokenizer.model`, and `prepared.json` with the
+arguments and the checksum of every file.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 NAME, VERSION = "tabletop", "1.0.0"
 MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer.model"
-# Part of the fingerprint: raise it with every change of the world, the expert or the layout of what is written.
+# Part of the fingerprint: increase it with every change of the environment, the expert or the written layout.
 REVISION = 3
-# Steps recorded after the success is established, so that a policy learns to stay there.
+# Steps recorded after success, so that a policy learns to stay there.
 TAIL_STEPS = 1
-# Episodes of each task simulated at a time, and how many failed times in a row mean that the expert is broken.
+# Episodes of each task simulated at a time, and the number of such rounds without success that means a broken expert.
 ROUND_SIZE = 8
 MAX_ROUNDS_WITHOUT_SUCCESS = 4
 # Pixels of one camera rendered at a time (256 pictures of 64x64): bounds the memory for larger pictures.
@@ -53,7 +53,7 @@ VOCAB_SIZE = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is recorded.
+    """Settings of an embedded dataset.
 
     Attributes:
         tasks: Names of tasks, such as `reach_red`; None for all of the environment's own.
@@ -69,7 +69,7 @@ class Recipe:
     seed: int = 0
 
 
-# The datasets that experiments in configs/ train on, by name. A run that misses one writes it.
+# The datasets that experiments in configs/ train on, by name. A run writes the ones it needs if they are missing.
 RECIPES = {
     NAME: Recipe(),
     "tabletop_reach": Recipe(tasks=("reach_red", "reach_blue"), episodes_per_task=1_000),
@@ -79,7 +79,7 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class PreparedDataset:
-    """Where a prepared dataset lies, and how large it is: `num_episodes` and `num_steps` by split."""
+    """Path and size of a prepared dataset: `num_episodes` and `num_steps` by split."""
 
     dataset: Path
     tokenizer: Path
@@ -88,26 +88,26 @@ class PreparedDataset:
 
 
 def write_missing(path: str | Path) -> None:
-    """Write the embedded dataset that a path belongs to, if it is one and not there."""
+    """Write the embedded dataset that a path belongs to, if it is one and does not exist."""
     if name := missing(path):
-        logger.info("%s is not there yet: writing this embedded dataset", places.datasets() / name)
+        logger.info("%s does not exist yet: writing this embedded dataset", places.datasets() / name)
         prepare(name=name)
 
 
 def missing(path: str | Path) -> str | None:
-    """The name of the embedded dataset that a path belongs to and that is not there; None for all other paths."""
+    """The name of the missing embedded dataset that a path belongs to; None for all other paths."""
     name = places.dataset_name(path)
     return name if name in RECIPES and not (places.datasets() / name).exists() else None
 
 
 def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> PreparedDataset:
-    """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them where complete.
+    """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them if complete.
 
-    The same arguments give the same bytes. Whatever else lies in the way is moved aside, never deleted.
+    The same arguments give the same bytes. Anything else at that path is moved aside, never deleted.
 
     Args:
         directory: The datasets' folder, `places.datasets()` if None.
-        changes: Fields of the name's `Recipe` that are to be others.
+        changes: Fields of the name's `Recipe` to replace.
 
     Raises:
         UsageError: A number is out of range, or the environment has no such task.
@@ -131,7 +131,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
     }
     manifest = _complete(root, arguments)
     if manifest is not None:
-        logger.info("%s is complete already: reused", root)
+        logger.info("%s is already complete: reusing it", root)
         return _prepared(root, manifest)
     workspace = root.with_name(f".{root.name}.incomplete")
     with locks.held(workspace / tables.LOCK, f"data prepare of {root}"):
@@ -145,12 +145,12 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
 
 
 def _write_at(root: Path, draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Write the dataset in `draft` and put it at `root` as a whole; returns its manifest."""
+    """Write the dataset in `draft` and move it to `root` atomically; returns its manifest."""
     started = time.monotonic()
-    shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     manifest = _write(draft, env, arguments["episodes"], arguments["seed"], arguments)
     if root.exists():
-        logger.warning("what lay at %s is now at %s", root, files.set_aside(root, "aside"))
+        logger.warning("the previous content of %s is now at %s", root, files.set_aside(root, "aside"))
     os.replace(draft, root)
     logger.info(
         "%s written: %s episodes, %s steps, in %.0f s",
@@ -194,20 +194,20 @@ def _write(
 
 
 def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of what lies at `root`, if it was made with these arguments and every file is as it was."""
+    """The manifest at `root`, if it was made with these arguments and every file is unchanged; else None."""
     if not root.exists():
         return None
     try:
         manifest = json.loads((root / MANIFEST).read_text())
         if manifest["arguments"] != arguments:
-            logger.info("%s was made with other arguments: writing it anew", root)
+            logger.info("%s was made with other arguments: writing it again", root)
             return None
         torn = [name for name, digest in manifest["files"].items() if _digest(root / name) != digest]
     except (OSError, ValueError, KeyError) as error:
-        logger.warning("%s is incomplete (%s): writing it anew", root, error)
+        logger.warning("%s is incomplete (%s): writing it again", root, error)
         return None
     if torn:
-        logger.warning("%s is damaged (%s): writing it anew", root, ", ".join(torn))
+        logger.warning("%s is damaged (%s): writing it again", root, ", ".join(torn))
         return None
     return manifest
 
@@ -226,7 +226,7 @@ def _digest(path: Path) -> str:
 
 
 def _episodes(env: tabletop_env.TabletopEnv, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Successful episodes, the tasks taking turns."""
+    """Successful episodes, alternating between tasks."""
     missing = np.full(len(env.tasks), episodes_per_task)
     barren_rounds = 0
     for round_number in itertools.count():
@@ -248,13 +248,13 @@ def _episodes(env: tabletop_env.TabletopEnv, split: str, episodes_per_task: int,
 
 
 def _round(env: tabletop_env.TabletopEnv, seeds: np.ndarray, tasks: np.ndarray, missing: np.ndarray) -> Iterator[dict]:
-    """The successful ones of a batch of episodes, as many of each task as are `missing` (which it counts down)."""
-    # On the CPU wherever the run is: the dataset must not depend on the accelerator.
+    """The successful episodes of a batch, at most `missing` of each task (which is counted down)."""
+    # Always on the CPU: the dataset must not depend on the accelerator.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         keys = jax.vmap(jax.random.key)(seeds)
         before, commands, after = demonstrate(env.reset(keys, jnp.asarray(tasks)), keys, num_steps=env.max_steps)
         succeeded = np.asarray(after.goal_steps >= tabletop_env.HOLD_STEPS)
-        # The first scene in which the success shows, counted like the scenes before each step.
+        # The first scene with success, numbered like the scenes before each step.
         reached = np.where(succeeded.any(0), succeeded.argmax(0) + 1, env.max_steps)
         kept = []
         for row in np.flatnonzero(reached + TAIL_STEPS < env.max_steps):
@@ -289,7 +289,7 @@ def _observed(env: tabletop_env.TabletopEnv, scenes: Any) -> dict[str, Any]:
 
 
 def _record(columns: dict[str, Any], env: tabletop_env.TabletopEnv, task: int, seed: int) -> dict[str, Any]:
-    """One episode as the features say."""
+    """One episode in the form that the features describe."""
     length = len(columns["action"])
     last = np.arange(length) == length - 1
     steps = {
@@ -328,7 +328,7 @@ def _features(image_size: int) -> Any:
 
 
 def _texts(instructions: list[str]) -> Iterator[str]:
-    """What the tokenizer learns from: the instructions, and pi0.5's prompts with every state bin."""
+    """Training texts of the tokenizer: the instructions, and pi0.5's prompts with every state bin."""
     for repeat, instruction in itertools.product(range(8), instructions):
         bins = " ".join(str((repeat * 32 + number) % 256) for number in range(-1, 31))
         yield instruction

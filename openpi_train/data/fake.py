@@ -1,6 +1,6 @@
-"""A dataset made up in memory: random walks with random pictures, for the `debug` experiment and for tests.
+"""Fake data generated in memory: random walks with random pictures, for the `debug` experiment and for tests.
 
-Read next: `source.py` for what a dataset promises.
+Read next: `source.py` for the interface of a dataset.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from openpi_train.data.source import BadRecord, Source, SourceConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FakeData(SourceConfig):
-    """Episodes of a 7-dim arm: the state walks, the action is the next state's difference, as in BridgeData."""
+    """Episodes of a 7-dim arm: the state is a random walk, the action the next state difference, as in BridgeData."""
 
     # Episodes in the dataset.
     num_episodes: int = 20
-    # Episodes have this many control steps, more or less a third.
+    # Mean control steps of an episode; lengths vary by a third.
     episode_length: int = 30
     # Pixels.
     image_height: int = 224
@@ -29,9 +29,9 @@ class FakeData(SourceConfig):
     state_dim: int = 7
     # Instructions to draw from.
     prompts: tuple[str, ...] = ("pick up the red cube", "put the cup on the plate", "close the drawer")
-    # Of all the made-up values.
+    # Seed of all generated values.
     seed: int = 0
-    # Control steps whose frames raise BadRecord, to try what a run does about them.
+    # Control steps whose frames raise BadRecord, to test how a run handles them.
     bad_steps: tuple[int, ...] = ()
 
     def open(self) -> Source:

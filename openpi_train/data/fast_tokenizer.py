@@ -1,8 +1,8 @@
-"""FAST: action chunks as few tokens, by a cosine transform over time and byte-pair encoding (Pertsch et al. 2025).
+"""FAST tokenizer: encodes action chunks by a cosine transform over time and byte-pair encoding (Pertsch et al. 2025).
 
-The published processor's format (huggingface.co/physical-intelligence/fast: `processor_config.json`, `tokenizer.json`)
-is read and written, and a tokenizer of our own is fitted to data. Read next: `action_prompt.py`, which puts the tokens
-into prompts, and `models/action_tokens.py`, which decodes them on devices.
+Reads and writes the published processor's format (huggingface.co/physical-intelligence/fast: `processor_config.json`,
+`tokenizer.json`), and fits new tokenizers to data. Read next: `action_prompt.py`, which puts the tokens into prompts,
+and `models/action_tokens.py`, which decodes them on devices.
 """
 
 import functools
@@ -30,17 +30,17 @@ _HOW = (
     f"give the directory of a FAST processor with --model.fast-tokenizer: a copy of huggingface.co/{PUBLISHED}, or "
     "one fitted to your data (python -m openpi_train data fit-fast <experiment> --out DIR)"
 )
-# What the byte-pair encoding starts from: every byte, so that any text can be written.
+# Initial alphabet of the byte-pair encoding: every byte, so that any text can be encoded.
 _NUM_BYTES = 256
 # Far above any coefficient: 6 500 times the range of normalised actions.
 _LAST_CHARACTER = "\uffff"
 
 
 class FastTokenizer:
-    """Chunks to tokens and back. Picklable. A chunk is normalised actions [h, a], float.
+    """Encodes chunks as tokens and decodes them. Picklable. A chunk is normalised actions [h, a], float.
 
-    Its coefficients, times `scale` and rounded, less `min_token`, are characters; a byte-pair encoding over their UTF-8
-    bytes makes tokens of these. Raises ValueError where `bpe` is no tokenizer of that kind; `name` is for messages.
+    Coefficients are multiplied by `scale`, rounded, and shifted by `-min_token` to give characters; byte-pair encoding
+    of their UTF-8 bytes gives the tokens. Raises ValueError if `bpe` is not such a tokenizer; `name` is for messages.
     """
 
     def __init__(self, bpe: str, *, scale: float, min_token: int, name: str = "FAST tokenizer"):
@@ -49,9 +49,9 @@ class FastTokenizer:
         try:
             self._bpe = tokenizers.Tokenizer.from_str(bpe)
         except Exception as error:  # the library raises no narrower class
-            raise ValueError(f"{name}: {_BPE} is no tokenizer of the library `tokenizers`: {error}") from error
+            raise ValueError(f"{name}: {_BPE} is not a tokenizer of the library `tokenizers`: {error}") from error
         if not isinstance(self._bpe.decoder, tokenizers.decoders.ByteLevel):
-            raise ValueError(f"{name}: {_BPE} does not write bytes, as a FAST processor's does; {_HOW}")
+            raise ValueError(f"{name}: {_BPE} is not a byte-level tokenizer, as a FAST processor's is; {_HOW}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(FastTokenizer, scale=self.scale, min_token=self.min_token, name=self.name)
@@ -62,16 +62,16 @@ class FastTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, which are below it."""
+        """Number of tokens; token ids are below it."""
         return self._bpe.get_vocab_size()
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that its tokens depend on."""
+        """A digest of everything that the tokens depend on."""
         return hashlib.sha256(f"{self.scale} {self.min_token} {self._json}".encode()).hexdigest()
 
     def encode(self, chunk: np.ndarray) -> list[int]:
-        """The tokens of a chunk [h, a]. Raises ValueError where a coefficient has no token."""
+        """The tokens of a chunk [h, a]. Raises ValueError if a coefficient has no token."""
         text = self._text(chunk)
         tokens = self._bpe.encode(text).ids
         if self._bpe.decode(tokens, skip_special_tokens=False) != text:
@@ -79,7 +79,7 @@ class FastTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int], horizon: int, action_dim: int) -> np.ndarray | None:
-        """The chunk [horizon, action_dim] that these tokens say, float64; None where they are of no such chunk."""
+        """The chunk [horizon, action_dim] that these tokens encode, float64; None if they encode no such chunk."""
         text = self._bpe.decode([int(token) for token in tokens], skip_special_tokens=False)
         if len(text) != horizon * action_dim or "\N{REPLACEMENT CHARACTER}" in text or max(text) > _LAST_CHARACTER:
             return None
@@ -95,7 +95,7 @@ class FastTokenizer:
         def piece(token: int) -> bytes:
             text = self._bpe.id_to_token(token) or ""
             found = [places.get(character) for character in text]
-            # The library's own rule for tokens with other characters in them.
+            # The library's rule for tokens that contain other characters.
             return text.encode() if None in found else bytes(found)  # pyright: ignore[reportArgumentType]
 
         return [piece(token) for token in range(self.vocab_size)]
@@ -120,7 +120,7 @@ class FastTokenizer:
         }
 
     def save(self, directory: str | Path) -> Path:
-        """Write these files; the last one makes the directory a processor."""
+        """Write these files to `directory`, the config last; returns the directory."""
         for name, content in self.files().items():
             files.write_bytes(Path(directory) / name, content)
         return Path(directory)
@@ -129,18 +129,18 @@ class FastTokenizer:
         rounded = np.around(np.asarray(scipy.fft.dct(chunk, axis=0, norm="ortho")) * self.scale)
         if not np.isfinite(rounded).all():
             raise ValueError(f"{self.name}: the chunk holds NaN or infinity")
-        # What lies below the range becomes its lowest value, as in the published processor.
+        # Values below the range are clipped to its minimum, as in the published processor.
         return "".join(map(chr, np.maximum(rounded - self.min_token, 0).astype(int).flat))
 
 
 def fit_fast(chunks: np.ndarray, *, vocab_size: int = 1024, scale: float = 10.0) -> FastTokenizer:
     """A tokenizer of at most `vocab_size` tokens fitted to normalised chunks [n, h, a].
 
-    Unlike the published `fit` it knows every byte, so that no chunk lacks tokens, and lets tokens reach over what the
-    bytes mean as text (no splitting into words). Raises ValueError where there is nothing to fit or no room for merges.
+    Unlike the published `fit`, its alphabet has every byte, so that every chunk can be encoded, and the text is not
+    split into words before merging. Raises ValueError if there is nothing to fit or no room for merges.
     """
     if vocab_size <= _NUM_BYTES:
-        raise ValueError(f"vocab_size {vocab_size} leaves no tokens beside the {_NUM_BYTES} bytes; give 512 or more")
+        raise ValueError(f"vocab_size {vocab_size} leaves no tokens besides the {_NUM_BYTES} bytes; give 512 or more")
     if not scale > 0:
         raise ValueError(f"scale {scale} must be above 0")
     if chunks.ndim != 3 or not chunks.size or not np.isfinite(chunks).all():
@@ -164,18 +164,18 @@ def fit_fast(chunks: np.ndarray, *, vocab_size: int = 1024, scale: float = 10.0)
 
 @functools.cache
 def load_fast(name: str, *, offline: bool = False) -> FastTokenizer:
-    """The processor in the directory `name`, or else in the hub repository `name`.
+    """Load the FAST processor from the directory `name`, or else from the hub repository `name`.
 
-    Raises FileNotFoundError where neither is there, ValueError where it is no FAST processor.
+    Raises FileNotFoundError if neither exists, ValueError if it is not a FAST processor.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         config, bpe = path / _CONFIG, path / _BPE
-        # Newer versions of transformers keep a processor's tokenizer in a folder of its own.
+        # Newer versions of transformers keep a processor's tokenizer in a separate folder.
         bpe = bpe if bpe.is_file() else path / "bpe_tokenizer" / _BPE
         missing = [str(file) for file in (config, bpe) if not file.is_file()]
         if missing:
-            raise FileNotFoundError(f"{name} is no FAST processor, it lacks {' and '.join(missing)}: {_HOW}")
+            raise FileNotFoundError(f"{name} is not a FAST processor, it lacks {' and '.join(missing)}: {_HOW}")
     else:
         config, bpe = (
             hub_file(name, file, offline=offline, what="FAST processor", how=_HOW) for file in (_CONFIG, _BPE)
@@ -189,7 +189,7 @@ def load_fast(name: str, *, offline: bool = False) -> FastTokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level tokens: its own if it can be seen, else one from 256 on."""
+    """The character for each byte in byte-level tokens: its own if printable, else one from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
     return [chr(byte if byte in visible else next(others)) for byte in range(_NUM_BYTES)]

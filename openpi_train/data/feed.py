@@ -1,7 +1,7 @@
-"""Batches on the devices: workers make this process's rows, one global array is assembled per entry, one step ahead.
+"""Data loading: workers make this process's rows, and one global array is assembled per entry, one step ahead.
 
-Nothing here holds state that matters: the batch at a step is a function of the step, so `seek` is an assignment.
-Read next: `rows.py` for where the rows come from, `training/loop.py` for who asks.
+The feed's only state is the step: the batch at a step is a function of the step, so `seek` is an assignment.
+Read next: `rows.py`, which makes the rows, and `training/loop.py`, which consumes the batches.
 """
 
 import concurrent.futures
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-# Here and not where it is used, in a thread: while grain is imported, etils makes every import of the process a lazy
-# one, and jax, which imports inside functions, breaks in whatever the main thread traces meanwhile (seen, once).
+# Imported here and not where it is used, in a thread: while grain is imported, etils makes every import of the process
+# lazy, and jax, which imports inside functions, fails in whatever the main thread traces meanwhile (observed once).
 import grain
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from openpi_train.types import action_batch
 
 logger = logging.getLogger(__name__)
 
-# Batches that a worker (or, without workers, the reading threads together) may hold ready.
+# Number of batches that a worker (or, without workers, all reading threads together) may prefetch.
 _BATCHES_AHEAD = 2
 _MAX_THREADS = 16
 _MEASURED_ROWS = 32
@@ -37,14 +37,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class RowFeed(Feed):
-    """Global batches of `batch_size` rows, cut over the devices by `sharding` (of the batch axis).
+    """Global batches of `batch_size` rows, distributed over the devices by `sharding` (of the batch axis).
 
     Each process reads only the rows that its devices hold. `num_workers` 0 reads in threads, N in N processes (started
-    by spawning, so the main module must be importable), "auto" in as many as it takes (see `tune`), one core of `cores`
-    (None: all that may be used) left for the loop. `assemble` makes the batch of the named global arrays.
+    by spawning, so the main module must be importable), "auto" in as many as are needed (see `tune`), leaving one of
+    `cores` (None: all usable cores) to the loop. `assemble` makes the batch from the named global arrays.
 
-    Raises ValueError where the batch does not divide, DataError where /dev/shm is too small for the workers. Call from
-    one thread; `close` when done.
+    Raises ValueError if the devices do not divide the batch, DataError if /dev/shm is too small for the workers. Call
+    it from one thread; `close` when done.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RowFeed(Feed):
             self._check_shared_memory()
 
     def start(self) -> None:
-        """Begin to read the next batch in the background (so that workers start while a step is being compiled)."""
+        """Start to load the next batch in the background, so that workers start while the step is being compiled."""
         self._ahead = self._ahead or self._transfer.submit(self._load)
 
     def next(self, state: Any = None) -> Any:
-        """The batch of the next step. All processes must call it equally often, though it does not communicate.
+        """The batch of the next step. All processes must call it the same number of times; it does not communicate.
 
-        Raises DataError where the data cannot be read or do not fit the model; the position then stays.
+        Raises DataError if the data cannot be read or do not fit the model; the position is then unchanged.
         """
         del state  # offline data does not depend on the policy
         started = time.monotonic()
@@ -98,7 +98,7 @@ class RowFeed(Feed):
         return batch
 
     def tune(self, *, step_s: float, wait_s: float) -> None:
-        """Tell what the steps since the last call took, and waited for data; "auto" may then read in more processes."""
+        """Report the duration of the steps since the last call and their wait for data; "auto" may then add workers."""
         num_steps, self._tuned_step = self._step - self._tuned_step, self._step
         if self._tuner is not None and self._tuner.look(num_steps, step_s, wait_s, self._read_s):
             self._stop_reading()
@@ -106,7 +106,7 @@ class RowFeed(Feed):
             self.start()
 
     def batch(self, step: int) -> Any:
-        """The batch of any step, made at once in this thread; the position stays. For evaluation on fixed rows."""
+        """The batch of any step, made in this thread; the position is unchanged. For evaluation on fixed rows."""
         try:
             element = LocalBatches(self._rows, self._batch_size, self._row_numbers)[step]
         except (ValueError, BadRecord) as error:
@@ -115,10 +115,10 @@ class RowFeed(Feed):
         return self._on_devices(element["columns"])
 
     def first(self, num_rows: int, mask: Callable[[Any, Any], Any]) -> list[Any]:
-        """The first `num_rows` rows (fewer where there are fewer) as batches, always the same; the position stays.
+        """The first `num_rows` rows, or all if there are fewer, as batches, always the same; the position is unchanged.
 
-        `mask(batch, real)`, compiled, gives the batch in which rows count only where `real` [b] says so: the last batch
-        is filled up.
+        `mask(batch, real)` is compiled and returns the batch with the rows masked where `real` [b] is False, which fill
+        up the last batch.
         """
         num_rows = min(num_rows, self._rows.num_samples)
 
@@ -130,11 +130,11 @@ class RowFeed(Feed):
         return [mask_filler(self.batch(index), start) for index, start in enumerate(starts)]
 
     def position(self) -> dict[str, Any]:
-        """Where the feed stands, as JSON: the next step, and what the rows depend on."""
+        """The feed's position, as JSON: the next step, and what the rows depend on."""
         return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity}
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Go to a `position`. Raises ValueError naming what differs where it was taken from other data."""
+        """Go to a `position`. Raises ValueError naming the differences if the position belongs to other data."""
         changed = _differences(position, {**self.position(), "step": position["step"]})
         if changed:
             raise ValueError(
@@ -150,7 +150,7 @@ class RowFeed(Feed):
         return self._rows.describe(step * self._batch_size + np.arange(self._batch_size))
 
     def proportions(self) -> dict[str, float]:
-        """Each dataset's share of all rows up to the present step (0 rows: of the first batch)."""
+        """Each dataset's share of all rows up to the current step; at step 0, of the first batch."""
         return self._rows.proportions(max(1, self._step) * self._batch_size)
 
     def close(self) -> None:
@@ -181,13 +181,13 @@ class RowFeed(Feed):
         dataset = grain.MapDataset.source(source).to_iter_dataset(options)
         if self._num_workers:
             block_stop_signals()
-            # Spawned workers read whole batches in turn, so that their number cannot change any.
+            # Spawned workers read whole batches in turn, so their number does not change the batches.
             workers = grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=_BATCHES_AHEAD)
             dataset = dataset.mp_prefetch(workers, worker_init_fn=start_worker)
         return iter(dataset)
 
     def _check_shared_memory(self) -> None:
-        """Workers pass batches through /dev/shm, and die of SIGBUS where it is full (containers often give 64 MB)."""
+        """Raise DataError if /dev/shm is too small: workers die of SIGBUS if it is full (often 64 MB in containers)."""
         needed = self._worker_bytes() * self._num_workers
         if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < needed:
             raise DataError(
@@ -196,24 +196,24 @@ class RowFeed(Feed):
             )
 
     def _worker_bytes(self) -> int:
-        """What one worker needs there."""
+        """Bytes of shared memory that one worker needs."""
         row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._rows.spec.values())
         return row_bytes * len(self._row_numbers) * (_BATCHES_AHEAD + 2)
 
     def _workers_with_room(self) -> int:
-        """How many fit into half of what is free there: the processes of a host share it."""
+        """Number of workers that fit into half of the free shared memory, which the processes of a host share."""
         free = shutil.disk_usage(_SHARED_MEMORY).free // 2 if _SHARED_MEMORY.is_dir() else 0
         return free // self._worker_bytes()
 
     def _read_s(self) -> float:
-        """CPU seconds in which one thread makes this process's rows of a batch, on rows that were read before."""
+        """CPU seconds that one thread needs for this process's rows of a batch, measured on rows already read."""
         numbers = self._row_numbers[:_MEASURED_ROWS]
         began = time.thread_time()
         self._rows.batch(max(self._step - 1, 0) * self._batch_size + numbers)
         return (time.thread_time() - began) * len(self._row_numbers) / len(numbers)
 
     def _on_devices(self, columns: dict[str, np.ndarray]) -> Any:
-        # CPU "devices" would use a worker's shared memory in place, and keep it for as long as the batch lives.
+        # CPU devices would use a worker's shared memory in place, and hold it as long as the batch lives.
         in_place = self._num_workers and any(device.platform == "cpu" for device in self._sharding.device_set)
 
         def place(values: np.ndarray) -> jax.Array:
@@ -225,7 +225,7 @@ class RowFeed(Feed):
     def _count(self, skipped: list[str]) -> None:
         for message in skipped:
             self.bad_records += 1
-            logger.warning("bad record %d, its row replaced: %s", self.bad_records, message)
+            logger.warning("bad record %d, row replaced: %s", self.bad_records, message)
 
 
 def _differences(saved: Any, present: Any, path: str = "") -> list[str]:

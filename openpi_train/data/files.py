@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: a reader, or a crash, never meets half of one. Safe for several processes."""
+"""Atomic file writes: a file is complete or absent, also after a crash. Safe for several processes."""
 
 import contextlib
 import json
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# In an unfinished folder: what is being written there.
+# File in an unfinished folder that says what is being written there.
 PLAN = "plan.json"
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to. It takes the place of `path` in one step when the block ends, and is gone where that raises.
+    """Open a temporary file that replaces `path` atomically when the block ends, or is deleted if the block raises.
 
-    Makes the folder of `path`.
+    Creates the folder of `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
@@ -33,35 +33,35 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, making its folder."""
+    """Write `content` to `path` atomically, creating its folder."""
     with replacing(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
+    """Write `text` to `path` in UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_text`. Raises ValueError where `value` holds NaN or Inf, which JSON cannot say."""
+    """Write `value` as JSON, as `write_text` does. Raises ValueError if it holds NaN or Inf, which JSON lacks."""
     write_text(path, json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """What `write_json` writes. Raises ValueError as it does."""
+    """The text that `write_json` writes. Raises ValueError as it does."""
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """The value that `write_json` wrote. Raises OSError or ValueError where it cannot be read."""
+    """The value that `write_json` wrote. Raises OSError or ValueError if it cannot be read."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def claim(folder: Path, plan: Mapping[str, Any]) -> bool:
-    """Note in the folder, which is made, what is written there; whether an earlier attempt at the same had begun.
+    """Record in `folder`, which is created, the `plan` (JSON) of what is written there; returns whether it was begun.
 
-    Raises ValueError where another `plan`, which is JSON, had begun.
+    Raises ValueError if the folder was begun with another plan.
     """
     path, plan = folder / PLAN, json.loads(json.dumps(plan))
     if not path.is_file():
@@ -71,13 +71,13 @@ def claim(folder: Path, plan: Mapping[str, Any]) -> bool:
     differing = sorted(name for name in {*begun, *plan} if begun.get(name) != plan.get(name))
     if differing:
         raise ValueError(
-            f"{folder} was begun with other {', '.join(differing)}: give the same again, or remove it to start anew"
+            f"{folder} was begun with other {', '.join(differing)}: give the same again, or remove it to start over"
         )
     return True
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Rename `path` to `<name>.<reason>-<time>`, which is no run and no checkpoint; returns the new path."""
+    """Rename `path` to `<name>.<reason>-<time>`, which is not read as a run or checkpoint; returns the new path."""
     target = path.with_name(f"{path.name}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}")
     number = 1
     while target.exists():

@@ -1,4 +1,4 @@
-"""Which format a dataset on disk has. A new format is a `SourceConfig` (`source.py`) and a branch here.
+"""Detection of a dataset's format on disk. A new format needs a `SourceConfig` (`source.py`) and a branch here.
 
 Read next: `source.py`, then `rlds/rlds_index.py`, `lerobot/lerobot_index.py`, `zarr/zarr_index.py`.
 """
@@ -16,7 +16,7 @@ from openpi_train.data.zarr.store import is_zarr
 
 
 def source_at(path: str) -> SourceConfig:
-    """The source for the dataset at `path`, told by its metadata. Raises FileNotFoundError where there is none."""
+    """The source config for the dataset at `path`, from its metadata. Raises FileNotFoundError if there is none."""
     if "://" not in path and not Path(path).expanduser().exists():
         raise FileNotFoundError(
             f"{path} does not exist: give the folder of an RLDS dataset (with dataset_info.json), of a LeRobot one "

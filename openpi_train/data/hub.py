@@ -1,18 +1,18 @@
-"""One file of a Hugging Face hub repository, or one clear reason why it cannot be had. Never needed for local paths."""
+"""Download of single files from the Hugging Face hub. Not needed for local paths."""
 
 import os
 from pathlib import Path
 
 
 def is_offline() -> bool:
-    """Whether the environment says never to ask the hub."""
+    """Whether the environment variable HF_HUB_OFFLINE forbids access to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) -> Path:
-    """Where the hub's client keeps `file` of `repository`; it is fetched if it is not kept, and that is allowed.
+    """The path of `file` of `repository` in the hub client's cache; downloads it if it is missing and not `offline`.
 
-    Args: `what` is the thing asked for and `how` what to do where it cannot be had, both for messages.
+    Args: for messages, `what` names the thing asked for and `how` says what to do if it is not available.
 
     Raises FileNotFoundError.
     """
@@ -22,7 +22,7 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise FileNotFoundError(
-            f"{what} {repository} is no file here, and huggingface_hub, which could fetch it from the hub, is not "
+            f"{what} {repository} is not a local file, and huggingface_hub, which could download it, is not "
             f"installed: pip install 'openpi_train[hub]', or {how}"
         ) from error
     state = "offline and not cached"

@@ -1,9 +1,9 @@
-"""Encoded pictures in, uint8 arrays out, and back: JPEG by simplejpeg (libjpeg-turbo), everything else by pillow.
+"""Decoding and encoding of pictures: JPEG by simplejpeg (libjpeg-turbo), everything else by pillow.
 
 Read next: `rlds/rlds_source.py` (reads encoded frames by offset).
 
-JPEG is decoded by libjpeg's accurate integer DCT, as pillow and OpenCV do. TensorFlow's default is the fast one, whose
-pixels differ by up to 17 of 255 on the Bridge sample (`tests/data/rlds/test_rlds_tensorflow.py` shows both equalities).
+JPEG is decoded with libjpeg's accurate integer DCT, as in pillow and OpenCV. TensorFlow's default is the fast DCT,
+whose pixels differ by up to 17 of 255 on the Bridge sample (tested in `tests/data/rlds/test_rlds_tensorflow.py`).
 """
 
 import io
@@ -19,7 +19,7 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Height and width that an encoded picture says it has, from its header alone. Raises ValueError."""
+    """Height and width of an encoded picture, read from its header alone. Raises ValueError."""
     if data[:3] == _JPEG_MAGIC:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         return int(height), int(width)
@@ -31,7 +31,7 @@ def decode_into(data: bytes, out: np.ndarray) -> None:
     """Decode one picture straight into `out`, uint8 [height, width, 3].
 
     Gray and palette pictures become RGB; an alpha channel is dropped.
-    Raises ValueError where the bytes are damaged or the picture has another size.
+    Raises ValueError if the bytes are damaged or the picture has another size.
     """
     if image_size(data) != out.shape[:2]:
         raise ValueError(f"the picture is {_size(image_size(data))}, expected {_size(out.shape)}")
@@ -43,7 +43,7 @@ def decode_into(data: bytes, out: np.ndarray) -> None:
             raise ValueError(f"the picture has pixel mode {picture.mode!r}, not 8 bits per channel")
         try:
             out[...] = np.asarray(picture.convert("RGB"))
-        except (OSError, SyntaxError) as error:  # pillow's words for torn data and for broken PNG chunks
+        except (OSError, SyntaxError) as error:  # pillow's errors for truncated data and for broken PNG chunks
             raise ValueError(str(error)) from error
 
 
@@ -57,7 +57,7 @@ def decode(data: bytes) -> np.ndarray:
 def encode(image: np.ndarray, encoding: Literal["jpeg", "png"] = "jpeg", quality: int = 95) -> bytes:
     """Encode uint8 [height, width, 3] (PNG also [height, width] and [height, width, 1]).
 
-    JPEG keeps the full colour resolution (4:4:4), since small pictures of small objects lose much with less.
+    JPEG keeps the full colour resolution (4:4:4), because subsampling loses much in small pictures of small objects.
     """
     if image.dtype != np.uint8:
         raise ValueError(f"an image of dtype {image.dtype} cannot be encoded; convert it to uint8 in 0..255 first")
@@ -72,7 +72,7 @@ def decode_frames(source: Source, steps: np.ndarray, camera: str, size: tuple[in
     """`Source.frames` for sources that store encoded pictures: one read and one decode for each step.
 
     Args:
-        size: Height and width, used when `steps` is empty; else the first picture's own.
+        size: Height and width, used only when `steps` is empty; otherwise those of the first picture.
     """
     steps = np.asarray(steps).reshape(-1)
     frames = np.empty((0, *size, 3), np.uint8)
@@ -101,7 +101,7 @@ def _opened(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{len(data)} bytes are no picture that pillow knows ({data[:8]!r}...)") from error
+        raise ValueError(f"{len(data)} bytes are not a picture that pillow can read ({data[:8]!r}...)") from error
 
 
 def _size(shape: tuple[int, ...]) -> str:

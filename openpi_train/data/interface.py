@@ -1,12 +1,12 @@
-"""What every kind of data promises to a run. Robots' demonstrations are one kind (`config.py`, `opened.py`).
+"""Interfaces that every kind of training data implements. Robot demonstrations are one kind (`config.py`, `opened.py`).
 
     Data          the config: a field of the experiment
-    OpenedData    what opening it gives: feeds of batches, and the shapes that they come in
-    Feed          the batches of a run, one after the other; they may follow from the present parameters
+    OpenedData    the opened data: feeds of batches, and the shapes that they come in
+    Feed          the batches of a run, in order; they may depend on the current parameters
     RowSource     rows by position, for the feed that reads ahead (`feed.py`)
 
-A batch is any tree of arrays with the rows on the first axis and `row`, the rows' numbers in the global batch: with
-seed and step they fix all randomness. Data workers import this module, so it imports neither jax nor a dataset library.
+A batch is any tree of arrays with rows on the first axis and an entry `row`, each row's number in the global batch:
+seed, step and row determine all randomness. Data workers import this module, so it imports no jax or dataset library.
 """
 
 import abc
@@ -29,8 +29,8 @@ RowSpec = Mapping[str, tuple[tuple[int, ...], str]]
 class RowSource(abc.ABC):
     """The rows at every position of an endless pass. Workers get a pickled copy.
 
-    Attributes: `spec`, what a row is; `num_samples`, the distinct ones; `identity`, what they depend on, as JSON: a run
-    continues with equal ones only.
+    Attributes: `spec`, shape and dtype of each entry; `num_samples`, the number of distinct rows; `identity`, what the
+    rows depend on, as JSON: a run can only be continued with an equal one.
     """
 
     spec: RowSpec
@@ -39,22 +39,22 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
-        """The stacked rows at `positions` [n] by name, and a message for every bad record that had its row replaced.
+        """The stacked rows at `positions` [n] by name, and a message for each bad record whose row was replaced.
 
-        Raises BadRecord or ValueError with what to do where a row cannot be had.
+        Raises BadRecord or ValueError, saying what to do, if a row cannot be read.
         """
 
     def cut(self, columns: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Some rows of the batch at `positions`, as `batch` made them, less what none in that batch needs: padding."""
+        """Rows of the batch at `positions`, as made by `batch`, without the padding that no row of that batch needs."""
         del positions
         return dict(columns)
 
     def describe(self, positions: np.ndarray) -> list[str]:
-        """Which sample stands at each position, for people."""
+        """A readable description of the sample at each position."""
         return [f"row {position}" for position in positions.tolist()]
 
     def proportions(self, num_positions: int) -> dict[str, float]:
-        """Each dataset's realised share of the first `num_positions` rows; empty where there is one."""
+        """Each dataset's actual share of the first `num_positions` rows; empty if there is only one dataset."""
         del num_positions
         return {}
 
@@ -65,9 +65,9 @@ class RowSource(abc.ABC):
 
 
 class Feed(abc.ABC):
-    """The batches of a run, global arrays on the devices. Call it from the main thread; `close` when done.
+    """The batches of a run, as global arrays on the devices. Call it from the main thread; `close` when done.
 
-    Counters: `wait_s`, the time that `next` has waited for data; `bad_records`, rows of this process replaced.
+    Counters: `wait_s`, the time `next` has waited for data; `bad_records`, the rows of this process that were replaced.
     """
 
     wait_s: float = 0.0
@@ -77,54 +77,54 @@ class Feed(abc.ABC):
     def next(self, state: Any = None) -> Any:
         """The batch of the next step, for the training state that the step begins with.
 
-        All processes call it equally often. It may compute with `state.params`, and take long (under a `phase` of its
-        own, for the watchdog). It must not keep `state`: the step takes its memory over.
+        All processes must call it the same number of times. It may compute with `state.params`, and may take long (in
+        its own `phase`, for the watchdog). It must not keep `state`: the step donates its buffers.
 
-        Raises DataError where there is none.
+        Raises DataError if there is no batch.
         """
 
     @abc.abstractmethod
     def position(self) -> dict[str, Any]:
-        """Where the feed stands, as JSON: with it in a checkpoint, the same batches follow after `seek`."""
+        """The feed's position, as JSON: after `seek` to it, the same batches follow."""
 
     @abc.abstractmethod
     def seek(self, position: dict[str, Any]) -> None:
-        """Go to a `position`. Raises ValueError naming what differs where it was taken from other data."""
+        """Go to a `position`. Raises ValueError naming the differences if the position belongs to other data."""
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether `position` says all: a feed whose batches follow from old parameters waits until it makes new ones.
+        """Whether `position` is the feed's whole state: not so while its batches depend on older parameters.
 
-        A save that is due meanwhile is made at the next step at which it can be.
+        A save that is due meanwhile is made at the next step at which this is True.
         """
         return True
 
-    def start(self) -> None:  # noqa: B027, nothing is what a feed may do
-        """Begin with the next batch in the background, where it does not follow from parameters."""
+    def start(self) -> None:  # noqa: B027, a feed may do nothing here
+        """Start to load the next batch in the background, if it does not depend on parameters."""
 
     def tune(self, *, step_s: float, wait_s: float) -> None:  # noqa: B027
-        """Hear what the steps since the last call took, and what of it was spent waiting here."""
+        """Adapt to the time that the steps since the last call took, and the part of it spent waiting for data."""
 
     def rows(self, step: int) -> list[str]:
-        """Which sample each row of the batch at `step` is, for people; empty where that is not known."""
+        """A readable description of each row's sample in the batch at `step`; empty if not known."""
         del step
         return []
 
     def proportions(self) -> dict[str, float]:
-        """Each dataset's share of the rows so far; empty where there is one."""
+        """Each dataset's share of the rows so far; empty if there is only one dataset."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Let go of threads, processes and files."""
+        """Release threads, processes and files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpeningRequest:
-    """What opening the data of a run depends on beside their own config.
+    """Arguments for opening the data of a run, in addition to the data's own config.
 
-    `model` is the run's `ModelConfig`, `draws_per_row` its objective's; files that belong to the data (norm stats) lie
-    below `assets_dir`. `prompts` are instructions that the run gives beside the data's own, each with the number of
-    state dims of the robot that it is given to.
+    `model` is the run's `ModelConfig`, `draws_per_row` the objective's; files that belong to the data (norm stats) are
+    below `assets_dir`. `prompts` are instructions that the run uses in addition to the data's, each with the number of
+    state dims of its robot.
     """
 
     model: Any
@@ -137,13 +137,13 @@ class OpeningRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedData(abc.ABC):
-    """A run's data, open. Every process has its own, and all have the same."""
+    """A run's opened data. Every process opens its own, with equal content."""
 
     # Distinct training samples: those of an epoch.
     num_samples: int
     # The text tokens of the longest rows, padding included; every checkpoint keeps it. None: the model's own limit.
     text_length: int | None = None
-    # `tokens_fingerprint` of the run's tokenizer; None where there is none.
+    # `tokens_fingerprint` of the run's tokenizer; None if there is none.
     tokenizer: str | None = None
     # Its files, by path in a checkpoint's directory.
     token_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -152,7 +152,7 @@ class OpenedData(abc.ABC):
     def feed(
         self, *, batch_size: int, sharding: "Sharding", num_workers: int | Literal["auto"], cores: int | None
     ) -> Feed:
-        """The training batches, cut over the devices by `sharding`; `cores` are those that this process may use."""
+        """The training batches, distributed over the devices by `sharding`; this process may use `cores` CPU cores."""
 
     @property
     def row_shapes(self) -> dict[str, list[int]]:
@@ -160,43 +160,43 @@ class OpenedData(abc.ABC):
         return {}
 
     def batch_specs(self, batch_size: int) -> list[Any] | None:
-        """Every shape that batches come in, as trees of `jax.ShapeDtypeStruct`; None: the one of `Data.batch_spec`."""
+        """All shapes that batches can have, as trees of `jax.ShapeDtypeStruct`; None: only `Data.batch_spec`."""
         del batch_size
         return None
 
     def held_out(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
-        """The first `num_rows` held-out rows (fewer where there are fewer), always the same, as batches on the devices.
+        """The first `num_rows` held-out rows, or all if there are fewer, as batches on the devices; always the same.
 
-        Rows that only fill the last batch must count nowhere, in no norm of the objective. Default: none.
+        Rows that only fill up the last batch must be masked: no norm of the objective may count them. Default: none.
         """
         del num_rows, batch_size, sharding
         return []
 
     def norm_stats_json(self) -> dict[str, Any]:
-        """What every checkpoint keeps of the norm stats, by asset id. Default: nothing."""
+        """The norm stats to save in every checkpoint, by asset id. Default: none."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(abc.ABC):
-    """What a run is trained on, as a value."""
+    """Config of the data that a run is trained on."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """The camera slots of a row, for what a row costs. Default: none."""
+        """The camera slots of a row, used to estimate the cost of a row. Default: none."""
         return ()
 
     def check(self) -> list[str]:
-        """What cannot be, as sentences with the flag to change; limits that stand at the fields are checked already."""
+        """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []
 
     @abc.abstractmethod
     def batch_spec(self, model: Any, batch_size: int) -> Any:
-        """The batch that `model` (a `ModelConfig`) gets, as a tree of `jax.ShapeDtypeStruct`. Opens nothing."""
+        """The batch that `model` (a `ModelConfig`) takes, as a tree of `jax.ShapeDtypeStruct`. Opens no files."""
 
     @abc.abstractmethod
     def open(self, request: OpeningRequest) -> OpenedData:
-        """Open it. Needs no communication: every process calls it, process 0 first, and gets the same.
+        """Open the data. Needs no communication: every process calls it, process 0 first, and gets the same.
 
-        Raises FileNotFoundError or ValueError with what to do.
+        Raises FileNotFoundError or ValueError that says what to do.
         """

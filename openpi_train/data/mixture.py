@@ -1,7 +1,7 @@
-"""Which dataset and which of its samples stands at a position of a weighted mixture: a pure function again.
+"""Weighted mixture of datasets: maps a position to a dataset and a sample in it, as a pure function.
 
-Positions are dealt in blocks. At every block's end each dataset has had its exact share of all positions so far, to
-within one sample; inside a block the datasets are shuffled. Read next: `rows.py`, which turns samples into rows.
+Positions are assigned in blocks. At the end of every block each dataset has had its exact share of all positions so
+far, to within one sample; inside a block the datasets are shuffled. Read next: `rows.py`, which makes rows of samples.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ class Mixture:
                     f"dataset {number} has weight {weight}; weights must be positive: leave it out instead"
                 )
         self.weights = np.asarray(weights, np.float64) / np.sum(np.asarray(weights, np.float64))
-        # Shares as borders: a dataset's count is a difference of floors, so it errs by less than 1, and all add up.
+        # Cumulative shares: a dataset's count is a difference of floors, so its error is below 1 and counts add up.
         self._borders = np.concatenate([np.cumsum(self.weights)[:-1], [1.0]])
-        # With at least one expected sample per block and dataset, no such difference can shrink from block to block.
+        # With at least one expected sample per block and dataset, no count can decrease from block to block.
         self.block = max(_MIN_BLOCK, int(np.ceil(1.0 / self.weights.min())) + 1)
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The (dataset, epoch of that dataset, sample index in it) at each position [n]."""
         block, place = np.divmod(position.astype(np.int64), self.block)
-        # One dataset needs no shuffle of datasets: its epochs then end exactly at multiples of its size.
+        # A single dataset needs no shuffle of datasets: its epochs then end exactly at multiples of its size.
         shuffled = len(self.sizes) > 1
         slot = order.permute(place, self.block, order.scramble(self.seed, 1, block)) if shuffled else place
         before, after = self._dealt(block * self.block), self._dealt((block + 1) * self.block)
@@ -58,7 +58,7 @@ class Mixture:
         return dataset, epoch, index
 
     def counts(self, num_positions: int) -> np.ndarray:
-        """How many of the first `num_positions` each dataset has supplied, int64 [datasets]."""
+        """Number of the first `num_positions` rows from each dataset, int64 [datasets]."""
         whole = num_positions // self.block * self.block
         counts = self._dealt(np.asarray(whole))
         if whole < num_positions:

@@ -1,6 +1,6 @@
-"""What robots' data ask of a model: the part of `models/model_config.py: PolicyConfig` that shapes its rows.
+"""Interface of a model for robot data: the part of `models/model_config.py: PolicyConfig` that determines its rows.
 
-A protocol, since models know data and not the other way. What each entry promises is said there.
+It is a protocol because models import data and not the other way round. `PolicyConfig` documents each entry.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from openpi_train.data.windows import WindowShape
 
 @runtime_checkable
 class RowModel(Protocol):
-    """A model of robots' actions, as its data see it."""
+    """A model of robot actions, as the data code uses it."""
 
     reads_text: ClassVar[bool]
 

@@ -1,7 +1,7 @@
-"""Norm stats computed from columns alone: no image is decoded, so all of BridgeData takes minutes.
+"""Computation of norm stats from columns alone: no image is decoded, so all of BridgeData takes minutes.
 
 Two passes over the training windows, in blocks: sums and extremes, then centred squares (so that mean and std are
-exact) and a histogram for the quantiles. Computed stats are kept: `Asset`. Read next: `normalize.py` for the guard.
+exact) and a histogram for the quantiles. `Asset` caches the result. Read next: `normalize.py` for the guard.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ from openpi_train.data.windows import Windows
 
 logger = logging.getLogger(__name__)
 
-# Raise it when the computation changes, so that kept stats are computed anew.
+# Increase it when the computation changes, so that cached stats are computed again.
 _VERSION = 1
 _BINS = 1 << 16
 _BLOCK_VALUES = 1 << 21
-# Beside openpi's file: what it was computed from, and the file as somebody edited it.
+# Files beside openpi's: what it was computed from, and a copy of it if somebody edited it.
 _DETAILS, _EDITED = "norm_stats.details.json", "norm_stats.edited.json"
 
-# Stats by array, and what was widened in them: notes by array and dim.
+# Stats by array, and notes by array and dim on what was widened.
 Noted = tuple[dict[str, NormStats], dict[str, dict[str, str]]]
-# One row's weight, and a function that walks over blocks [rows, dims] (it is called twice).
+# The weight of one row, and a function that yields blocks [rows, dims] (it is called twice).
 Stream = tuple[float, Callable[[], Iterable[np.ndarray]]]
 
 
 def summarize(streams: Sequence[Stream]) -> NormStats:
     """Weighted statistics of all rows: population std; q01 and q99 to 1/65536 of the range.
 
-    A quantile is the least value whose cumulative weight reaches the share.
+    A quantile is the smallest value whose cumulative weight reaches the given share.
     """
     count, total, low, high = 0.0, 0.0, np.array(np.inf), np.array(-np.inf)
     for weight, blocks in streams:
@@ -64,7 +64,7 @@ def summarize(streams: Sequence[Stream]) -> NormStats:
     share = np.cumsum(histogram, axis=1) / count
 
     def quantile(level: float) -> np.ndarray:
-        # The tolerance keeps a share of exactly the level from being missed by rounding.
+        # The tolerance is for rounding: a share of exactly the level must count as reached.
         reached = np.argmax(share >= level - 1e-12, axis=1)
         return low + reached / scale
 
@@ -74,10 +74,10 @@ def summarize(streams: Sequence[Stream]) -> NormStats:
 
 
 def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> Noted:
-    """Statistics of `state` and `actions` over the samples of datasets that share them, weighted as they are mixed.
+    """Statistics of `state` and `actions` over the samples of datasets that share them, with the mixture's weights.
 
-    Actions count over whole chunks, as the model sees them, without the padding at an episode's end. A dataset of more
-    than `max_samples` samples is represented by that many, spread evenly. Degenerate dims are widened (see `guard`).
+    Actions are counted over whole chunks, as the model sees them, without the padding at an episode's end. At most
+    `max_samples` samples of a dataset are used, evenly spread. Degenerate dims are widened (see `guard`).
 
     Returns: the stats, and notes per array and dim name on what was widened.
     """
@@ -98,12 +98,12 @@ def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max
 
 
 def _first_not_finite(windows: Sequence[Windows], name: str) -> str:
-    """Where the first NaN or infinity of `state` or `actions` lies, and what to do; empty where there is none."""
+    """Sentences on the first NaN or infinity of `state` or `actions` and what to do; empty if there is none."""
     for window in windows:
         bad = np.flatnonzero(~np.isfinite(getattr(window.steps, name)).all(axis=1))
         if len(bad):
             return (
-                f"; {len(bad)} of {window.source.num_steps} control steps have some, the first: "
+                f"; {len(bad)} of {window.source.num_steps} control steps have some, the first is "
                 f"{window.source.describe(int(bad[0]))}. Repair or remove these episodes, or train around them with "
                 "--data.datasets.N.norm-stats of the sound ones and --on-nan skip"
             )
@@ -112,9 +112,9 @@ def _first_not_finite(windows: Sequence[Windows], name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asset:
-    """Datasets that share norm stats: those of the file `given`, else computed and kept in `folder`.
+    """Datasets that share norm stats: read from the file `given`, or else computed and cached in `folder`.
 
-    Of a dataset with more than `max_samples` samples so many count.
+    At most `max_samples` samples of each dataset are used.
     """
 
     name: str
@@ -131,10 +131,10 @@ class Asset:
         return {"state": robot.state_names, "actions": robot.action_names}
 
     def stats(self) -> dict[str, NormStats]:
-        """The stats, computed and written where they are not known. Degenerate dims are named in a warning.
+        """The stats, computed and written if they are not known. A warning names degenerate dims.
 
-        Every process may call it at once: all write the same bytes, each file whole. Raises as `known`, and OSError
-        where they cannot be written.
+        All processes may call it at the same time: all write the same bytes, atomically. Raises as `known`, and OSError
+        if the stats cannot be written.
         """
         known = self.known()
         if known is None:
@@ -163,19 +163,19 @@ class Asset:
         return compute_norm_stats(self.windows, self.weights, self.max_samples)
 
     def known(self) -> Noted | None:
-        """The given stats, or those in the folder; None where there are none of these data.
+        """The given stats, or those cached in the folder; None if the folder has none for these data.
 
-        Raises FileNotFoundError or ValueError for a given file that is none, or does not fit the robot.
+        Raises FileNotFoundError or ValueError if a given file is missing, invalid, or does not fit the robot.
         """
         return self._kept() if self.given is None else self._given(self.given)
 
     def store(self, computed: Noted) -> None:
-        """Write what `compute` gave, with the fingerprint of what it was computed from."""
+        """Write the result of `compute`, with the fingerprint of what it was computed from."""
         stats, notes = computed
         extremes = {name: [entry.low, entry.high] for name, entry in stats.items()}
         written = write_norm_stats(self.folder, stats).read_bytes()
         details = {"fingerprint": self._fingerprint(), "extremes": extremes, "notes": notes, "sha256": _sha256(written)}
-        # Last: a folder without it, or with an older one, counts as not computed.
+        # Written last: a folder without it, or with an older one, counts as not computed.
         files.write_text(self.folder / _DETAILS, json.dumps(details, indent=2, default=np.ndarray.tolist))
 
     def _given(self, given: str) -> Noted:
@@ -186,7 +186,7 @@ class Asset:
             try:
                 stats[name], notes[name] = guard(loaded[name], dims)
             except ValueError as error:
-                raise ValueError(f"{given}, {name}: {error}; leave --data.datasets.N.norm-stats out") from error
+                raise ValueError(f"{given}, {name}: {error}; omit --data.datasets.N.norm-stats") from error
         return stats, notes
 
     def _kept(self) -> Noted | None:
@@ -199,7 +199,7 @@ class Asset:
             if missing:
                 raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         except (ValueError, AttributeError) as error:
-            logger.warning("norm stats: %s cannot be read (%s); they are computed anew", path, error)
+            logger.warning("norm stats: %s cannot be read (%s); computing them again", path, error)
             return None
         if details["fingerprint"] != self._fingerprint():
             logger.info("norm stats: the data or its settings changed since %s was written", kept)
@@ -207,8 +207,8 @@ class Asset:
         if details["sha256"] != _sha256(kept.read_bytes()):
             edited = shutil.copy2(kept, self.folder / _EDITED)
             logger.warning(
-                "norm stats: %s was edited since it was computed; kept as %s and computed anew "
-                "(--data.datasets.N.norm-stats %s uses it as it is)", kept, _EDITED, edited,
+                "norm stats: %s was edited since it was computed; kept as %s and computed again "
+                "(--data.datasets.N.norm-stats %s uses it unchanged)", kept, _EDITED, edited,
             )  # fmt: skip
             return None
         bounds = {name: [np.asarray(bound) for bound in pair] for name, pair in details["extremes"].items()}
@@ -219,7 +219,7 @@ class Asset:
         return stats, details["notes"]
 
     def _fingerprint(self) -> str:
-        """What the stats depend on; only the ratio of the weights matters."""
+        """A digest of what the stats depend on; of the weights only the ratio matters."""
         shares = [f"{weight / sum(self.weights):.12g}" for weight in self.weights]
         parts = [
             [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
@@ -229,9 +229,9 @@ class Asset:
 
 
 def assets(config: DataConfig, windows: Sequence[Windows], folder: str | Path) -> list[Asset]:
-    """The assets of a run, kept below `folder`; `windows` are those of its datasets, in order.
+    """The assets of a run, cached below `folder`; `windows` are those of its datasets, in order.
 
-    Raises ValueError where datasets of one asset id cannot share norm stats.
+    Raises ValueError if datasets with the same asset id cannot share norm stats.
     """
     groups: dict[str, list[tuple[Windows, Dataset]]] = {}
     for window, dataset in zip(windows, config.datasets, strict=True):

@@ -1,7 +1,7 @@
-"""Norm stats: what they hold, the forms of normalisation, the guard against degenerate dims, and openpi's file.
+"""Normalisation: norm stats, the normalisation methods, the guard against degenerate dims, and openpi's file format.
 
-The file and two forms are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so that
-its checkpoints and assets serve here and ours there; it passes over `min` and `max`, which ours hold too. The form
+The file and two methods are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so
+checkpoints and assets can be exchanged in both directions; openpi ignores `min` and `max`, which our files also hold.
 `min_max` is diffusion policy's (`model/common/normalizer.py` of real-stanford/diffusion_policy, mode "limits").
 
 Read next: `norm_stats.py`, which computes them from columns.
@@ -21,13 +21,13 @@ Form = Literal["z_score", "quantile", "min_max"]
 FILE_NAME = "norm_stats.json"
 
 _EPSILON = 1e-6
-# Of the form min_max: a dim that moves less becomes 0, in its own unit.
+# For min_max: a dim whose range is smaller, in its own unit, is normalised to 0.
 _CONSTANT_RANGE = 1e-4
-# The least scale that is divided by, as a share of the dim's own range: normalised values stay within about
-# 1 / share. BridgeData's rotations, whose rare wraps by 2 pi make their range large, lie above both.
+# The smallest divisor, as a fraction of the dim's own range: normalised values stay within about 1 / fraction.
+# BridgeData's rotations, whose range is large because of rare wraps by 2 pi, are above both.
 _LEAST_STD_OF_RANGE = 2e-3
 _LEAST_QUANTILE_RANGE_OF_RANGE = 1e-2
-# ... and as a share of the median scale of all dims, for dims that do nothing but flicker.
+# ... and as a fraction of the median scale of all dims, for dims that contain only noise.
 _LEAST_OF_TYPICAL = 1e-3
 
 
@@ -35,7 +35,7 @@ _LEAST_OF_TYPICAL = 1e-3
 class NormStats:
     """Statistics per dim of one array (`state` or `actions`): float64 [dims] each.
 
-    `low` and `high` are the extremes, None where a file does not tell them.
+    `low` and `high` are the extremes, None if a file does not have them.
     """
 
     mean: np.ndarray
@@ -50,7 +50,7 @@ Stats = Mapping[str, NormStats]
 
 
 def normalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
-    """The normalised x [..., d]; stats wider than x are cut to its width. Raises ValueError where x is wider."""
+    """The normalised x [..., d]; stats wider than x are cut to its width. Raises ValueError if x is wider."""
     width = x.shape[-1]
     if width > len(stats.mean):
         raise ValueError(f"mismatched norm stats: the data has {width} dims, the norm stats {len(stats.mean)}")
@@ -66,7 +66,7 @@ def normalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
 def unnormalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
     """The inverse, for x [..., d] of at least the stats' width.
 
-    Further dims are padding: they are treated as mean 0 and std 1 in the form `z_score`, and pass in the others.
+    Further dims are padding: `z_score` treats them as mean 0 and std 1, the other methods leave them unchanged.
     """
     width = len(stats.mean)
     if x.shape[-1] < width:
@@ -82,20 +82,20 @@ def unnormalize(x: np.ndarray, stats: NormStats, form: Form) -> np.ndarray:
 
 
 def _limits(stats: NormStats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per dim what is subtracted, multiplied by and subtracted then: min becomes -1 and max 1, a constant dim 0."""
+    """Low, scale and centre of each dim: `(x - low) * scale - centre` maps min to -1, max to 1, constant dims to 0."""
     if stats.low is None or stats.high is None:
-        raise ValueError("these norm stats have no min and max, which the form min_max needs")
+        raise ValueError("these norm stats have no min and max, which min_max normalisation needs")
     constant = stats.high - stats.low < _CONSTANT_RANGE
     scale = np.where(constant, 1.0, 2.0 / np.where(constant, 1.0, stats.high - stats.low))
     return stats.low, scale, np.where(constant, 0.0, 1.0)
 
 
 def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, str]]:
-    """The stats with degenerate dims widened, and for each such dim what was done.
+    """The stats with degenerate dims widened, and a note for each such dim.
 
     A joint that rests in 98 of 100 steps has q01 = q99, and its motions would become targets in the thousands
-    (openpi#814). Its quantile range becomes its full range; a std or range that is still tiny beside those of the
-    other dims becomes a floor.
+    (openpi#814). Its quantile range is replaced by its full range; a std or range that is still tiny compared with
+    those of the other dims is raised to a minimum.
     """
     if len(names) != len(stats.mean):
         raise ValueError(f"mismatched norm stats: {len(stats.mean)} dims for {len(names)} named ({', '.join(names)})")
@@ -111,7 +111,7 @@ def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, 
     note(rare, "q99 - q01 = {:.2g}: replaced by the full range", q99 - q01)
     q01, q99 = np.where(rare, low, q01), np.where(rare, high, q99)
 
-    # fmax passes over the NaN of files without quantiles.
+    # fmax ignores the NaN of files without quantiles.
     floor = np.fmax(_LEAST_STD_OF_RANGE * (high - low), _LEAST_OF_TYPICAL * _typical(std))
     note(std < floor, "std = {:.2g}: raised", std)
     std = np.maximum(std, floor)
@@ -127,14 +127,14 @@ def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, 
 
 def _typical(scale: np.ndarray) -> float:
     moving = scale[scale > 0]
-    # Where nothing moves at all, 1 / share makes the floor 1: every value then becomes 0 (or stays near it).
+    # If nothing moves at all, 1 / fraction makes the minimum 1: every value is then normalised to about 0.
     return float(np.median(moving)) if moving.size else 1.0 / _LEAST_OF_TYPICAL
 
 
 def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     """The stats of openpi's `norm_stats.json` (the file, or the folder that holds it).
 
-    Raises FileNotFoundError, or ValueError for a file of another form.
+    Raises FileNotFoundError, or ValueError if the file is not a valid norm_stats.json.
     """
     path = Path(path).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
@@ -148,9 +148,9 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
 
 
 def parse_norm_stats(content: Any, where: str) -> dict[str, NormStats]:
-    """The stats of what openpi's `norm_stats.json` holds; `where` names it in errors.
+    """The stats from the content of openpi's `norm_stats.json`; `where` names it in errors.
 
-    Raises ValueError for content of another form.
+    Raises ValueError if the content is invalid.
     """
     try:
         stats = {name: _from_json(entry) for name, entry in content["norm_stats"].items()}
@@ -166,7 +166,7 @@ def parse_norm_stats(content: Any, where: str) -> dict[str, NormStats]:
 
 
 def write_norm_stats(folder: str | Path, stats: Stats) -> Path:
-    """Write openpi's `norm_stats.json` into `folder`, whole or not at all."""
+    """Write openpi's `norm_stats.json` into `folder`, atomically; returns its path."""
     path = Path(folder) / FILE_NAME
     files.write_text(path, json.dumps(norm_stats_json(stats), indent=2))
     return path
@@ -189,7 +189,7 @@ def _from_json(entry: Mapping[str, Sequence[float] | None]) -> NormStats:
     bounds = {field: entry.get(key) for key, field in (("min", "low"), ("max", "high"))}
     low, high = (None if bound is None else np.asarray(bound, np.float64) for bound in bounds.values())
     if entry.get("q01") is None or entry.get("q99") is None:
-        # openpi allows files without quantiles; they serve the z-score form only.
+        # openpi allows files without quantiles; these can be used with z_score only.
         nothing = np.full_like(mean, np.nan)
         return NormStats(mean=mean, std=std, q01=nothing, q99=nothing, low=low, high=high)
     q01, q99 = np.asarray(entry["q01"], np.float64), np.asarray(entry["q99"], np.float64)

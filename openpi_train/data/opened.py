@@ -1,4 +1,4 @@
-"""From a `DataConfig` to rows: open the sources, split, get norm stats, and join it all. Read next: `feed.py`."""
+"""Opens the data of a `DataConfig`: sources, splits, norm stats, and the rows made from them. Read next: `feed.py`."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ _VALIDATION_SEED = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedDatasets(OpenedData):
-    """Robots' demonstrations. `validation` is None where nothing is held out; `norm_stats` is keyed by asset id."""
+    """Opened robot demonstrations. `validation` is None if nothing is held out; `norm_stats` is keyed by asset id."""
 
-    # Whose rows these are; None where no run asked for them.
+    # Whose rows these are; None if not opened for a run.
     model: RowModel | None = None
     train: Rows
     validation: Rows | None
@@ -64,7 +64,7 @@ class OpenedDatasets(OpenedData):
         return RowFeed(self.train, batch_size=batch_size, sharding=sharding, num_workers=num_workers, cores=cores)
 
     def batch_specs(self, batch_size: int) -> list[Any] | None:
-        """One for each length of text that batches have (`text_lengths.py`)."""
+        """One spec for each text length that batches can have (`text_lengths.py`)."""
         assert self.model is not None
         lengths = self.train.text.lengths if self.train.text else (self.text_length,)
         return [self.model.batch_spec(batch_size, self.cameras, length) for length in lengths]
@@ -76,7 +76,7 @@ class OpenedDatasets(OpenedData):
         return _first_batches(self.validation, num_rows, batch_size, sharding)
 
     def training_rows(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
-        """As `held_out`, of the training split."""
+        """The first rows of the training split, as `held_out` returns those of the held-out one."""
         return _first_batches(self.train, num_rows, batch_size, sharding)
 
     def norm_stats_json(self) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def open_data(
     assets_dir: str | Path,
     windows: Sequence[Windows] | None = None,
 ) -> OpenedDatasets:
-    """Open every dataset of a run, computing norm stats under `assets_dir` where they are not there yet.
+    """Open every dataset of a run, computing norm stats under `assets_dir` if they are missing.
 
-    Args: `transforms` and `batch_spec` are the model config's; `shape` what it sees and predicts; `normalization` the
-    form it was designed for; `windows` what `open_windows` gave, where it was asked before. Needs no communication:
-    every process may call it, and gets the same.
+    Args: `transforms` and `batch_spec` are the model config's; `shape` is what it sees and predicts; `normalization`
+    is the method it was designed for; `windows` is the result of `open_windows`, if already called. Needs no
+    communication: every process may call it, with equal results.
 
-    Raises FileNotFoundError or ValueError with what to do, on data, norm stats or a mixture that cannot be used.
+    Raises FileNotFoundError or ValueError, saying what to do, if data, norm stats or the mixture cannot be used.
     """
     if not config.datasets:
         raise ValueError("the run has no dataset: give --data.datasets")
@@ -189,10 +189,10 @@ def in_text_lengths(
     draws: int = 1,
     assets_dir: str | Path = ".",
 ) -> OpenedDatasets:
-    """The same data, training batches cut to one of at most `most` lengths of text where the model has text.
+    """The same data with training batches cut to at most `most` different text lengths, if the supports it.
 
-    Args: `draws` is the objective's `draws_per_row`, for what a token costs; below `assets_dir` it is kept how many
-    tokens chunks have, for a model whose text goes on with them.
+    Args: `draws` is the objective's `draws_per_row`, used in the cost of a row; `assets_dir` caches the number of
+    tokens in each chunk, for a model whose text includes the chunk.
     """
     rows, model, longest = data.train, data.model, data.text_length
     if model is None or longest is None or most == 1:
@@ -223,7 +223,7 @@ def in_text_lengths(
 
 
 def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], length: int, draws: int) -> float:
-    """By which lengths of text are compared: all tokens of a full row, images and noisy actions too."""
+    """Cost of a row for choosing text lengths: all tokens of a full row, including images and noisy actions."""
     import jax  # only the main process comes here
 
     row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.batch_spec(1, cameras, length))
@@ -231,9 +231,9 @@ def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], length: int, draws
 
 
 def write_missing(config: DataConfig) -> None:
-    """Write every embedded dataset that the run reads and that is not there yet, with a log line.
+    """Write every embedded dataset that the run reads and that does not exist yet, with a log line.
 
-    Any number of processes may call it at the same time: one writes, the others wait.
+    All processes may call it at the same time: one writes, the others wait.
     """
     for dataset in config.datasets:
         if places.dataset_name(dataset.source.location) is not None:
@@ -243,7 +243,7 @@ def write_missing(config: DataConfig) -> None:
 
 
 def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
-    """The training windows of every dataset, in order. An embedded dataset that is not there yet is written first."""
+    """The training windows of every dataset, in order. A missing embedded dataset is written first."""
     write_missing(config)
     skip = config.on_bad_record == "skip"
     return [
@@ -259,12 +259,12 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
 
 
 def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
-    """Every instruction of these datasets, with the number of state dims of the robot that it is given to."""
+    """Every instruction of these datasets, with the number of state dims of its robot."""
     return [(text, len(window.robot.state_names)) for window in windows for text in window.prompts]
 
 
 def row_spec(spec: Any) -> RowSpec:
-    """A model's batch spec for one row, by row entry, without the leading axis."""
+    """Shape and dtype of each entry of a row, from a model's batch spec: without the leading axis."""
     from openpi_train.types import flatten_rows  # jax: only the main process comes here
 
     return {
@@ -285,7 +285,7 @@ def _needed(stats: Mapping[str, Mapping[str, NormStats]], asset: str, form: Form
 def _identity(
     members: Sequence[tuple[Windows, Dataset]], stats: Mapping[str, Mapping[str, NormStats]], form: Form
 ) -> dict[str, Any]:
-    """What rows depend on. Computed stats follow from the rest, and may differ in the last bit between machines."""
+    """What the rows depend on. Computed stats follow from the rest, and may differ in the last bit between machines."""
     window = members[0][0]
     datasets = [
         {

@@ -1,8 +1,8 @@
-"""Data order as a pure function: which sample stands at a position, with no state and no list of samples.
+"""Data order as a pure function from position to sample, with no state and no list of samples.
 
-A keyed Feistel network permutes [0, 2^k); values outside [0, n) are sent through again until they fall inside
-("cycle walking"), which leaves a permutation of [0, n). So each epoch visits every sample exactly once, and any
-position is found in constant time and memory. Read next: `mixture.py`.
+A keyed Feistel network permutes [0, 2^k); values outside [0, n) are permuted again until they fall inside ("cycle
+walking"), which gives a permutation of [0, n). So each epoch visits every sample exactly once, and looking up a
+position takes constant time and memory. Read next: `mixture.py`.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ Integers = np.ndarray | np.integer | int
 
 
 def scramble(*words: Integers) -> np.ndarray:
-    """A 64-bit hash of integer words, elementwise over arrays (uint64). Not for secrets."""
+    """A 64-bit hash of integer words, elementwise over arrays (uint64). Not cryptographic."""
     state = np.uint64(0)
     with np.errstate(over="ignore"):
         for word in words:
-            # The finaliser of splitmix64 (Steele, Lea and Flood 2014), fed word by word.
+            # The finaliser of splitmix64 (Steele, Lea and Flood 2014), applied word by word.
             state = state ^ np.asarray(word).astype(np.uint64)
             state = state + np.uint64(0x9E3779B97F4A7C15)
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -27,7 +27,7 @@ def scramble(*words: Integers) -> np.ndarray:
 
 
 def permute(index: Integers, size: int, key: Integers) -> np.ndarray:
-    """Where `index` (each in [0, size)) goes under the permutation of [0, size) that `key` names; int64.
+    """The image of `index` (each in [0, size)) under the permutation of [0, size) selected by `key`, int64.
 
     Args: `key` is one integer, or one per index.
     """

@@ -1,4 +1,4 @@
-"""Rows of a global batch between a process's memory and its devices. Read next: `feed.py`."""
+"""Transfer of batch rows between a process's memory and its devices. Read next: `feed.py`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 def local_rows(sharding: jax.sharding.Sharding, batch_size: int) -> np.ndarray:
     """The rows of the global batch that this process's devices hold, ascending, int64.
 
-    Raises ValueError where they do not divide.
+    Raises ValueError if the devices do not divide the batch.
     """
     try:
         parts = sharding.addressable_devices_indices_map((batch_size,))
@@ -25,7 +25,7 @@ def local_rows(sharding: jax.sharding.Sharding, batch_size: int) -> np.ndarray:
 def on_devices(
     values: np.ndarray, sharding: jax.sharding.Sharding, batch_size: int, row_numbers: np.ndarray
 ) -> jax.Array:
-    """One global array of `batch_size` rows, of which `values` [n, ...] are this process's, `row_numbers` of it."""
+    """A global array of `batch_size` rows; this process provides `values` [n, ...] for the rows `row_numbers`."""
     first_of = {int(number): place for place, number in enumerate(row_numbers)}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How far long work has come: a line in the log every few seconds, and threads that end when one of them fails."""
+"""Progress of long work: a log line every few seconds, and threads that stop when one of them fails."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Progress:
-    """Counts `total` things of a `unit`. Threads may add at the same time."""
+    """Counts up to `total`, in `unit`. Thread-safe."""
 
     def __init__(self, what: str, total: float, unit: str):
         self.what, self.total, self.unit, self.done = what, total, unit, 0.0
@@ -24,7 +24,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def add(self, count: float = 1) -> None:
-        """So many more are done. Raises InterruptedError in threads whose work is no longer wanted."""
+        """Add `count` finished units. Raises InterruptedError in threads that should stop."""
         if self._stopped:
             raise InterruptedError(f"{self.what} was stopped")
         with self._lock:
@@ -41,7 +41,7 @@ class Progress:
         )
 
     def in_threads(self, work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-        """`work` of every item, in order. It calls `add`, which ends the others where one of them raises."""
+        """The results of `work` on every item, in order. `work` calls `add`, which stops the others if one fails."""
         with ThreadPoolExecutor(threads) as pool:
             futures = [pool.submit(work, item) for item in items]
             try:

@@ -1,8 +1,8 @@
-"""Repacks a source into step-level ArrayRecord files, for remote or slow storage, and reads them back.
+"""Repacking of a source into ArrayRecord files with one record per step, for remote or slow storage.
 
-Read next: `tables.py` (columns and prompts beside the records), `rlds/rlds_source.py` (the format it is made from).
+Read next: `tables.py` (columns and prompts beside the records), `rlds/rlds_source.py` (the original format).
 
-One record holds all cameras' pictures of one step, byte for byte as the source stores them: a step costs one read
+One record holds all cameras' pictures of one step, byte for byte as in the source: a step needs one read
 however many cameras a robot has. Columns, prompts and digests are copied, so the fingerprint stays the same.
 
     <directory>/manifest.json      tables/ as in an index
@@ -30,21 +30,21 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# No look-ahead and no threads of its own: both only slow random access down.
+# No read-ahead and no threads: both only slow down random access.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-# JPEG and PNG do not compress further, and a group of one is read alone.
+# JPEG and PNG do not compress further; groups of one record allow single reads.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
-# Steps kept after reading, so that a batch's second camera costs no second read.
+# Steps cached after reading, so that the second camera of a step needs no second read.
 _RECENT_STEPS = 64
 _OPEN_FILES = 256
 
 
 def repack(source: Source, directory: str | Path, *, split: str | None = None, steps_per_file: int = 4096) -> Path:
-    """Write all of a source to `directory`; returns it. `split` is noted: the split of the dataset that the source is.
+    """Write a whole source to `directory`, and return it. `split`, the source's split, is recorded.
 
-    A killed run is resumed by calling again: finished files are kept in `<directory>.partial` until all are there.
+    A killed run is resumed by calling again: finished files are kept in `<directory>.partial` until all are written.
 
-    Raises FileExistsError where `directory` exists, BadRecord for a step that cannot be read, OSError (disk full).
+    Raises FileExistsError if `directory` exists, BadRecord for a step that cannot be read, OSError (disk full).
     """
     final = Path(directory).expanduser()
     if final.exists():
@@ -68,14 +68,14 @@ def repack(source: Source, directory: str | Path, *, split: str | None = None, s
         num_files = _write_files(source, partial, steps_per_file)
         _write_tables(source, partial, plan, num_files)
         os.replace(partial, final)
-        # Only now: a kill before would leave finished files that nothing says the origin of.
+        # Only now: a kill before this would leave finished files of unknown origin.
         (final / files.PLAN).unlink()
         (final / tables.LOCK).unlink()
     return final
 
 
 def _write_files(source: Source, partial: Path, steps_per_file: int) -> int:
-    """Write the ArrayRecord files that are not there yet; returns how many there are in all."""
+    """Write the missing ArrayRecord files; returns the total number of files."""
     starts = range(0, source.num_steps, steps_per_file)
     missing = [index for index in range(len(starts)) if not (partial / _file_name(index)).is_file()]
     logger.info("repack: %d of %d files to write, %d steps in all", len(missing), len(starts), source.num_steps)
@@ -96,7 +96,7 @@ def _write_file(source: Source, path: Path, steps: range) -> None:
         for step in steps:
             writer.write(_pack([source.encoded(step, camera) for camera in source.cameras]))
         writer.close()
-    except RuntimeError as error:  # array_record knows no other exception
+    except RuntimeError as error:  # the only exception of array_record
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, f"cannot write {temporary}: {error}") from error
     os.replace(temporary, path)
@@ -155,24 +155,24 @@ def _unpack(record: bytes, count: int) -> list[bytes]:
 class StepArray(SourceConfig):
     """A dataset that `repack` wrote."""
 
-    # The directory that was given to `repack`.
+    # The directory that `repack` wrote.
     path: str
-    # The split that must have been repacked; None takes what is there.
+    # The split that must have been repacked; None accepts any.
     split: str | None = None
     # Verify the checksums of columns and prompts when they are opened.
     check_crc: bool = True
 
     def open(self) -> "StepArraySource":
-        """Open it. Raises FileNotFoundError where there is none, ValueError where a file is missing or damaged."""
+        """Open it. Raises FileNotFoundError if there is none, ValueError if a file is missing or damaged."""
         root, manifest = Path(self.path).expanduser(), self._manifest()
         for name, size in manifest["records"].items():
             found = (root / name).stat().st_size if (root / name).is_file() else None
             if found != size:
-                raise ValueError(f"{root / name} is torn or missing ({found} of {size} bytes); copy it again")
+                raise ValueError(f"{root / name} is truncated or missing ({found} of {size} bytes); copy it again")
         return StepArraySource(root, tables.open_tables(root, manifest, check_crc=self.check_crc))
 
     def is_ready(self) -> bool:
-        """See `SourceConfig.is_ready`: there is nothing to build."""
+        """Whether `open` can start at once; always so, as there is no index to build."""
         return bool(self._manifest())
 
     def _manifest(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class StepArraySource(StoredSource):
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def _reader(path: Path, fingerprint: str) -> Any:
-    """This process's reader of a file; the fingerprint keeps apart datasets that had the same path in turn."""
+    """This process's reader of a file; the fingerprint distinguishes datasets that replaced each other at one path."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     return ArrayRecordReader(str(path), _READER_OPTIONS)

@@ -1,15 +1,15 @@
-"""Resizing with padding, pixel for pixel as openpi's data side does it (PIL, bilinear). Read next: `transforms.py`."""
+"""Resizing with padding, equal to openpi's (PIL, bilinear) in every pixel. Read next: `transforms.py`."""
 
 import numpy as np
 from PIL import Image
 
-# Values in an image. Larger ones are scaled channel by channel: of colours Pillow makes a copy of four bytes a
-# pixel, and mostly another before.
+# Number of values in an image. Larger images are scaled channel by channel, because Pillow copies colour images with
+# four bytes per pixel, usually twice.
 _LARGE = 1 << 22
 
 
 def resize_with_pad(images: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Scale uint8 images [..., H, W, 3] to fit into height x width, centred on black; images that fit cost nothing."""
+    """Scale uint8 images [..., H, W, 3] to fit into height x width, centred on black; no copy if they fit."""
     if images.shape[-3:-1] == (height, width):
         return images
     if images.dtype != np.uint8 or images.shape[-1] != 3:
@@ -25,7 +25,7 @@ def resize_with_pad(images: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The image [H, W, 3] at another width and height; the same numbers whichever way."""
+    """The image [H, W, 3] scaled to `size` (width, height); both branches give the same values."""
     if image.size <= _LARGE:
         return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
     channels = (image[..., channel] for channel in range(3))

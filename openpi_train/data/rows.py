@@ -1,7 +1,7 @@
-"""Positions to model-ready rows: a pure function of (seed, position, data), computed by any process or worker.
+"""Rows of a mixture by position: a pure function of (seed, position, data), computed by any process or worker.
 
 Rows are plain dictionaries of numpy arrays, so that data workers need neither jax nor a device.
-Read next: `opened.py` (who makes `Rows`), `feed.py` (who asks for them).
+Read next: `opened.py` (which makes `Rows`), `feed.py` (which reads them).
 """
 
 import copy
@@ -27,8 +27,8 @@ _RETRY_STREAM = 1 << 32
 class Rows(RowSource):
     """The rows of one split of a mixture, at every position of an endless, reshuffled pass.
 
-    Args: one of `windows`, `names`, `weights` and `transforms` (row to row, in order) for each dataset; `spec` is what
-    a finished row must be; `identity` says in JSON what the rows depend on beside the seed.
+    Args: `windows`, `names`, `weights` and `transforms` (row to row, in order) have one entry per dataset; `spec` is
+    the shape and dtype of each entry of a finished row; `identity` is JSON of what rows depend on besides the seed.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Rows(RowSource):
         self.shorter: Mapping[int, RowSpec] = {}
 
     def in_lengths(self, text: TextLengths, shorter: Mapping[int, RowSpec]) -> "Rows":
-        """The same rows in batches of these lengths; `shorter` says for each what a row in it is."""
+        """The same rows in batches of these text lengths; `shorter` has the row spec of each length."""
         rows = copy.copy(self)
         rows.text, rows.shorter = text, shorter
         return rows
 
     def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
-        """The stacked rows at `positions` [n], and a message for every bad record that had its row replaced.
+        """The stacked rows at `positions` [n], and a message for each bad record whose row was replaced.
 
-        Raises BadRecord (unless they are skipped), and ValueError where a row does not fit the model.
+        Raises BadRecord (unless they are skipped), and ValueError if a row does not fit the model.
         """
         dataset, _, index = self.mixture.locate(positions)
         columns = {name: np.empty((len(positions), *shape), dtype) for name, (shape, dtype) in self.spec.items()}
@@ -72,7 +72,7 @@ class Rows(RowSource):
         return columns, skipped
 
     def cut(self, columns: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of the batch at `positions`, as `batch` made them, less the padding that none in that batch needs."""
+        """Rows of the batch at `positions`, as made by `batch`, without the padding that no row of that batch needs."""
         if self.text is None:
             return dict(columns)
         dataset, _, index = self.mixture.locate(positions)
@@ -87,18 +87,18 @@ class Rows(RowSource):
         return cut
 
     def describe(self, positions: np.ndarray) -> list[str]:
-        """Which sample stands at each position: dataset, file, record, episode, step."""
+        """The sample at each position: dataset, file, record, episode, step."""
         dataset, epoch, index = self.mixture.locate(positions)
         places = zip(dataset.tolist(), epoch.tolist(), index.tolist(), strict=True)
         return [f"{self.names[d]}: {self.windows[d].describe(i)} (epoch {e})" for d, e, i in places]
 
     def proportions(self, num_positions: int) -> dict[str, float]:
-        """Each dataset's realised share of the first `num_positions` rows."""
+        """Each dataset's actual share of the first `num_positions` rows."""
         counts = self.mixture.counts(num_positions)
         return {f"{number}_{name}": int(counts[number]) / num_positions for number, name in enumerate(self.names)}
 
     def _length(self, dataset: np.ndarray, index: np.ndarray) -> int:
-        """The length of a batch with these samples' text; 0 where all batches are alike."""
+        """The text length of a batch with these samples; 0 if all batches have the same."""
         return self.text.of(dataset, index) if self.text is not None else 0
 
     def _row(self, dataset: int, index: int, position: int, skipped: list[str]) -> Row:
@@ -108,14 +108,14 @@ class Rows(RowSource):
                 return self._finished(dataset, index)
             except BadRecord as bad:
                 if self.on_bad_record == "error":
-                    raise BadRecord(f"{bad} (--data.on-bad-record skip replaces such rows by others)") from bad
+                    raise BadRecord(f"{bad} (--data.on-bad-record skip replaces such rows)") from bad
                 error = bad
                 skipped.append(str(bad))
             index = self._stand_in(dataset, index, position, retry)
         raise BadRecord(f"{_MAX_RETRIES} rows in turn could not be read from {self.names[dataset]}; the last: {error}")
 
     def _stand_in(self, dataset: int, index: int, position: int, retry: int) -> int:
-        """Another sample, its text no longer: a function of seed, position and attempt, so that all know its length."""
+        """A replacement sample with no longer text: a function of seed, position and attempt, the same everywhere."""
         of, longest = np.array([dataset]), self._length(np.array([dataset]), np.array([index]))
         for attempt in range(_MAX_RETRIES):
             draw = order.scramble(self.mixture.seed, _RETRY_STREAM, position, retry + attempt * _MAX_RETRIES)
@@ -144,6 +144,6 @@ class Rows(RowSource):
 
 
 def with_all_cameras(row: Row, spec: RowSpec) -> Row:
-    """The row with every camera of `spec`: those that only other robots of the run have are black, and masked."""
+    """The row with every camera of `spec`: cameras that only other robots of the run have are black and masked."""
     absent = [name for name in spec if name not in row and name.startswith(("image/", "image_mask/"))]
     return row | {name: np.zeros(*spec[name]) for name in absent}

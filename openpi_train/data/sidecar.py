@@ -1,10 +1,11 @@
-"""The index of a dataset, beside it: made at the first opening, and again where the dataset changed or it is damaged.
+"""Index of a dataset: built at the first opening, and again if the dataset has changed or the index is damaged.
 
-Read next: `data/tables.py` (how the arrays lie on disk), then `rlds/rlds_index.py`, `lerobot/lerobot_index.py` or
-`zarr/zarr_index.py`, which say what a format's index holds.
+Read next: `data/tables.py` (the arrays on disk), then `rlds/rlds_index.py`, `lerobot/lerobot_index.py` or
+`zarr/zarr_index.py`, which
+say what a format's index holds.
 
     <cache_dir>/<label>-<key>/
-      lock                   whoever builds holds it; all others wait
+      lock                   held by the process that builds; all others wait
       manifest.json          what it was built from, dropped episodes, fingerprint, tables with checksums: written last
       tables-<key>/
         episode_ends.npy int64 [episodes]      episode_ids.npy <U32 [episodes]
@@ -31,53 +32,53 @@ from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
-# Raise it when what the tables say changes: all indexes are then built anew.
+# Increase it when the content of the tables changes: all indexes are then built again.
 FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sidecar(abc.ABC):
-    """The index of a dataset, for one opening: `root` is where `config.path` leads."""
+    """The index of a dataset, for one opening: `root` is the resolved `config.path`."""
 
     config: "IndexedConfig"
     root: Path
 
-    # How an entry of the manifest's `dropped` reads.
+    # Format string for an entry of the manifest's `dropped`.
     dropped_line: ClassVar[str]
 
     @property
     def label(self) -> str:
-        """What it is called in the log and in its folder's name."""
+        """The index's name in the log and in its folder's name."""
         return self.root.name
 
     @property
     def dataset(self) -> str:
-        """What the dataset is called in messages."""
+        """The dataset's name in messages."""
         return str(self.root)
 
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """The dataset and the settings that decide the content, as a text; another text, another place."""
+        """The dataset and the settings that determine the content, as a text; each text has its own index folder."""
 
     @abc.abstractmethod
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
-        """What is no longer as the manifest says; None where all is. Raises FileNotFoundError for missing files."""
+        """What has changed since the manifest was written; None if nothing. FileNotFoundError for missing files."""
 
     @abc.abstractmethod
     def survey(self) -> Any:
-        """The dataset's metadata. Raises FileNotFoundError for missing files, ValueError for what does not fit."""
+        """The dataset's metadata. Raises FileNotFoundError for missing files, ValueError for inconsistent metadata."""
 
     @abc.abstractmethod
     def write(self, directory: Path) -> dict[str, Any]:
-        """Read the dataset and write its tables; returns what the manifest says of it.
+        """Read the dataset and write its tables; returns the format's entries of the manifest.
 
-        That is `cameras`, `dropped` and `skipped` (by name, why) at least. Raises as `survey`, and BadRecord.
+        These are at least `cameras`, `dropped` and `skipped` (reasons by name). Raises as `survey`, and BadRecord.
         """
 
     @abc.abstractmethod
     def source(self, index: tables.Tables) -> Source:
-        """The dataset by its index."""
+        """The dataset, opened with its index."""
 
     @property
     def place(self) -> Path:
@@ -89,10 +90,10 @@ class Sidecar(abc.ABC):
         return self.place / manifest["tables"]
 
     def open(self) -> tables.Tables:
-        """The index: the one that is there where it is fresh and whole, else built first.
+        """Open the index, building it first if it is missing, stale or damaged.
 
-        Raises FileNotFoundError for missing files, ValueError for metadata that do not fit, BadRecord where no episode
-        is readable, OSError for a cache that cannot be written.
+        Raises FileNotFoundError for missing files, ValueError for inconsistent metadata, BadRecord if no episode is
+        readable, OSError if the cache cannot be written.
         """
         found = self._find(check_crc=self.config.check_crc)
         if found is None:
@@ -104,7 +105,7 @@ class Sidecar(abc.ABC):
         return found
 
     def is_fresh(self) -> bool:
-        """Whether `open` has nothing to build. Raises as `survey` where it has."""
+        """Whether `open` has nothing to build. Raises as `survey` otherwise."""
         if self._find(check_crc=False):
             return True
         self.survey()
@@ -115,13 +116,13 @@ class Sidecar(abc.ABC):
         return [(entry.get("episodes", 1), self.dropped_line.format_map(entry)) for entry in manifest["dropped"]]
 
     def require_episodes(self, number: int, dropped: Sequence[Mapping[str, Any]]) -> None:
-        """Raise BadRecord where none of the dataset's episodes is readable."""
+        """Raise BadRecord if none of the dataset's episodes is readable."""
         if not number:
             why = f"the first: {self.dropped_line.format_map(dropped[0])}" if dropped else "it is empty"
             raise BadRecord(f"no readable episode in {self.dataset}; {why}")
 
     def _find(self, *, check_crc: bool) -> tables.Tables | None:
-        """The index that is there, where it is whole and the dataset still what it was built from."""
+        """The existing index, if it is complete and the dataset has not changed since; else None."""
         manifest = tables.read_manifest(self.place)
         if manifest is None or manifest.get("format") != FORMAT:
             return None
@@ -131,9 +132,9 @@ class Sidecar(abc.ABC):
                 return tables.open_tables(self.place, manifest, check_crc=check_crc)
             logger.info("%s changed since its index was built: reading it again", changed)
         except FileNotFoundError:
-            pass  # building says which are missing
+            pass  # building reports which are missing
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("the index %s is damaged (%r): building it anew", self.place, error)
+            logger.warning("the index %s is damaged (%r): building it again", self.place, error)
         return None
 
     def _build(self) -> tables.Tables:
@@ -151,7 +152,7 @@ class Sidecar(abc.ABC):
             "files": tables.list_files(draft),
         }
         manifest["tables"] = f"tables-{manifest['fingerprint'][:12]}"
-        # As a later open will read it, so that both see the same.
+        # The manifest as a later open will read it, so that both see the same.
         manifest = tables.publish(self.place, draft, manifest)
         logger.info(
             "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
@@ -167,24 +168,24 @@ class Sidecar(abc.ABC):
 class IndexedConfig(SourceConfig):
     """A dataset on a local or mounted disk that has an index."""
 
-    # Where the dataset lies.
+    # Folder of the dataset.
     path: str
-    # Where the index is kept; None: $OPENPI_TRAIN_HOME/index.
+    # Folder for the index; None: $OPENPI_TRAIN_HOME/index.
     cache_dir: str | None = None
     # Verify the index's checksums when it is opened.
     check_crc: bool = True
-    # An episode that is damaged: stop, or leave it out.
+    # What to do with a damaged episode: stop, or leave it out.
     on_bad_record: Literal["error", "skip"] = "error"
 
     @abc.abstractmethod
     def sidecar(self) -> Sidecar:
-        """The dataset's index, which need not be there yet. Raises FileNotFoundError where there is no dataset."""
+        """The dataset's index, which need not exist yet. Raises FileNotFoundError if there is no dataset."""
 
     def open(self) -> Source:
         """Open the dataset, building or refreshing its index first.
 
-        Raises FileNotFoundError (no dataset, missing files), ValueError (metadata or settings that do not fit),
-        BadRecord (damaged episodes and `on_bad_record="error"`), OSError (a cache that cannot be written).
+        Raises FileNotFoundError (no dataset, missing files), ValueError (inconsistent metadata or settings), BadRecord
+        (damaged episodes and `on_bad_record="error"`), OSError (the cache cannot be written).
         """
         sidecar = self.sidecar()
         index = sidecar.open()
@@ -192,7 +193,7 @@ class IndexedConfig(SourceConfig):
         return sidecar.source(index)
 
     def is_ready(self) -> bool:
-        """See `SourceConfig.is_ready`; reads metadata alone."""
+        """Whether the index is up to date; reads metadata alone."""
         return self.sidecar().is_fresh()
 
     def skipping_bad_records(self) -> "IndexedConfig":
@@ -200,14 +201,14 @@ class IndexedConfig(SourceConfig):
 
 
 def digest(text: str) -> str:
-    """Twelve letters for a text."""
+    """A digest of a text, 12 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def stat_files(root: Path, names: Sequence[str], *, what: str, how: str) -> list[tuple[str, int, int]]:
     """Name, size and mtime_ns of every file. Raises FileNotFoundError naming those that are missing.
 
-    Args: for the message, `what` files are missing where ("files of ... are missing"), and `how` to come by them.
+    Args: for the message, `what` files are missing ("files of ... are missing") and `how` to get them.
     """
     missing = [name for name in names if not (root / name).is_file()]
     if missing:

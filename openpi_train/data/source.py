@@ -1,4 +1,4 @@
-"""What every dataset format promises: episodes, columns, and frames by random access.
+"""Interface of all dataset formats: episodes, columns, and frames by random access.
 
 Read next: `rlds/rlds_source.py` (the native format), `windows.py` (rows out of a source).
 """
@@ -15,22 +15,22 @@ from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
-# A wider column is an embedding rather than a state: at 512 floats a step it would outweigh all the rest of an index.
+# A wider column is an embedding, not a state: with 512 floats per step it would outweigh the rest of an index.
 WIDEST_COLUMN = 256
 
 
 class BadRecord(DataError):
-    """A record that cannot be read. The message names file, record and episode; raised when the step is touched."""
+    """A record that cannot be read; raised when its step is read. The message names file, record and episode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a dataset says of itself beside its numbers; what its format has no place for is absent.
+    """A dataset's description of itself; entries that its format does not store are absent.
 
     Attributes:
         control_hz: Control steps per second.
-        dim_names: By column, a name for each of its numbers.
-        left_out: What the dataset has and the source has not, each with the reason.
+        dim_names: By column, the name of each of its dims.
+        left_out: Items of the dataset that the source does not provide, each with the reason.
         robot_type: The robot's name.
     """
 
@@ -40,35 +40,35 @@ class About:
     robot_type: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What a format of ours keeps: all but what is left out."""
+        """The JSON that our own formats store: everything except `left_out`."""
         names = {column: list(names) for column, names in self.dim_names.items()}
         return {"control_hz": self.control_hz, "dim_names": names, "robot_type": self.robot_type}
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any], left_out: Mapping[str, str] | None = None) -> "About":
-        """What `as_json` gave."""
+        """The inverse of `as_json`."""
         names = {column: tuple(names) for column, names in kept.get("dim_names", {}).items()}
         return cls(kept.get("control_hz"), names, dict(left_out or {}), kept.get("robot_type"))
 
 
 class Source(abc.ABC):
-    """An opened dataset. Steps are numbered 0..num_steps-1, episode after episode, in an order that never changes.
+    """An opened dataset. Steps are numbered 0..num_steps-1, episode after episode, in a fixed order.
 
-    Reading one step never costs reading an episode. Instances are picklable (data workers receive them): file handles
-    open lazily, per process.
+    A step can be read without reading its whole episode. Instances are picklable, because data workers receive them:
+    file handles are opened lazily, per process.
     """
 
-    # sha256 hex digest that changes whenever the data does; part of every cached result's name.
+    # sha256 hex digest of the data; part of every cached result's name.
     fingerprint: str
     # int64 [episodes]: the step after each episode's last one (cumulative lengths).
     episode_ends: np.ndarray
-    # One string per episode, a digest of the episode's content: equal episodes have equal ids wherever they lie.
+    # One string per episode, a digest of its content: equal episodes have equal ids wherever they are stored.
     episode_ids: Sequence[str]
     # Low-dimensional columns by name (`observation/state`, `action`, ...), each [num_steps, ...], memory-mapped.
     columns: Mapping[str, np.ndarray]
     # The language instructions, distinct texts.
     prompts: Sequence[str]
-    # For every step, which of the instructions (int32 [num_steps]).
+    # Index into `prompts` for every step, int32 [num_steps].
     prompt_index: np.ndarray
     # Names of the image features, e.g. ("observation/image_0",).
     cameras: tuple[str, ...]
@@ -94,7 +94,7 @@ class Source(abc.ABC):
         return range(int(self.episode_ends[episode - 1]) if episode else 0, int(self.episode_ends[episode]))
 
     def place_of(self, step: int) -> str:
-        """A step's episode and its place in that, for messages."""
+        """A step's episode and its position in it, for messages."""
         episode = self.episode_of(step)
         steps = self.steps_of(episode)
         return f"episode {episode}, step {steps.index(step)} of {len(steps)}"
@@ -103,54 +103,54 @@ class Source(abc.ABC):
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
         """The camera's frames at these steps, uint8 [len(steps), height, width, 3].
 
-        Raises BadRecord where a frame cannot be read or decoded, KeyError for an unknown camera.
+        Raises BadRecord if a frame cannot be read or decoded, KeyError for an unknown camera.
         """
 
     def encoded(self, step: int, camera: str) -> bytes:
         """The camera's picture at one step as the dataset stores it (JPEG or PNG bytes), not decoded.
 
-        Raises BadRecord as `frames` does, and ValueError where the format does not store pictures one by one.
+        Raises BadRecord as `frames` does, and ValueError if the format does not store pictures one by one.
         """
         raise ValueError(f"{type(self).__name__} does not store encoded pictures, so it cannot be repacked")
 
     def about(self) -> About:
-        """What the dataset says of itself, read from its metadata at every call."""
+        """The dataset's description, read from its metadata at every call."""
         return About()
 
     @abc.abstractmethod
     def describe(self, step: int) -> str:
-        """Where a step lies, for messages: file, record number, episode and step in it."""
+        """Where a step is stored, for messages: file, record number, episode and step in it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig(abc.ABC):
-    """Where a dataset lies and how to open it. A value on the command line (`--data.datasets.0.source.path`)."""
+    """Where a dataset is and how to open it. Settable on the command line (`--data.datasets.0.source.path`)."""
 
     @abc.abstractmethod
     def open(self) -> Source:
-        """Open the dataset, building its index first where that is missing or stale.
+        """Open the dataset, building its index first if that is missing or stale.
 
-        Raises FileNotFoundError or ValueError with what to do.
+        Raises FileNotFoundError or ValueError that says what to do.
         """
 
     @property
     def location(self) -> str:
-        """The path of its files, the field `path`; empty where there is none."""
+        """The field `path` of the dataset's files; empty if there is none."""
         return str(getattr(self, "path", ""))
 
     def is_ready(self) -> bool:
-        """Whether `open` finds all that it needs, or first has to read the dataset for minutes or hours.
+        """Whether `open` can start at once, without first reading the dataset for minutes or hours.
 
-        Raises FileNotFoundError or ValueError with what to do, as `open` does, from metadata alone.
+        Reads metadata alone. Raises FileNotFoundError or ValueError as `open` does.
         """
         return True
 
     def skipping_bad_records(self) -> "SourceConfig":
-        """The same, leaving out the bad records that are found at opening."""
+        """The same config, with bad records found at opening left out."""
         return self
 
     def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each column, per step. Formats whose metadata say so do not open the dataset for it.
+        """The shape of each column, per step. Formats whose metadata hold the shapes do not open the dataset.
 
         Raises as `open` does.
         """
@@ -158,17 +158,17 @@ class SourceConfig(abc.ABC):
 
 
 def stored_name(name: str) -> str:
-    """The name of a column or camera in formats without slashes: what `column_name` takes back."""
+    """The name of a column or camera in formats without slashes; the inverse of `column_name`."""
     return name.replace("/", ".")
 
 
 def column_name(stored: str) -> str:
-    """A feature's name as robots know it: `observation.state` of a format without slashes is `observation/state`."""
+    """A feature's name as robots use it: `observation.state` in a format without slashes is `observation/state`."""
     return stored.replace(".", "/")
 
 
 def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_record: Literal["error", "skip"]) -> None:
-    """Say which episodes an index left out: how many, and where and why. Raises BadRecord where none may be."""
+    """Log the episodes that an index left out, and why. Raises BadRecord if `on_bad_record` is "error"."""
     if not dropped:
         return
     summary = f"{sum(episodes for episodes, _ in dropped)} episodes of {dataset} cannot be read"
@@ -178,6 +178,6 @@ def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_reco
         raise BadRecord(
             f"{summary}:\n  {shown}\n"
             "Fetch these files again, or leave the episodes out with --data.on-bad-record skip "
-            "(of the `data` verb: --on-bad-record skip)"
+            "(for the `data` verb: --on-bad-record skip)"
         )
     logger.warning("%s and are left out:\n  %s", summary, shown)

@@ -1,22 +1,22 @@
-"""Bytes out of a dataset's files by place, through open files that all threads of a process share.
+"""Reads byte ranges of a dataset's files through open files that all threads of a process share.
 
-Read next: `rlds/rlds_source.py` and `lerobot/lerobot_source.py`, which know the places.
+Read next: `rlds/rlds_source.py` and `lerobot/lerobot_source.py`, which know the offsets.
 """
 
 import functools
 import os
 from pathlib import Path
 
-# Far below the usual limit of 1024 open files, since BridgeData alone has as many shards.
+# Far below the usual limit of 1024 open files: BridgeData alone has that many shards.
 _OPEN_FILES = 256
 
 
 def read_span(path: Path, size: int, mtime_ns: int, offset: int, length: int) -> bytes:
-    """`length` bytes from `offset` of the file that had this size and time when it was indexed: one `pread`.
+    """Read `length` bytes from `offset` of a file that had this size and time when it was indexed, with one `pread`.
 
-    Raises OSError where the file is missing, changed since, or ends too early.
+    Raises OSError if the file is missing, has changed since, or ends too early.
     """
-    file = open_file(path, size, mtime_ns)  # held until it is read: the cache may drop it meanwhile
+    file = open_file(path, size, mtime_ns)  # keep a reference until it is read: the cache may drop it meanwhile
     data = os.pread(file.descriptor, length, offset)
     if len(data) != length:
         raise OSError(f"the file ends {length - len(data)} bytes too early")
@@ -24,7 +24,7 @@ def read_span(path: Path, size: int, mtime_ns: int, offset: int, length: int) ->
 
 
 class OpenFile:
-    """A file descriptor that closes when its last user lets it go, so that eviction cannot pull it from a reader."""
+    """A file descriptor that closes with its last reference, so that cache eviction cannot close it during a read."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
@@ -35,7 +35,7 @@ class OpenFile:
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def open_file(path: Path, size: int, mtime_ns: int) -> OpenFile:
-    """This process's handle of a file. Raises OSError where it is not the one that was indexed."""
+    """This process's handle of a file. Raises OSError if the file has changed since it was indexed."""
     file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     found = os.fstat(file.descriptor)
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):

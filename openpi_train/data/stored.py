@@ -1,7 +1,6 @@
-"""A source whose episodes and columns are memory-mapped tables: all but its pictures, which lie elsewhere.
+"""Base class of sources whose episodes and columns are memory-mapped tables; pictures are stored elsewhere.
 
-Read next: `tables.py`, then `rlds/rlds_source.py`, `lerobot/lerobot_source.py` and `repack.py`, which know where
-pictures lie.
+Read next: `tables.py`, then `rlds/rlds_source.py`, `lerobot/lerobot_source.py` and `repack.py`, which read pictures.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from openpi_train.data.tables import Tables, open_tables, read_manifest
 
 
 class StoredSource(Source):
-    """What the tables of an index or of a repacked dataset say, `stored`; `root` is the dataset's folder."""
+    """A source with the tables `stored` of an index or repacked dataset; `root` is the dataset's folder."""
 
     def __init__(self, root: Path, stored: Tables):
         self._root, self.stored = root, stored
@@ -27,11 +26,11 @@ class StoredSource(Source):
         self.num_dropped = sum(entry.get("episodes", 1) for entry in stored.manifest.get("dropped", ()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Its paths alone: a data worker maps the same files.
+        # Only the paths: a data worker maps the same files.
         return reopened, (type(self), self._root, self.stored.root, self.fingerprint)
 
     def check(self, step: int, camera: str) -> None:
-        """Raise KeyError or IndexError where there is no such camera or step."""
+        """Raise KeyError or IndexError if there is no such camera or step."""
         if camera not in self.cameras:
             raise KeyError(f"no camera {camera!r} in {self._root}; it has {list(self.cameras)}")
         if not 0 <= step < self.num_steps:
@@ -39,9 +38,9 @@ class StoredSource(Source):
 
 
 def reopened(kind: Callable[[Any, Tables], StoredSource], dataset: Any, place: Path, fingerprint: str) -> StoredSource:
-    """A source of `dataset` again, in another process.
+    """Open a source of `dataset` again, in another process.
 
-    Raises ValueError where its index was rebuilt with other data meanwhile.
+    Raises ValueError if its index was rebuilt with other data meanwhile.
     """
     manifest = read_manifest(place)
     if manifest is None or manifest["fingerprint"] != fingerprint:

@@ -1,6 +1,7 @@
-"""A dataset in numbers: episodes, the range of every dimension, and what its cameras show. Read next: `source.py`.
+"""Summary of a dataset: episodes, the range of every dim, and checks of its cameras. Read next: `source.py`.
 
-Columns are looked at whole for constants and holes, for quantiles at steps spread evenly; of pictures a few are.
+Extremes, constants and non-finite values come from whole columns, quantiles from evenly spread steps; cameras are
+checked on a few pictures.
 """
 
 import dataclasses
@@ -12,13 +13,13 @@ from openpi_train.data.source import BadRecord, Source
 
 QUANTILES = (0.01, 0.5, 0.99)
 _MOST_STEPS = 200_000
-# A picture whose brightest pixel is below this is black: video codecs do not keep exact zeros.
+# A picture whose brightest pixel is below this counts as black: video codecs do not keep exact zeros.
 _BLACK = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One number of a column: its name, extremes, `QUANTILES`, and what is wrong with it ("" where nothing is)."""
+    """One dim of a column: its name, extremes, `QUANTILES`, and what is wrong with it ("" if nothing)."""
 
     name: str
     low: float
@@ -29,10 +30,10 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class CameraSummary:
-    """A camera in `looked_at` of its pictures.
+    """Checks of a camera on `looked_at` of its pictures.
 
     Attributes:
-        size: Height and width; None where no picture could be read.
+        size: Height and width; None if no picture could be read.
         brightness: Mean over pixels, 0..255.
         black, bad: How many of the pictures were black, or could not be read.
         still: Whether no picture differs from the one before it in its episode.
@@ -48,7 +49,7 @@ class CameraSummary:
 
     @property
     def flag(self) -> str:
-        """What is wrong with it, in words."""
+        """A text on what is wrong with the camera; empty if nothing."""
         found = []
         if self.bad:
             found.append(f"{self.bad} of {self.looked_at} cannot be read")
@@ -60,7 +61,7 @@ class CameraSummary:
 
 
 def dims(name: str, column: np.ndarray, names: Sequence[str] = ()) -> list[Dim]:
-    """Every number of a column [n, ...]; `names` of them where they have some."""
+    """Summary of every dim of a column [n, ...]; `names` are the dims' names, if known."""
     wide = column.reshape(len(column), -1)
     steps = np.unique(np.linspace(0, len(wide) - 1, min(len(wide), _MOST_STEPS)).astype(np.int64))
     found = []
@@ -69,7 +70,7 @@ def dims(name: str, column: np.ndarray, names: Sequence[str] = ()) -> list[Dim]:
         values = np.asarray(wide[:, number], np.float64)
         finite = values[np.isfinite(values)]
         if not len(finite):
-            found.append(Dim(label, np.nan, np.nan, (np.nan,) * len(QUANTILES), "not one finite number"))
+            found.append(Dim(label, np.nan, np.nan, (np.nan,) * len(QUANTILES), "no finite value"))
             continue
         seen = values[steps]
         seen = seen[np.isfinite(seen)]
@@ -83,23 +84,23 @@ def dims(name: str, column: np.ndarray, names: Sequence[str] = ()) -> list[Dim]:
 
 
 def cameras(source: Source, episodes: Sequence[int], per_episode: int) -> list[CameraSummary]:
-    """What every camera shows in so many steps of these episodes."""
+    """Checks of every camera on `per_episode` steps of these episodes."""
     return [_camera(source, camera, episodes, per_episode) for camera in source.cameras]
 
 
 def spread(source: Source, episode: int, number: int) -> np.ndarray:
-    """Steps of an episode from its first to its last, at most so many."""
+    """At most `number` steps of an episode, evenly spread from its first to its last."""
     steps = source.steps_of(episode)
     return np.unique(np.linspace(steps[0], steps[-1], number).round().astype(np.int64))
 
 
 def some_episodes(source: Source, number: int) -> list[int]:
-    """Episodes spread over the dataset, at most so many."""
+    """At most `number` episodes, evenly spread over the dataset."""
     return np.unique(np.linspace(0, source.num_episodes - 1, number).round().astype(int)).tolist()
 
 
 def steps_of_prompts(source: Source) -> Mapping[str, int]:
-    """Every instruction with how many steps it is given at, the most frequent first."""
+    """Number of steps of each instruction, the most frequent first."""
     counts = np.bincount(source.prompt_index, minlength=len(source.prompts))
     return {str(source.prompts[number]): int(counts[number]) for number in np.argsort(-counts, kind="stable")}
 

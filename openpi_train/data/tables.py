@@ -1,8 +1,8 @@
-"""A directory of memory-mapped arrays with a manifest: what an index and a repacked dataset keep beside the images.
+"""Directories of memory-mapped arrays with a manifest, used by indexes and repacked datasets for all but images.
 
 Read next: `sidecar.py` and `repack.py` (the two writers), `stored.py` (the reader).
 
-    <root>/manifest.json        replaced atomically, last: what it names is complete
+    <root>/manifest.json        replaced atomically, last: the files that it names are complete
     <root>/<tables>/*.npy       the arrays; `columns/observation/state.npy`, `episode_ends.npy`, ...
     <root>/<tables>/prompts.json
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PROMPTS = "prompts.json"
-# What a process holds the lock of while it writes.
+# The lock file that a process holds while it writes.
 LOCK = "lock"
 _CONTENT = ("episode_ends", "episode_ids", "prompt_index")
 _CHUNK_BYTES = 1 << 24
@@ -48,9 +48,9 @@ class Tables:
 
 
 def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write `<name>.npy` of a known shape from the pieces of its first axis, one after the other.
+    """Write `<name>.npy` of a known shape from consecutive pieces of its first axis.
 
-    Plain writes and no memory map: on a full disk a write raises, while a store to a mapped page kills the process.
+    Uses plain writes and no memory map: on a full disk a write raises, but a store to a mapped page kills the process.
     """
     path = directory / f"{name}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def list_files(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest; None where there is none, or (with a warning) none that can be read."""
+    """The manifest; None if it is missing or, with a warning, unreadable."""
     try:
         manifest = files.read_json(root / MANIFEST)
         if not isinstance(manifest, dict):
@@ -110,9 +110,9 @@ def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tab
 
 
 def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:
-    """sha256 of what the tables say, wherever the dataset lies and however its files are cut.
+    """sha256 of the tables' content, independent of the dataset's location and of how it is split into files.
 
-    Covers columns, prompts and episode digests (which cover the images), but no byte offsets and no file names.
+    Covers columns, prompts and episode digests (which cover the images), but not byte offsets or file names.
     """
     digest = hashlib.sha256(json.dumps([list(prompts), sorted(cameras)]).encode())
     for name in (*sorted(directory.glob("columns/**/*.npy")), *(directory / f"{name}.npy" for name in _CONTENT)):
@@ -123,9 +123,9 @@ def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequen
 
 
 def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Put a finished tables directory and then its manifest in place; returns what a later open will read.
+    """Put a finished tables directory and then its manifest in place; returns the manifest as later opens read it.
 
-    The directory gets the name that the manifest gives it under `tables`. Older ones are removed.
+    The directory is renamed to the manifest's entry `tables`. Older ones are removed.
     """
     final = root / manifest["tables"]
     shutil.rmtree(final, ignore_errors=True)
@@ -141,7 +141,7 @@ def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, A
 def explain_cache_errors(root: Path, setting: str) -> Iterator[None]:
     """Turn a full disk or an unwritable `root` into an OSError that says which setting to change.
 
-    Errors about files that lie elsewhere pass unchanged.
+    Errors about files elsewhere are not changed.
     """
     try:
         yield

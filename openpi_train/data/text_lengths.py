@@ -1,7 +1,7 @@
-"""How long the text of a batch is made: one of a few lengths, the least in which all of its rows are sure to fit.
+"""Text length of batches: each batch is padded to the smallest of a few lengths in which all of its rows fit.
 
-A padded token costs what a real one does, and every length is a compiled program more. So there are as many as pay.
-Everybody knows the length of any batch without reading it: it is a function of which samples its rows are.
+A padding token costs as much as a real one, and every length needs its own compiled program, so only lengths that save
+enough work are used. The length of a batch depends only on its samples, so every process knows it without reading them.
 Read next: `rows.py`, which cuts the rows.
 """
 
@@ -17,42 +17,43 @@ logger = logging.getLogger(__name__)
 
 # Lengths are multiples of this: tensor cores take 8, and appended data then rarely recompiles.
 UNIT = 8
-# A further length must save at least this share of a step's work.
+# Each additional length must save at least this fraction of a step's work.
 _LEAST_SAVING = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextLengths:
-    """The lengths of a run's batches, ascending: the last one holds every row.
+    """The text lengths of a run's batches, ascending: every row fits in the last one.
 
-    `tokens` has an array for every dataset: the most tokens of a row with each of its samples.
+    `tokens` has one array per dataset: the maximum number of tokens of each sample's row.
     """
 
     lengths: tuple[int, ...]
     tokens: tuple[np.ndarray, ...]
 
     def of(self, dataset: np.ndarray, sample: np.ndarray) -> int:
-        """The length of a batch of rows with these samples, by dataset and number in it."""
+        """The length of a batch with these samples, given as dataset numbers and sample numbers in them."""
         longest = max(int(self.tokens[number][sample[dataset == number]].max()) for number in np.unique(dataset))
         return self.at_least(longest)
 
     def at_least(self, tokens: int) -> int:
-        """The least length that holds so many tokens."""
+        """The smallest length that is at least `tokens`."""
         return next(length for length in self.lengths if tokens <= length)
 
 
 def rounded(tokens: int, most: int) -> int:
-    """So many tokens as a length: the next multiple of `UNIT`, at most `most`."""
+    """`tokens` rounded up to the next multiple of `UNIT`, at most `most`."""
     return min(math.ceil(tokens / UNIT) * UNIT, most)
 
 
 def choose_lengths(
     shares: Mapping[int, float], longest: int, *, batch_size: int, cost: Callable[[int], float], most: int
 ) -> tuple[int, ...]:
-    """At most `most` lengths, ascending up to `longest`, that make the expected cost of a batch the least.
+    """Choose at most `most` lengths, ascending up to `longest`, that minimise the expected cost of a batch.
 
-    Args: `shares` is the share of rows with so many tokens at most; `cost(length)` what a row costs, in any unit. Rows
-    are taken as drawn independently: a batch fits a length with the share of rows that do, to the power of its size.
+    Args: `shares` maps a number of tokens to the share of rows with that many; `cost(length)` is the cost of a row, in
+    any unit. Rows are assumed independent: the probability that a batch fits a length is the share of rows that fit,
+    to the power of the batch size.
     """
     sizes = sorted({rounded(tokens, longest) for tokens in shares} - {longest})
     costs = {size: cost(size) for size in (*sizes, longest)}
@@ -74,7 +75,7 @@ def choose_lengths(
     if len(best) > 1:
         saved = 1 - expected(best) / costs[longest]
         logger.info(
-            "text: batches have %s tokens, as their rows need, which saves about %.0f %% of the tokens "
+            "text: batches have %s tokens, depending on their rows, which saves about %.0f %% of the tokens "
             "(--data.text-lengths 1: always %d)",
             *(" or ".join(map(str, best)), 100 * saved, longest),
         )
@@ -82,7 +83,7 @@ def choose_lengths(
 
 
 def shares_of_rows(tokens: Sequence[np.ndarray], weights: Sequence[float]) -> dict[int, float]:
-    """The share of rows by their most tokens. Per dataset: those of its samples, and its weight."""
+    """The share of rows by maximum number of tokens, from each dataset's samples' `tokens` and its weight."""
     shares: dict[int, float] = {}
     for of_samples, weight in zip(tokens, weights, strict=True):
         lengths, counts = np.unique(of_samples, return_counts=True)

@@ -1,4 +1,4 @@
-"""Prompts to tokens with a SentencePiece model: PaliGemma's from a file or the hub, or a small one trained here.
+"""Tokenization of prompts with a SentencePiece model: PaliGemma's from a file or the hub, or a small one trained here.
 
 The prompt formats are openpi's (`models/tokenizer.py`). Read next: `transforms.py` (`TokenizePrompt`).
 """
@@ -19,13 +19,13 @@ from openpi_train.data.hub import hub_file
 
 logger = logging.getLogger(__name__)
 
-# How the file of a SentencePiece model is called.
+# File name of a SentencePiece model.
 FILE = "tokenizer.model"
-# The name of the built-in tokenizer with a piece per byte, for runs on made-up data.
+# Name of the built-in tokenizer with one piece per byte, for runs on fake data.
 BYTES = "bytes"
 
 _STATE_BINS = 256
-# " 255" is the longest way in which a prompt names a bin.
+# " 255" is the longest text of a bin in a prompt.
 _MOST_PIECES_PER_NUMBER = 4
 # 256 bytes, 4 special pieces, and the space, which SentencePiece writes as a character of its own.
 _LEAST_VOCAB, _SPACE = 261, "\N{LOWER ONE EIGHTH BLOCK}"
@@ -34,8 +34,8 @@ _LEAST_VOCAB, _SPACE = 261, "\N{LOWER ONE EIGHTH BLOCK}"
 class Tokenizer:
     """A SentencePiece model and the prompt formats of pi0 and pi0.5. Picklable.
 
-    Raises ValueError where `model` is not a SentencePiece model; `name` is for messages. `offline` says of what is
-    loaded to go with it that the hub is not to be asked. Prompts that are too long are cut, or without `cuts` refused.
+    Raises ValueError if `model` is not a SentencePiece model; `name` is for messages. `offline` forbids access to the
+    hub when companion files are loaded. Prompts that are too long are truncated, or refused if `cuts` is False.
     """
 
     def __init__(self, model: bytes, name: str = "tokenizer", offline: bool = False, cuts: bool = True):
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of the pieces in their order: with another one, the same tokens are other words."""
+        """Digest of the pieces in order: under another fingerprint the same token ids mean other text."""
         pieces = (self._processor.id_to_piece(token) for token in range(self.vocab_size))
         return hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
 
@@ -72,11 +72,11 @@ class Tokenizer:
         return Tokenizer(self.model, self.name, self.offline, cuts=False)
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """The tokens of a text as it stands."""
+        """The tokens of a text, unchanged."""
         return self._processor.encode(text, add_bos=bos, add_eos=eos)
 
     def decode(self, tokens: Iterable[Any]) -> str:
-        """The text of tokens; special ones vanish."""
+        """The text of tokens, without special tokens."""
         return self._processor.decode([int(token) for token in tokens])
 
     def prompt(self, text: str, max_len: int, state: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -88,17 +88,17 @@ class Tokenizer:
         return self.fit(tokens, max_len, text), np.arange(max_len) < len(tokens)
 
     def prompt_tokens(self, text: str, state: np.ndarray | None = None) -> list[int]:
-        """The tokens of `prompt`, of whatever number."""
+        """The tokens of `prompt`, neither cut nor padded."""
         text = _clean(text)
         if state is None:
-            # The newline is encoded apart, as openpi does: it must be a token of its own.
+            # The newline is encoded separately, as in openpi: it must be its own token.
             return self.encode(text, bos=True) + self.encode("\n")
         return self.encode(f"Task: {text}, State: {state_text(state)};\nAction: ", bos=True)
 
     def fit(self, tokens: list[int], max_len: int, text: str) -> np.ndarray:
-        """The tokens cut or padded with 0 to int32 [max_len]; `text` names them in the warning of a cut.
+        """The tokens cut or padded with 0 to int32 [max_len]; a cut logs a warning that quotes `text`.
 
-        Raises ValueError in place of that warning where nothing is to be cut.
+        Raises ValueError instead if `cuts` is False.
         """
         if len(tokens) > max_len and not self.cuts:
             raise ValueError(
@@ -112,10 +112,10 @@ class Tokenizer:
         return padded
 
     def longest_prompt(self, text: str, num_state_dims: int | None = None) -> int:
-        """The most tokens that `prompt` makes of this text before it cuts; with any state of so many dims where given.
+        """Maximum number of tokens in `prompt` of this text, uncut, with any state of `num_state_dims` if given.
 
-        Exact where a tokenizer cuts numbers into digits (PaliGemma's does), else more: no piece reaches over a space,
-        so the numbers add up.
+        Exact for tokenizers that split numbers into digits (PaliGemma's does), an upper bound for others: no piece
+        spans a space, so the counts add up.
         """
         if num_state_dims is None:
             return len(self.encode(_clean(text), bos=True)) + len(self.encode("\n"))
@@ -146,12 +146,12 @@ def state_text(state: np.ndarray) -> str:
 
 
 def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer in the file `name`, or else `tokenizer.model` of the hub repository `name`; `bytes` is built in.
+    """Load the tokenizer from the file `name`, or else from the hub repository `name`; `bytes` is built in.
 
-    Args: `offline` looks only at what the hub's client has cached (HF_HUB_OFFLINE does too); `max_vocab_size` is the
-    model's vocabulary.
+    Args: `offline` uses only what the hub client has cached (so does HF_HUB_OFFLINE); `max_vocab_size` is the size of
+    the model's vocabulary.
 
-    Raises FileNotFoundError where neither is there, ValueError where it is no tokenizer or has too many pieces.
+    Raises FileNotFoundError if neither exists, ValueError if it is not a tokenizer or has too many pieces.
     """
     tokenizer = Tokenizer(_train([" "], 0) if name == BYTES else _read_model(name, offline), name, offline)
     if max_vocab_size is not None and tokenizer.vocab_size > max_vocab_size:
@@ -165,8 +165,8 @@ def load_tokenizer(name: str, *, offline: bool = False, max_vocab_size: int | No
 def train_tokenizer(texts: Iterable[str], path: str | Path, vocab_size: int) -> Tokenizer:
     """Train a byte-pair SentencePiece model, write it to `path` and return it.
 
-    Lossless: every text comes back exactly. Special pieces as PaliGemma's: pad 0, eos 1, bos 2, unk 3. `vocab_size` is
-    an upper limit (256 bytes, 4 special pieces and the characters are always in).
+    Lossless: decoding restores every text exactly. Special pieces as in PaliGemma: pad 0, eos 1, bos 2, unk 3.
+    `vocab_size` is an upper limit (256 bytes, 4 special pieces and the characters are always included).
     """
     model = _train(texts, vocab_size)
     files.write_bytes(Path(path), model)

@@ -1,7 +1,7 @@
-"""What a model's tokens stand for: its tokenizer, what tells it from others, and the files that checkpoints keep of it.
+"""A model's tokenizers: how they are opened, their fingerprint, and their files in checkpoints.
 
     <step>/tokenizer/tokenizer.model      the SentencePiece model for words
-    <step>/tokenizer/fast/                the FAST processor's files for actions, where the model has such tokens
+    <step>/tokenizer/fast/                the FAST processor's files for actions, if the model uses them
 
 Read next: `interop/checkpoint_tokenizer.py`, which finds them in checkpoints.
 """
@@ -13,7 +13,7 @@ FOLDER, FAST = "tokenizer", "fast"
 
 
 def open_tokenizer(model: RowModel, name: str, *, offline: bool = False) -> Tokenizer:
-    """The tokenizer of this name, as `load_tokenizer` finds it; the built-in one for a model that reads no text.
+    """Load the tokenizer `name` with `load_tokenizer`; a model that reads no text gets the built-in one.
 
     Raises FileNotFoundError and ValueError as `load_tokenizer` does.
     """
@@ -21,9 +21,9 @@ def open_tokenizer(model: RowModel, name: str, *, offline: bool = False) -> Toke
 
 
 def tokens_fingerprint(model: RowModel, tokenizer: Tokenizer) -> str | None:
-    """What the model's tokens stand for: `Tokenizer.fingerprint`, and behind a "+" that of its FAST processor.
+    """Fingerprint of the model's tokenizers: `Tokenizer.fingerprint`, followed by "+" and that of its FAST processor.
 
-    None for a model that reads no text: all tokenizers are the same to it.
+    None for a model that reads no text, for which all tokenizers are equivalent.
     """
     if not model.reads_text:
         return None
@@ -32,7 +32,7 @@ def tokens_fingerprint(model: RowModel, tokenizer: Tokenizer) -> str | None:
 
 
 def token_files(model: RowModel, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files of the tokenizers, by path in a checkpoint's directory; none for a model that reads no text."""
+    """The files of the tokenizers, by path in a checkpoint's directory; empty for a model that reads no text."""
     if not model.reads_text:
         return {}
     chunks = model.chunk_tokenizer(tokenizer)

@@ -1,5 +1,6 @@
-"""The host's steps from a robot's row to a model's: small picklable callables, row in, row out, used by training and
-serving alike. Absent entries (no actions when serving) are passed over. Read next: the `transforms` of a model config.
+"""Row transforms on the host: small picklable callables from row to row, shared by training and serving.
+
+Absent entries (no actions when serving) are skipped. Read next: the `transforms` of a model config.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Normalize:
-    """Normalise `state` and `actions`, float32. Raises ValueError where the stats are narrower than the data."""
+    """Normalise `state` and `actions`, float32. Raises ValueError if the stats are narrower than the data."""
 
     stats: Stats
     form: Form
@@ -40,7 +41,7 @@ class Unnormalize:
 
 @dataclasses.dataclass(frozen=True)
 class ResizeImages:
-    """Bring every `image/<slot>` to height x width pixels, padded with black; without `width` it is a square."""
+    """Resize every `image/<slot>` to height x width pixels, padded with black; without `width` to a square."""
 
     height: int
     width: int | None = None
@@ -53,7 +54,7 @@ class ResizeImages:
 
 @dataclasses.dataclass(frozen=True)
 class NoPrompt:
-    """For a model that reads no text: `prompt` -> no `prompt_tokens` and `prompt_mask` at all, arrays of length 0."""
+    """For a model that reads no text: `prompt` -> `prompt_tokens` and `prompt_mask` of length 0."""
 
     def __call__(self, row: Row) -> Row:
         rest = {name: value for name, value in row.items() if name != "prompt"}
@@ -62,9 +63,9 @@ class NoPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class NumberPrompt:
-    """For a model that tells a few instructions apart: `prompt` -> `prompt_tokens` int32 [1], its place among them.
+    """For a model with a fixed set of instructions: `prompt` -> `prompt_tokens` int32 [1], its index in `instructions`.
 
-    Raises ValueError for an instruction that is none of them.
+    Raises ValueError for an unknown instruction.
     """
 
     instructions: tuple[str, ...]
@@ -86,7 +87,7 @@ class TokenizePrompt:
     """`prompt` -> `prompt_tokens` int32 [length] and `prompt_mask` bool [length]; longer prompts are cut to `max_len`.
 
     `discrete_state` (pi0.5) writes the normalised, unpadded present `state` into the prompt: use it before `PadDims`.
-    `length` below `max_len` leaves out padding that no prompt of the run needs; ValueError where one does.
+    A `length` below `max_len` omits padding that no prompt of the run needs; raises ValueError if one does.
     """
 
     tokenizer: Tokenizer
@@ -105,7 +106,7 @@ class TokenizePrompt:
         tokens, mask = self.tokenizer.prompt(text, self.max_len, state)
         if mask[length:].any():
             raise ValueError(
-                f"the prompt {text[:200]!r} has {mask.sum()} tokens, and when the run started none had more than "
+                f"the prompt {text[:200]!r} has {mask.sum()} tokens, but when the run started none had more than "
                 f"{length}: the data changed, or the tokenizer joins words. Start again with --resume"
             )
         return row | {"prompt_tokens": tokens[:length], "prompt_mask": mask[:length]}
@@ -115,7 +116,7 @@ class TokenizePrompt:
 class PadDims:
     """Pad `state` and `actions` with zeros to the model's width; `dim_mask` [action_dim] is True on the robot's dims.
 
-    Raises ValueError where the robot has more dims than the model.
+    Raises ValueError if the robot has more dims than the model.
     """
 
     action_dim: int
@@ -131,7 +132,7 @@ class PadDims:
 
 
 def padded(name: str, values: np.ndarray, action_dim: int) -> np.ndarray:
-    """`values` [..., dims] of this name with zeros up to the model's width. Raises ValueError where they are wider."""
+    """`values` [..., dims] padded with zeros to `action_dim`. Raises ValueError if they are wider; `name` is for it."""
     missing = action_dim - values.shape[-1]
     if missing < 0:
         raise ValueError(
@@ -143,7 +144,7 @@ def padded(name: str, values: np.ndarray, action_dim: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class ExactDims:
-    """For a model that pads nothing: adds a full `dim_mask`; ValueError where `state` or `actions` have other dims."""
+    """For a model without padded dims: adds a full `dim_mask`; ValueError if `state` or `actions` have other dims."""
 
     action_dim: int
     state_dim: int

@@ -1,7 +1,8 @@
-"""The training samples of one dataset: an observation history and the action chunk that followed, by sample number.
+"""Training samples of one dataset, by number: an observation history and the action chunk that followed.
 
-A sample is a control step of the split's episodes at which a window may be placed. No window crosses an episode: before
-its beginning the first observation and action repeat, beyond its end the last action (masked). Read next: `rows.py`.
+A sample is a control step of the split's episodes at which a window may be placed. Windows do not cross episodes:
+before its beginning the first observation and action repeat, after its end the last action (masked). Read next:
+`rows.py`.
 """
 
 import dataclasses
@@ -20,15 +21,15 @@ Split = Literal["train", "validation"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowShape:
-    """What a model sees and predicts around the present control step: `history` observations up to and with it, and a
-    chunk of `horizon` actions whose first one is `first_action` steps from it (0: the present one's).
+    """What a model sees and predicts: `history` observations up to and including the present control step, and a chunk
+    of `horizon` actions that starts `first_action` steps from it (0: at the present step).
 
     Diffusion policy's chunk begins with the first observation: `first_action` is 1 - history. Its sampler
     (`common/sampler.py` of real-stanford/diffusion_policy) places a chunk up to `pad_before` steps before an episode's
-    beginning and up to `pad_after` beyond its end, so that an episode of n steps has n - horizon + 1 + pad_before +
-    pad_after windows, where that is positive. By default every step of an episode is the present one of a window.
+    beginning and up to `pad_after` beyond its end, so an episode of n steps has max(0, n - horizon + 1 + pad_before +
+    pad_after) windows. By default every step of an episode is the present step of one window.
 
-    Raises ValueError where the present step could lie outside the episode.
+    Raises ValueError if the present step could lie outside the episode.
     """
 
     horizon: int
@@ -42,29 +43,27 @@ class WindowShape:
             raise ValueError(f"horizon {self.horizon} and history {self.history} must be at least 1")
         if not -self.horizon < self.first_action <= 0:
             raise ValueError(
-                f"first_action {self.first_action} must lie in {1 - self.horizon}..0: a chunk has the present"
+                f"first_action {self.first_action} must be in {1 - self.horizon}..0: a chunk includes the present step"
             )
         for name, most in (("pad_before", -self.first_action), ("pad_after", self.horizon - 1 + self.first_action)):
             given = getattr(self, name)
             if given is None:
                 object.__setattr__(self, name, most)
             elif not 0 <= given <= most:
-                raise ValueError(
-                    f"{name} {given} must lie in 0..{most}, so that the present step is one of the episode's"
-                )
+                raise ValueError(f"{name} {given} must be in 0..{most}, so that the present step is inside the episode")
 
     @property
     def num_ahead(self) -> int:
-        """Actions of a chunk from the present step on."""
+        """Number of actions in a chunk from the present step on."""
         return self.horizon + self.first_action
 
     @property
     def num_executed(self) -> int:
-        """Actions of a chunk that are carried out before the next one, where nobody says how many: half of them."""
+        """Default number of actions of a chunk that are executed before the next one: half of `num_ahead`."""
         return max(1, self.num_ahead // 2)
 
     def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where in episodes of these lengths the first present step lies, and where the one after the last."""
+        """The first present step in episodes of these lengths, and the step after the last one."""
         assert self.pad_before is not None and self.pad_after is not None
         first = np.full_like(lengths, -self.pad_before - self.first_action)
         return first, lengths - self.horizon + 1 + self.pad_after - self.first_action
@@ -73,8 +72,8 @@ class WindowShape:
 def validation_episodes(episode_ids: Sequence[str] | np.ndarray, fraction: float) -> np.ndarray:
     """Which episodes are held out, bool [episodes]: a function of each episode's own content.
 
-    So equal episodes land on the same side, and appending data moves no earlier episode (but for the exception: where
-    the hash would hold out nothing or everything, one distinct episode is held out or kept).
+    So equal episodes are in the same split, and appending data moves no earlier episode, with one exception: if the
+    hash would hold out nothing or everything, one distinct episode is held out or kept.
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction {fraction} must be in [0, 1)")
@@ -98,9 +97,9 @@ def _score(name: str) -> float:
 class Windows:
     """The samples of one dataset in one split, numbered 0..len-1 in the order of their control steps.
 
-    Args: `shape` is what the model sees and predicts; `prompt` replaces the dataset's instructions where given.
+    Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions.
 
-    Raises ValueError where the robot asks for columns or cameras that the dataset does not have.
+    Raises ValueError if the robot asks for columns or cameras that the dataset does not have.
     """
 
     source: Source
@@ -115,12 +114,12 @@ class Windows:
             if feature not in self.source.cameras:
                 flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
                 raise ValueError(
-                    f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset lacks; "
+                    f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
                     f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Data workers read the (memory-mapped) columns again: cheaper than shipping copies of them.
+        # Data workers read the (memory-mapped) columns again, which is cheaper than copying them.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +153,7 @@ class Windows:
         return np.flatnonzero(np.repeat(mine, lengths) & self.steps.use & (first <= place) & (place < end))
 
     def in_split(self, split: Split) -> "Windows":
-        """The same dataset's windows of the other split; the columns are read once."""
+        """The same dataset's windows of another split; the columns are not read again."""
         other = dataclasses.replace(self, split=split)
         other.__dict__["steps"] = self.steps
         return other
@@ -166,7 +165,7 @@ class Windows:
         return np.where(episode > 0, ends[episode - 1], 0), ends[episode]
 
     def chunks(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Present states [n, s], action chunks [n, h, a] in the model's units, and which actions are real [n, h]."""
+        """Present states [n, s], action chunks [n, h, a] in the model's units, and a mask of real actions [n, h]."""
         present = self.starts[samples]
         first, end = (bound[:, None] for bound in self.bounds(present))
         chunk = present[:, None] + self.shape.first_action + np.arange(self.shape.horizon)
@@ -179,7 +178,7 @@ class Windows:
         """One sample in the model's units, not yet normalised.
 
         Returns: `image/<slot>` uint8 [(o,) height, width, 3], `image_mask/<slot>` (always True), `state` [(o,) s],
-        `actions` [h, a], `action_mask` [h] and `prompt`; the axis o is there for a history longer than 1. Raises
+        `actions` [h, a], `action_mask` [h] and `prompt`; the axis o exists only if the history is longer than 1. Raises
         BadRecord.
         """
         step = int(self.starts[sample])
@@ -192,7 +191,7 @@ class Windows:
         return row | {"actions": actions[0], "action_mask": action_mask[0]}
 
     def prompt_at(self, step: int) -> str:
-        """The instruction that holds at a control step."""
+        """The instruction at a control step."""
         return self.source.prompts[int(self.source.prompt_index[step])] if self.prompt is None else self.prompt
 
     @property
@@ -201,11 +200,11 @@ class Windows:
         return self.source.prompts if self.prompt is None else [self.prompt]
 
     def prompt_numbers(self, samples: np.ndarray) -> np.ndarray:
-        """Which of `prompts` each sample has, int [n]."""
+        """Index into `prompts` of each sample, int [n]."""
         if self.prompt is not None:
             return np.zeros(len(samples), np.int32)
         return self.source.prompt_index[self.starts[samples]]
 
     def describe(self, sample: int) -> str:
-        """Where a sample lies: file, record, episode, step."""
+        """Where a sample is stored: file, record, episode, step."""
         return self.source.describe(int(self.starts[sample]))

@@ -1,4 +1,4 @@
-"""What data worker processes run: whole local batches by number. Must import neither jax nor a dataset library.
+"""Code of the data worker processes: local batches by number. Must import neither jax nor a dataset library.
 
 Read next: `feed.py`, which starts the workers.
 """
@@ -15,13 +15,13 @@ from absl import flags
 
 from openpi_train.data.interface import RowSource
 
-# grain reads absl flags in its workers and in whoever starts them, and absl wants them parsed first; no main of ours
-# does. (UnparsedFlagAccessError; seen with grain 0.2.18.)
+# grain reads absl flags in its workers and in the process that starts them; absl requires them to be parsed first, but
+# our entry points do not parse them. (UnparsedFlagAccessError; seen with grain 0.2.18.)
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 _ENDLESS = 1 << 40
-# They come to the whole process group, and the main process alone decides what they mean.
+# These go to the whole process group, and only the main process decides how to react.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -46,9 +46,9 @@ class LocalBatches:
 
 
 def start_worker(index: int, count: int) -> None:
-    """Ignore requests to stop, and end with the process that started this one, however that ends.
+    """Initialise a worker: ignore stop signals, and exit when the parent process ends, however it ends.
 
-    Slurm sends its signals to every process of a job, while the main one still needs batches to finish its step.
+    Slurm sends signals to every process of a job, but the main process still needs batches to finish its step.
     """
     del index, count
     for signum in _STOP_SIGNALS:
@@ -57,8 +57,8 @@ def start_worker(index: int, count: int) -> None:
 
 
 def block_stop_signals() -> None:
-    """Block requests to stop in this thread and in what it starts, which is vulnerable until `start_worker` runs."""
-    # It would unblock the signal on its own start.
+    """Block stop signals in this thread and in the processes it starts, until `start_worker` ignores them."""
+    # Started first, because its start would unblock the signals.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
 

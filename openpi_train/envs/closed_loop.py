@@ -1,7 +1,7 @@
-"""Closed-loop evaluation: a policy acts in every task from initial states that no dataset holds; how often it succeeds.
+"""Closed-loop evaluation: measures how often a policy succeeds in every task from initial states outside all datasets.
 
-An episode is a function of (seed, task, attempt) and the policy alone. Episodes are numbered attempt by attempt, all
-tasks of one before the next, and run in batches, of which every process acts in its own rows.
+An episode depends only on (seed, task, attempt) and the policy. Episodes are numbered attempt by attempt, all tasks of
+an attempt before the next, and run in batches; every process simulates its own rows of a batch.
 Read next: `rollout.py`, `score.py`, `evaluation/closed_loop_success.py` for the policy that is being trained.
 """
 
@@ -24,30 +24,30 @@ from openpi_train.fields import at_least
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClosedLoop:
-    """What is run in which environment."""
+    """Config of a closed-loop evaluation."""
 
-    # The world to act in; without one there is no closed loop.
+    # The environment to act in; the default is none, without closed-loop evaluation.
     env: Env = dataclasses.field(default_factory=NoEnv)
-    # Optimizer steps between closed loops, a multiple of --eval.interval; 0: before the first and after the last step.
+    # Steps between closed-loop evaluations, a multiple of --eval.interval; 0: before the first and after the last step.
     interval: int = at_least(0, 0)
     # Initial states per task, the same at every evaluation.
     episodes_per_task: int = at_least(1, 10)
-    # Actions of each chunk that are carried out before the policy is asked again; None: half of the chunk.
+    # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
     execute: int | None = at_least(1, None)
-    # Control steps after which an episode counts as failed; None: as the environment has it.
+    # Control steps after which an episode counts as failed; None: the environment's own limit.
     max_steps: int | None = at_least(1, None)
-    # The first episodes to make videos of, one task after the other.
+    # Number of episodes to make videos of: the first ones, alternating between tasks.
     num_videos: int = at_least(0, 4)
-    # Episodes on one device at a time.
+    # Number of episodes on one device at a time.
     episodes_per_device: int = at_least(1, 16)
-    # Of initial states and of the policy's noise.
+    # Seed of initial states and of the policy's noise.
     seed: int = 0
-    # Which of the run's datasets has the robot that acts here, and its norm stats.
+    # Number of the run's dataset whose robot and norm stats are used.
     dataset: int = 0
 
     @property
     def num_episodes(self) -> int:
-        """Over all tasks."""
+        """Number of episodes over all tasks."""
         return len(self.env.tasks) * self.episodes_per_task
 
 
@@ -64,16 +64,16 @@ def evaluate(
     recorder: VideoRecorder | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Score | None:
-    """The score of a policy; None where `stop_requested` said so meanwhile.
+    """The score of a policy; None if `stop_requested` returned True meanwhile.
 
     Args:
-        begin: gives the policy for each batch of episodes: it may remember what it said before.
-        execute: actions of a chunk that are carried out, where `config` leaves it open.
-        history: observations that the policy sees (`rollout`).
-        batch_size: episodes at a time, over all processes; None: all of them.
-        rows: which of each batch this process acts in; None: all. The rows of all processes are the whole batch.
-        gather: hands every process's JSON value to all, as `runtime/agree.py` does.
-        all_done: whether all processes are done with a batch, where they must ask the policy together (`rollout`).
+        begin: makes the policy for each batch of episodes, since a policy may keep state within one.
+        execute: number of actions of a chunk that are executed, if `config` does not specify it.
+        history: number of observations that the policy sees (`rollout`).
+        batch_size: number of episodes at a time, over all processes; None: all of them.
+        rows: the rows of each batch that this process simulates; None: all. All processes together have every row.
+        gather: all-gathers a JSON value, as `runtime/agree.py` does.
+        all_done: whether all processes are done with a batch, if they must query the policy together (`rollout`).
         recorder: makes the videos.
     """
     env, episodes = config.env, []
@@ -83,7 +83,7 @@ def evaluate(
         numbers = start + rows
         numbers = numbers[numbers < config.num_episodes]
         count = len(numbers)
-        # A process without an episode of the last batch goes along with one that another counts.
+        # A process without an episode in the last batch simulates one that another process counts.
         acted = numbers if count else np.array([config.num_episodes - 1])
         tasks = acted % len(env.tasks)
         outcome = rollout(
@@ -111,7 +111,7 @@ def evaluate(
 
 
 def episode_keys(config: ClosedLoop, numbers: np.ndarray) -> Key[Array, " b"]:
-    """A key per episode, of seed, task and attempt: the other tasks, and how many attempts there are, change none."""
+    """A key per episode, from seed, task and attempt; independent of other tasks and of the number of attempts."""
     names = config.env.tasks
     tasks = np.asarray([zlib.crc32(names[number % len(names)].encode()) for number in numbers], np.uint32)
     return _keys(config.seed, jnp.asarray(tasks), jnp.asarray(numbers // len(names)))

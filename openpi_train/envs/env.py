@@ -1,4 +1,4 @@
-"""What every environment promises: batched episodes of named tasks, told in words and judged by a binary success.
+"""Interface of all environments: batched episodes of named tasks with language instructions and binary success.
 
 Read next: `tabletop_env.py` (the embedded one), `rollout.py` (runs a policy in any of them). An environment may be pure
 JAX or wrap a simulator: its states are opaque to callers, and every method works on a whole batch of episodes.
@@ -17,10 +17,10 @@ from openpi_train.types import pytree
 
 @pytree
 class EnvObservation:
-    """What the robot sees and feels in each episode of a batch, in the robot's own units.
+    """The robot's observation in each episode of a batch, in the robot's own units.
 
-    `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose words are the prompt. A policy
-    that sees several control steps is given them on an axis `o` behind the rows', the present one last.
+    `images` is keyed by the names in `Env.cameras`; `task` indexes `Env.tasks`, whose instructions are the prompts. For
+    a policy that sees several control steps, these are on an axis `o` after the batch axis, the present one last.
     """
 
     images: Mapping[str, UInt8[Array | np.ndarray, "b *o height width 3"]]
@@ -30,7 +30,7 @@ class EnvObservation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Env(abc.ABC):
-    """A world with tasks. A frozen value; everything that changes is in the states it hands out."""
+    """An environment with tasks. Immutable; everything that changes is in the states that it returns."""
 
     # Image features of an observation, by the names that datasets of this environment use.
     cameras: ClassVar[tuple[str, ...]]
@@ -38,23 +38,23 @@ class Env(abc.ABC):
     state_dim: ClassVar[int]
     # Control steps per second.
     control_hz: ClassVar[float]
-    # Control steps after which an episode that has not succeeded counts as failed.
+    # Number of control steps after which an episode without success counts as failed.
     max_steps: ClassVar[int]
-    # Whether there is a scripted expert that can `demonstrate` every task.
+    # Whether a scripted expert can `demonstrate` every task.
     has_expert: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
     def tasks(self) -> tuple[str, ...]:
-        """A short name per task; a task's number is its place here."""
+        """A short name per task; a task's number is its index here."""
 
     @abc.abstractmethod
     def instruction(self, task: int) -> str:
-        """The task in words, as a policy is told."""
+        """The task's language instruction, as given to a policy."""
 
     @abc.abstractmethod
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
-        """Fresh episodes: each row's initial state is a function of its key and task alone, and not yet a success."""
+        """New episodes: each row's initial state depends only on its key and task, and is not yet a success."""
 
     @abc.abstractmethod
     def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
@@ -62,29 +62,29 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, states: Any) -> EnvObservation:
-        """What each episode's robot sees now."""
+        """The current observation in each episode."""
 
     @abc.abstractmethod
     def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
-        """Whether each episode has reached its task's goal, judged on the world itself and not on pictures."""
+        """Whether each episode has reached its task's goal, computed from the state and not from pictures."""
 
     def for_demonstrations(self) -> "Env":
-        """This environment with initial states that are kept out of evaluations (default: the same, of other keys)."""
+        """This environment with initial states that evaluations do not use (default: itself; only keys differ)."""
         return self
 
     def demonstrate(
         self, states: Any, keys: Key[Array, " b"]
     ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
-        """What a scripted expert commands in each episode, and what is to be carried out: that, disturbed by the keys.
+        """The scripted expert's command in each episode, and the action to execute: the command with noise from `keys`.
 
-        So the commands show how to come back from where a policy's own errors lead.
+        So the commands show how to recover from states to which a policy's own errors lead.
         """
         raise NotImplementedError(f"{type(self).__name__} has no scripted expert")
 
     def pictures(self, states: Any, rows: np.ndarray) -> Mapping[str, np.ndarray]:
-        """What a person is shown of these rows, for videos: uint8 [rows, height, width, 3] by camera.
+        """Pictures of these rows for videos, uint8 [rows, height, width, 3] by camera.
 
-        By default what the policy sees; worlds without cameras may draw, too. Nothing where nothing can be drawn.
+        By default what the policy sees; environments without cameras may render too. Empty if it is impossible.
         """
         images = self.observe(states).images
         return {name: np.asarray(image)[rows] for name, image in images.items()}
@@ -92,7 +92,7 @@ class Env(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoEnv(Env):
-    """No world and no task: what a run has that is not evaluated in an environment."""
+    """An environment without tasks, for runs that are not evaluated in one."""
 
     cameras: ClassVar[tuple[str, ...]] = ()
     action_dim: ClassVar[int] = 0

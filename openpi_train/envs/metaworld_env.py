@@ -1,11 +1,11 @@
 """Meta-World (Yu et al. 2019): fifty tasks of a Sawyer arm in MuJoCo, each with a scripted expert; the extra `sim`.
 
-Goals are seen, as in its multi-task benchmarks. An episode begins where the ranges of Meta-World's own draws allow,
-and ends with its first success: further steps leave it as it is. Read next: `metaworld_render.py` for its pictures.
+Goals are observable, as in its multi-task benchmarks. Initial states are drawn from Meta-World's own ranges, and an
+episode ends with its first success: further steps do not change it. Read next: `metaworld_render.py` for its pictures.
 
-A simulator has no past: MuJoCo's states cannot be put back so that the same actions follow the same path (0.5 apart
-after 40 steps with metaworld 3.1.1), so that only the newest states of a batch can be stepped. From `reset` on,
-episodes are functions of their keys and actions, bit for bit.
+MuJoCo's states cannot be restored exactly: the same actions from a restored state diverge (by 0.5 after 40 steps with
+metaworld 3.1.1), so only the newest states of a batch can be stepped. From `reset` on, episodes are deterministic
+functions of their keys and actions, bit for bit.
 """
 
 import collections
@@ -28,17 +28,17 @@ from openpi_train.envs.metaworld_tasks import INSTRUCTIONS
 logger = logging.getLogger(__name__)
 
 CAMERA = "corner2"
-# Height and width of what a person is shown.
+# Height and width of the pictures in videos.
 SHOWN_PX = 240
-# Of an expert's demonstrations, in units of the action's range: pushes off its path that its commands undo.
+# Noise on an expert's actions, in units of the action's range: disturbances that its commands correct.
 _NOISE = np.array([0.1, 0.1, 0.1, 0.0])
-# Simulators at rest, by task: making one takes ten times as long as a reset.
+# Idle simulators by task: creating one takes ten times as long as a reset.
 _IDLE: dict[str, list["_Simulator"]] = collections.defaultdict(list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """A batch of episodes under way: what Meta-World observed of each, float64 [b, 39], and after how many steps."""
+    """A batch of running episodes: Meta-World's observation of each, float64 [b, 39], and the number of steps."""
 
     simulators: "_Lease"
     observations: np.ndarray
@@ -48,13 +48,13 @@ class Episodes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetaWorldEnv(Env):
-    """Batches of episodes. States alone; with an `image_size` a picture, too."""
+    """Meta-World as an environment. Observes states, and with an `image_size` also a picture."""
 
     # Meta-World's names without their version, such as drawer-close.
     task_list: tuple[str, ...] = ("reach", "button-press", "drawer-close", "window-open", "push")
-    # Height and width of the picture; None: none, and no OpenGL is needed.
+    # Height and width of the picture; None: no picture, and no OpenGL needed.
     image_size: int | None = None
-    # No initial state of one split is one of the other; demonstrations begin with those of `train`.
+    # Split of initial states; the two are disjoint, and demonstrations use `train`.
     split: Literal["train", "held_out"] = "held_out"
 
     action_dim: ClassVar[int] = 4
@@ -71,7 +71,7 @@ class MetaWorldEnv(Env):
 
     @property
     def cameras(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The view over the table from a corner, where there are pictures."""
+        """One camera that views the table from a corner, if there are pictures."""
         return () if self.image_size is None else (CAMERA,)
 
     @property
@@ -84,7 +84,7 @@ class MetaWorldEnv(Env):
         return INSTRUCTIONS[self.task_list[task]]
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Episodes:
-        """Fresh episodes. Raises ImportError where Meta-World is not installed."""
+        """New episodes. Raises ImportError if Meta-World is not installed."""
         numbers = np.asarray(jax.random.key_data(keys))
         simulators = _Lease(self.task_list[int(task)] for task in np.asarray(tasks))
         side = ("train", "held_out").index(self.split)
@@ -94,7 +94,7 @@ class MetaWorldEnv(Env):
         return Episodes(simulators, observations, np.zeros(count, bool), np.zeros(count, int))
 
     def step(self, states: Episodes, actions: Float[Array | np.ndarray, "b 4"]) -> Episodes:
-        """The states one control step later. Raises RuntimeError for states that were stepped before."""
+        """The states one control step later. Raises RuntimeError for states that were already stepped."""
         _check_newest(states)
         actions = np.clip(np.asarray(actions, np.float64), -1.0, 1.0)
         observations, success = states.observations.copy(), states.success.copy()
@@ -103,7 +103,7 @@ class MetaWorldEnv(Env):
         return Episodes(states.simulators, observations, success, states.num_steps + ~states.success)
 
     def observe(self, states: Episodes) -> EnvObservation:
-        """Meta-World's 39 numbers: hand, gripper and objects now and a step ago, and the goal; and the picture."""
+        """Meta-World's 39 numbers (hand, gripper and objects now and one step ago, and the goal) and the picture."""
         images = {} if self.image_size is None else self._drawn(states, np.arange(len(states.success)), self.image_size)
         return EnvObservation(
             images=images,
@@ -112,7 +112,7 @@ class MetaWorldEnv(Env):
         )
 
     def pictures(self, states: Episodes, rows: np.ndarray) -> Mapping[str, np.ndarray]:
-        """The view from the corner, also of an environment without cameras; nothing where nothing can draw it."""
+        """The view from the corner, also for an environment without cameras; empty if rendering is impossible."""
         if self.image_size is None and _tell_why_not():
             return {}
         return self._drawn(states, rows, self.image_size or SHOWN_PX)
@@ -126,15 +126,15 @@ class MetaWorldEnv(Env):
         return states.success
 
     def for_demonstrations(self) -> "MetaWorldEnv":
-        """With the initial states of the split `train`."""
+        """This environment with the initial states of the split `train`."""
         return dataclasses.replace(self, split="train")
 
     def demonstrate(
         self, states: Episodes, keys: Key[Array, " b"]
     ) -> tuple[Float[np.ndarray, "b 4"], Float[np.ndarray, "b 4"]]:
-        """What Meta-World's scripted policies command, and that with noise on the motion."""
+        """The commands of Meta-World's scripted policies, and the same with noise on the motion."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the commands are to be clipped, as they are here
+            warnings.simplefilter("ignore", UserWarning)  # it warns that commands must be clipped, as they are here
             found = [s.expert.get_action(o) for s, o in zip(states.simulators, states.observations, strict=True)]
         commands = np.clip(np.stack(found), -1.0, 1.0).astype(np.float32)
         noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
@@ -147,7 +147,7 @@ def with_all_tasks(**fields: Any) -> MetaWorldEnv:
 
 
 class _Simulator:
-    """One of Meta-World's environments, and the expert of its task."""
+    """One of Meta-World's environments and its scripted policy."""
 
     def __init__(self, name: str):
         self.name, self.num_steps = name, 0
@@ -159,13 +159,13 @@ class _Simulator:
             raise ImportError(f"Meta-World cannot be imported ({error}): pip install 'openpi_train[sim]'") from error
         self.env: Any = environments[f"{name}-v3"]()
         self.expert: Any = experts[f"{name}-v3"]()
-        # What its `set_task` sets for one of fifty states that were drawn ahead; here a reset draws anew.
+        # `set_task` would set these for one of fifty pre-drawn states; here each reset draws a new one.
         self.env._set_task_called = self.env.seeded_rand_vec = True
         self.env._freeze_rand_vec = self.env._partially_observable = False
         self.env.__dict__.pop("sawyer_observation_space", None)  # cached, of unseen goals
 
     def reset(self, seed: list[int]) -> np.ndarray:
-        """The first observation of the episode that the seed draws."""
+        """Start the episode drawn from `seed`; returns its first observation."""
         self.num_steps = 0
         self.env.np_random = np.random.default_rng(seed)
         return self.env.reset()[0]
@@ -177,7 +177,7 @@ class _Simulator:
         return observation, bool(told["success"])
 
     def picture(self, size: int) -> np.ndarray:
-        """What the camera sees, uint8 [size, size, 3]."""
+        """The camera's picture, uint8 [size, size, 3]."""
         if self.view is None or self.view.size != size:
             from openpi_train.envs.metaworld_render import View
 
@@ -186,7 +186,7 @@ class _Simulator:
 
 
 class _Lease(list[_Simulator]):
-    """The simulators of a batch of episodes, at rest again once nobody holds states of that batch any more."""
+    """The simulators of a batch of episodes, returned to the idle ones once no states of the batch are referenced."""
 
     def __init__(self, names: Iterable[str]):
         super().__init__(_IDLE[name].pop() if _IDLE[name] else _Simulator(name) for name in names)
@@ -203,13 +203,13 @@ def _tell_why_not() -> str:
     from openpi_train.envs.metaworld_render import why_not
 
     if problem := why_not():
-        logger.warning("Meta-World is shown to nobody: %s", problem)
+        logger.warning("Meta-World renders no pictures: %s", problem)
     return problem
 
 
 def _check_newest(states: Episodes) -> None:
     if any(s.num_steps != steps for s, steps in zip(states.simulators, states.num_steps.tolist(), strict=True)):
         raise RuntimeError(
-            "these Meta-World states were stepped before, and a simulator cannot go back: keep the newest states, or "
-            "reset with the same keys and carry out the same actions"
+            "these Meta-World states were already stepped, and a simulator cannot go back: keep the newest states, or "
+            "reset with the same keys and execute the same actions"
         )

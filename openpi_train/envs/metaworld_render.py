@@ -1,6 +1,6 @@
-"""Pictures of a MuJoCo simulation without a display: by EGL or OSMesa, whichever the machine has.
+"""Headless rendering of a MuJoCo simulation with EGL or OSMesa, whichever the machine has.
 
-Shadows, reflections and multisampling are off: software renderers are twelve times as fast without them.
+Shadows, reflections and multisampling are off, which makes software renderers twelve times as fast.
 """
 
 import functools
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-mujoco: Any = importlib.import_module("mujoco")  # a compiled module, of which type checkers know nothing
+mujoco: Any = importlib.import_module("mujoco")  # a compiled module without type information
 _BACKENDS = ("egl", "osmesa")
-# The process's OpenGL context, once it is needed.
+# The process's OpenGL context, created when first needed.
 _contexts: list[Any] = []
 
 
 class View:
-    """A camera of a model, for square pictures of `size` pixels. Raises RuntimeError where nothing can draw them."""
+    """A camera of a model, for square pictures of `size` pixels. Raises RuntimeError if rendering is impossible."""
 
     def __init__(self, model: Any, camera: str, size: int):
         _make_current()
@@ -31,7 +31,7 @@ class View:
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawn)
 
     def picture(self, data: Any) -> UInt8[np.ndarray, "size size 3"]:
-        """What the camera sees now."""
+        """The camera's current picture."""
         _make_current()
         mujoco.mjv_updateScene(
             self._model, data, mujoco.MjvOption(), None, self._camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene
@@ -41,24 +41,24 @@ class View:
         pixels = np.empty((self._frame.height, self._frame.width, 3), np.uint8)
         mujoco.mjr_render(self._frame, self._scene, self._drawn)
         mujoco.mjr_readPixels(pixels, None, self._frame, self._drawn)
-        # Rows come from the bottom up, and Meta-World's camera hangs upside down.
+        # Rows are ordered bottom to top, and Meta-World's camera is upside down.
         return np.ascontiguousarray(pixels[:, ::-1])
 
 
 @functools.cache
 def why_not() -> str:
-    """Why pictures cannot be drawn here, and what to do; empty where they can."""
+    """Why rendering is impossible here, and what to do; empty if it is possible."""
     problems = []
     for name in _BACKENDS:
         try:
-            # MuJoCo draws into frame buffers of its own: the context's size does not matter.
+            # MuJoCo renders into its own frame buffers, so the context's size does not matter.
             _contexts.append(importlib.import_module(f"mujoco.{name}").GLContext(16, 16))
             return ""
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
             problems.append(f"{name}: {error}")
     return (
-        f"nothing here can draw pictures without a display ({'; '.join(problems)}): install libegl1 or libosmesa6, or "
-        "leave the environment's image_size out, as a policy from states alone can"
+        f"this machine cannot render without a display ({'; '.join(problems)}): install libegl1 or libosmesa6, or "
+        "omit the environment's image_size, if the policy uses states alone"
     )
 
 

@@ -1,6 +1,6 @@
-"""Meta-World's fifty tasks (Yu et al. 2019), each in words. Read next: `metaworld_env.py`.
+"""Language instructions for Meta-World's fifty tasks (Yu et al. 2019). Read next: `metaworld_env.py`.
 
-Names are the package's without their version; it has no instructions, so that these are ours.
+Names are the package's without their version; it has no instructions, so these are ours.
 """
 
 INSTRUCTIONS = {

@@ -1,11 +1,11 @@
-"""Environments by the names that command lines use, each with all its tasks. Read next: `env.py`."""
+"""Environments by command-line name, each with all its tasks. Read next: `env.py`."""
 
 import difflib
 import importlib
 
 from openpi_train.envs.env import Env
 
-# Module and what makes one there: keyword arguments are fields.
+# Module and factory function of each; keyword arguments are fields.
 ENVS = {
     "metaworld": ("openpi_train.envs.metaworld_env", "with_all_tasks"),
     "tabletop": ("openpi_train.envs.tabletop_env", "TabletopEnv"),
@@ -13,7 +13,7 @@ ENVS = {
 
 
 def environment(name: str, *, image_size: int | None = None) -> Env:
-    """The environment of this name; `image_size` pixels of its pictures' sides, None: its own choice.
+    """Create the environment of this name with pictures of `image_size` pixels square; None: its default.
 
     Raises ValueError for an unknown name.
     """

@@ -1,7 +1,7 @@
-"""Closed loop: a policy acts in a batch of episodes until they succeed or time is up.
+"""Rollout: a policy acts in a batch of episodes until they succeed or time is up.
 
-Read next: `env.py` for what an environment is, `closed_loop.py` for an evaluation of many episodes. Nothing here knows
-which environment or policy it runs.
+Read next: `env.py` for the environment interface, `closed_loop.py` for an evaluation of many episodes. The code works
+with any environment and policy.
 """
 
 import collections
@@ -25,8 +25,8 @@ Policy = Callable[[EnvObservation, Key[Array, " b"]], Float[Array | np.ndarray, 
 class Outcome:
     """How a batch of episodes ended.
 
-    `success` bool [b]; `steps` int [b], the control steps until success (all of them where there was none); `states`,
-    the environment's last states.
+    `success` bool [b]; `steps` int [b], the control steps until success (all steps if there was none); `states`, the
+    environment's last states.
     """
 
     success: np.ndarray
@@ -48,20 +48,20 @@ def rollout(
     watch: Callable[[Any, np.ndarray], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome | None:
-    """The outcome of one episode per key, each a function of its own keys and task and of the policy alone.
+    """The outcome of one episode per key; each depends only on its own keys and task and on the policy.
 
-    None where `stop_requested` (`runtime/preempt.py`), asked before each chunk, said so meanwhile.
+    None if `stop_requested` (`runtime/preempt.py`), called before each chunk, returned True.
 
     Args:
-        execute: How many actions of each chunk are carried out before the policy is asked again.
-        policy_keys: Of the policy's noise, one per episode, where several attempts are to begin in the same state; by
-            default `keys`, of which there are separate streams for environment and policy.
+        execute: Number of actions of each chunk that are executed before the next query of the policy.
+        policy_keys: Keys of the policy's noise, one per episode, for several attempts from the same initial state; by
+            default `keys`, from which environment and policy derive separate streams.
         max_steps: Control steps before an episode counts as failed; the environment's own by default.
-        history: Observations that the policy sees, the last control steps' and the present one's; before the beginning
-            the first one repeats. With more than one they have the axis `o`.
-        all_done: Whether these episodes and those of the other processes are over, given whether these are. A policy
-            that needs all processes is asked equally often by all.
-        watch: Is shown the states before the first and after every control step, and which episodes had succeeded.
+        history: Number of observations that the policy sees, up to the present one; before the beginning the first one
+            repeats. With more than one they have the axis `o`.
+        all_done: Whether the episodes of all processes are over, given whether these are. A policy that needs all
+            processes must be queried the same number of times by each.
+        watch: Called with the states before the first and after every control step, and which episodes had succeeded.
 
     Raises:
         ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
@@ -95,7 +95,7 @@ def rollout(
 
 
 def _together(seen: Sequence[EnvObservation]) -> EnvObservation:
-    """The present observation, or with several all of them on an axis behind the rows'."""
+    """The present observation; several are stacked on an axis after the batch axis."""
     if len(seen) == 1:
         return seen[0]
     return EnvObservation(

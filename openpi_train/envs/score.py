@@ -1,6 +1,6 @@
-"""How often a policy succeeds, per task and over all, with an interval that says how sure that is.
+"""Success rates of a policy, per task and overall, with confidence intervals.
 
-Read next: `closed_loop.py`, which counts.
+Read next: `closed_loop.py`, which runs the episodes.
 """
 
 import dataclasses
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval in which the probability of success lies, with this confidence (Wilson 1927); (0, 1) for no trial.
+    """The Wilson score interval of a probability of success (Wilson 1927); (0, 1) for no trial.
 
-    It stays within [0, 1] and is honest for few trials and for none or all succeeding, where p +- z s is not.
+    It stays within [0, 1] and is valid for few trials and for rates of 0 and 1, unlike the normal approximation.
 
-    Raises ValueError where the counts or the confidence cannot be.
+    Raises ValueError if the counts or the confidence are out of range.
     """
     if not 0 <= successes <= trials or not 0 < confidence < 1:
-        raise ValueError(f"{successes} successes of {trials} trials with confidence {confidence} cannot be")
+        raise ValueError(f"{successes} successes of {trials} trials with confidence {confidence} are not valid")
     if trials == 0:
         return 0.0, 1.0
-    from scipy import stats  # half a second, for who asks
+    from scipy import stats  # takes half a second, so only on use
 
     interval = stats.binomtest(successes, trials).proportion_ci(confidence, method="wilson")
     return float(interval.low), float(interval.high)
@@ -28,7 +28,7 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpisodeResult:
-    """How one episode ended: `steps` are the control steps until success, all of them where there was none."""
+    """How one episode ended: `steps` are the control steps until success, or all steps if there was none."""
 
     number: int
     task: str
@@ -38,7 +38,7 @@ class EpisodeResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Successes among trials; `mean_steps` are control steps until success, None where there was none."""
+    """Successes and trials; `mean_steps` is the mean number of control steps until success, None if there was none."""
 
     successes: int
     trials: int
@@ -46,12 +46,12 @@ class Rate:
 
     @property
     def share(self) -> float:
-        """Successes per trial."""
+        """The success rate: successes per trial."""
         return self.successes / self.trials
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's, with 95 % confidence."""
+        """The 95 % Wilson score interval of the rate."""
         return wilson(self.successes, self.trials)
 
     def as_json(self) -> dict[str, Any]:
@@ -61,30 +61,30 @@ class Rate:
 
 
 def rate(episodes: Sequence[EpisodeResult]) -> Rate:
-    """The rate over these episodes, of which there is at least one."""
+    """The success rate of these episodes, at least one."""
     steps = [episode.steps for episode in episodes if episode.success]
     return Rate(successes=len(steps), trials=len(episodes), mean_steps=statistics.fmean(steps) if steps else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """The episodes of an evaluation, by number."""
+    """The episodes of an evaluation, in order of their numbers."""
 
     episodes: tuple[EpisodeResult, ...]
 
     @property
     def overall(self) -> Rate:
-        """Over all episodes."""
+        """The rate over all episodes."""
         return rate(self.episodes)
 
     @property
     def by_task(self) -> dict[str, Rate]:
-        """Per task, in the order in which they come."""
+        """The rate per task, in order of appearance."""
         names = dict.fromkeys(episode.task for episode in self.episodes)
         return {name: rate([episode for episode in self.episodes if episode.task == name]) for name in names}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for `closed_loop.json`."""
+        """All results, for `closed_loop.json`."""
         return {
             "overall": self.overall.as_json(),
             "tasks": {name: one.as_json() for name, one in self.by_task.items()},
@@ -98,7 +98,7 @@ class Score:
         return {"success/all": self.overall.share, "success/all_low": low, "success/all_high": high, **tasks}
 
     def table(self) -> str:
-        """A line per task and one for all: successes, trials, share with its interval, steps until success."""
+        """A line per task and one for all: successes, trials, rate with its interval, steps until success."""
         rows = {**self.by_task, "all": self.overall}
         width = max(len(name) for name in (*rows, "task"))
         lines = [f"{'task':<{width}}  success          95 % interval   steps"]

@@ -1,9 +1,9 @@
-"""The embedded environment: a small tabletop in pure JAX, with pictures, words, ten and more tasks, honest success.
+"""The embedded environment: a small tabletop in pure JAX, with pictures, instructions, and more than ten tasks.
 
-Read next: `tabletop_scene.py` (what is on the table), `tabletop_physics.py` (how it moves), `tabletop_render.py` (how
-it looks), `tabletop_expert.py` (how it is solved).
+Read next: `tabletop_scene.py` (the objects), `tabletop_physics.py` (the dynamics), `tabletop_render.py` (the pictures),
+`tabletop_expert.py` (the expert).
 
-The functions here act on one scene and the class on batches of them; both can be jitted, and the batch equals the loop.
+The functions here act on one scene and the class on batches; both can be jitted, and batching does not change results.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.tabletop_render import CAMERAS, render
 from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Kind, Scene, Task
 
-# Control steps in a row that a goal must hold before the episode is a success.
+# Number of consecutive control steps that a goal must hold before the episode is a success.
 HOLD_STEPS = 3
-# Distances that goals ask for.
+# Distances that goals require.
 REACH_M = 0.02
 PICK_HEIGHT_M = 0.05
 PUSH_M = 0.08
@@ -32,17 +32,17 @@ PUSH_SIDEWAYS_M = 0.05
 BESIDE_NEAREST_M = 0.07
 BESIDE_FARTHEST_M = 0.14
 BESIDE_ACROSS_M = 0.04
-# A reference block moved further than this spoils the goals that name it.
+# Moving a reference block further than this makes the goals that name it fail.
 REFERENCE_STAYS_M = 0.04
-# Where things may lie at the start, and how far apart: an open gripper fits around every block.
+# Initial positions and minimum distances of objects: an open gripper fits around every block.
 SPAWN_HALF_M = 0.18
 SPACING_M = ((0.105,) * 3 + (0.115, 0.105),) * 3 + ((0.115,) * 3 + (0.0, 0.13), (0.105,) * 3 + (0.13, 0.0))
-# Layouts drawn per round; the first that fits is taken. About one in twenty does, so that one round mostly suffices.
+# Number of layouts drawn per round; the first that fits is used. About one in twenty does: one round mostly suffices.
 NUM_CANDIDATES = 64
 
 
 def goal_holds(scene: Scene) -> Bool[Array, ""]:
-    """Whether the scene is at this moment as the task asks."""
+    """Whether the task's goal holds in the scene now."""
     block, reference = scene.blocks[0], scene.blocks[1]
     on_table = block[2] < physics.SUPPORT_TOLERANCE_M
     let_go = (scene.held != 0) & on_table
@@ -71,7 +71,7 @@ def goal_holds(scene: Scene) -> Bool[Array, ""]:
 
 
 def success(scene: Scene) -> Bool[Array, ""]:
-    """Whether the goal has held for HOLD_STEPS control steps in a row, up to now."""
+    """Whether the goal has held for the last HOLD_STEPS control steps."""
     return scene.goal_steps >= HOLD_STEPS
 
 
@@ -87,7 +87,7 @@ def proprioception(scene: Scene) -> Float[Array, "7"]:
 
 
 def reset(key: Key[Array, ""], task: Int[Array, ""], tasks: tuple[Task, ...] = DEFAULT_TASKS) -> Scene:
-    """A fresh scene for `tasks[task]`: random places and distractors, solvable, and not solved yet."""
+    """A new scene for `tasks[task]`: random positions and distractors, solvable, and not solved yet."""
     layout_key, colour_key, tip_key, turn_key = jax.random.split(key, 4)
     kind = jnp.asarray([int(one.kind) for one in tasks], jnp.int32)[task]
     layout = _layout(layout_key, kind)
@@ -114,7 +114,7 @@ def reset(key: Key[Array, ""], task: Int[Array, ""], tasks: tuple[Task, ...] = D
 
 
 def _colours(key: Key[Array, ""], task: Int[Array, ""], tasks: tuple[Task, ...]) -> Int[Array, " n"]:
-    """The named colours first, then distractors in random order; a colour appears once."""
+    """The task's colours first, then distractors in random order; each colour appears once."""
     named = [(one.block, one.reference) for one in tasks]
     first = jnp.asarray([world.COLOURS.index(block) for block, _ in named])[task]
     second = jnp.asarray([-1 if other is None else world.COLOURS.index(other) for _, other in named])[task]
@@ -125,7 +125,7 @@ def _colours(key: Key[Array, ""], task: Int[Array, ""], tasks: tuple[Task, ...])
 
 
 def _layout(key: Key[Array, ""], kind: Int[Array, ""]) -> Float[Array, "5 2"]:
-    """Places for the blocks, the bowl and the plate, by rejection."""
+    """Positions of the blocks, the bowl and the plate, by rejection sampling."""
 
     def draw(carry):
         number, _, _ = carry
@@ -139,16 +139,16 @@ def _layout(key: Key[Array, ""], kind: Int[Array, ""]) -> Float[Array, "5 2"]:
 
 
 def _fits(places: Float[Array, "5 2"], kind: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether nothing is too close together, the goal is not reached yet, and there is room to reach it."""
+    """Whether objects are far enough apart, the goal is not reached yet, and there is room to reach it."""
     distance = jnp.linalg.norm(places[:, None] - places[None], axis=-1)
     apart = (distance >= jnp.asarray(SPACING_M)).all(where=~jnp.eye(5, dtype=bool))
     block, reference = places[0], places[1]
     sign = jnp.where((kind == Kind.PUSH_LEFT) | (kind == Kind.LEFT_OF), -1.0, 1.0)
-    # A push needs a free lane ahead of the block and room for the fingers behind it; the plate is flat.
+    # A push needs a free path ahead of the block and room for the fingers behind it; the plate is flat.
     ahead = sign * (places[1:4, 0] - block[0])
     in_lane = (jnp.abs(places[1:4, 1] - block[1]) < 0.1) & (ahead < 0.21) & (ahead > -0.11)
     can_push = ~in_lane.any() & (jnp.abs(block[0] + sign * (PUSH_M + 0.04)) < world.BLOCK_LIMIT_M)
-    # Beside the reference: the goal's place must be free, and the block not on that side already.
+    # Beside the reference: the goal position must be free, and the block not already on that side.
     goal = reference + jnp.stack([sign * (BESIDE_NEAREST_M + BESIDE_FARTHEST_M) / 2, jnp.float32(0)])
     can_place = (jnp.abs(goal) < SPAWN_HALF_M).all() & (jnp.linalg.norm(places[2:4] - goal, axis=-1) > 0.11).all()
     can_place &= sign * (block[0] - reference[0]) < 0
@@ -159,7 +159,7 @@ def _fits(places: Float[Array, "5 2"], kind: Int[Array, ""]) -> Bool[Array, ""]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TabletopEnv(Env):
-    """Batches of tabletop episodes."""
+    """The tabletop as an environment: batches of episodes."""
 
     image_size: int = 64
     task_list: tuple[Task, ...] = DEFAULT_TASKS
@@ -173,7 +173,7 @@ class TabletopEnv(Env):
 
     def __post_init__(self):
         if self.image_size < 16:
-            raise ValueError(f"image_size {self.image_size} is too small to tell blocks apart; use 64 or more")
+            raise ValueError(f"image_size {self.image_size} is too small to distinguish blocks; use 64 or more")
         if not self.task_list:
             raise ValueError("task_list is empty; give at least one Task")
 
@@ -187,7 +187,7 @@ class TabletopEnv(Env):
         return self.task_list[task].instruction
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Scene:
-        """Fresh scenes, one per key and task number."""
+        """New scenes, one per key and task number."""
         return _reset_batch(keys, jnp.asarray(tasks), self.task_list)
 
     def step(self, states: Scene, actions: Float[Array | np.ndarray, "b 7"]) -> Scene:
@@ -203,11 +203,11 @@ class TabletopEnv(Env):
         return _success_batch(states)
 
     def pictures(self, states: Scene, rows: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Both cameras' pictures; no more are drawn than are asked for."""
+        """Both cameras' pictures; only those of `rows` are rendered."""
         return super().pictures(jax.tree.map(lambda leaf: leaf[rows], states), np.arange(len(rows)))
 
     def demonstrate(self, states: Scene, keys: Key[Array, " b"]) -> tuple[Float[Array, "b 7"], Float[Array, "b 7"]]:
-        """What the scripted expert commands, and that with small disturbances and now and then a shove."""
+        """The scripted expert's commands, and the same with small noise and occasional large disturbances."""
         from openpi_train.envs.tabletop_expert import command  # which imports this module
 
         return command(states, keys)

@@ -1,7 +1,7 @@
-"""A scripted expert for every tabletop task: an action from the scene alone, so that it recovers from disturbances.
+"""Scripted expert for every tabletop task: a function from scene to action, so it recovers from disturbances.
 
-Read next: `data/embedded.py`, which records it. It has no memory: what it does follows from where things are, hence
-the same scene always gets the same action and a policy can learn it from pictures.
+Read next: `data/embedded.py`, which records it. It has no memory: the same scene always gets the same action, so a
+policy can learn it from pictures.
 """
 
 import functools
@@ -15,25 +15,25 @@ from openpi_train.envs import tabletop_physics as physics
 from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop_scene import Kind, Scene
 
-# Fingertip heights: clear of blocks on the table (empty, or with a block in hand), and while pushing.
+# Fingertip heights: above blocks on the table (empty, or holding a block), and while pushing.
 TRAVEL_M = 0.10
 PUSH_HEIGHT_M = 0.025
 # Fingertips above a block's bottom when grasping it.
 GRASP_M = 0.02
-# Sideways error at which lowering starts: for grasps and stacks, and for goals with room. Once low, it may be larger by
-# ALIGNED_SLACK_M before lowering is given up again.
+# Horizontal error at which lowering starts: for grasps and stacks, and for goals with more room. Once low, it may grow
+# by ALIGNED_SLACK_M before the gripper is raised again.
 ALIGNED_M = 0.01
 ALIGNED_ROOMY_M = 0.02
 ALIGNED_SLACK_M = 0.005
 # How far behind the block the closed fingers come down before pushing, and how fast they push.
 BEHIND_M = 0.065
 PUSH_STEP_M = 0.02
-# Disturbances of the motion while demonstrating: every step a little, one step in twenty a shove. Turns are hardly
-# disturbed: correcting chance would be all that their actions do, and nothing that a policy could learn to foresee.
+# Noise on demonstrated motions: small at every step, large at one step in twenty. Rotations get hardly any noise:
+# otherwise their actions would only correct noise, which a policy cannot learn to predict.
 NOISE = (0.003, 0.003, 0.003, 0.002, 0.002, 0.002, 0.0)
 SHOVE = (0.02, 0.02, 0.015, 0.0, 0.0, 0.0, 0.0)
 SHOVE_PROBABILITY = 0.05
-# Share of the tilt that one step takes back: a motion that lasts, rather than a jerk at the start.
+# Fraction of the tilt that one step corrects: a lasting motion instead of a jerk at the start.
 TURN_GAIN = 0.25
 
 
@@ -41,10 +41,10 @@ TURN_GAIN = 0.25
 def demonstrate(
     scenes: Scene, keys: Key[Array, " b"], *, num_steps: int
 ) -> tuple[Scene, Float[Array, "steps b 7"], Scene]:
-    """The expert at work for `num_steps` control steps in a batch of scenes.
+    """Run the expert for `num_steps` control steps in a batch of scenes.
 
-    What is carried out is the expert's action plus a disturbance drawn from each scene's key, so that the recorded
-    commands show how to come back from where a policy's own errors lead.
+    The executed action is the expert's plus a disturbance drawn from each scene's key, so the recorded commands show
+    how to recover from states to which a policy's own errors lead.
 
     Returns the scenes before each step [steps, b, ...], the expert's undisturbed commands, and the scenes after it.
     """
@@ -59,7 +59,7 @@ def demonstrate(
 
 @jax.jit
 def command(scenes: Scene, keys: Key[Array, " b"]) -> tuple[Float[Array, "b 7"], Float[Array, "b 7"]]:
-    """What the expert commands in a batch of scenes at one control step, and that with the keys' disturbance."""
+    """The expert's commands in a batch of scenes at one control step, and the same with noise from the keys."""
     commands = jax.vmap(expert)(scenes)
     return commands, commands + jax.vmap(_disturbance)(keys)
 
@@ -72,9 +72,9 @@ def _disturbance(key: Key[Array, ""]) -> Float[Array, "7"]:
 
 
 def expert(scene: Scene) -> Float[Array, "7"]:
-    """The action (metres, radians, gripper) that brings the scene's task forward, within the action bounds."""
+    """The expert's action (metres, radians, gripper) in a scene, within the action bounds."""
     place = jnp.where(scene.held == 0, _place(scene), _grasp(scene))
-    # What is done is left alone: the open gripper rises.
+    # When the goal holds, the open gripper rises and leaves it alone.
     placed = env.goal_holds(scene) & (scene.kind >= Kind.PLATE)
     place = jnp.where(placed, _move(scene, scene.tip + jnp.asarray([0.0, 0.0, 0.05]), 1.0), place)
     lifted = jnp.concatenate([scene.tip[:2], jnp.asarray([TRAVEL_M + 0.02])])
@@ -85,7 +85,7 @@ def expert(scene: Scene) -> Float[Array, "7"]:
 
 
 def _move(scene: Scene, target: Float[Array, "3"], gripper: Array | float) -> Float[Array, "7"]:
-    """Straight towards `target`, turning upright on the way."""
+    """Move straight towards `target` while turning upright."""
     move = jnp.clip(target - scene.tip, -world.MAX_MOVE_M, world.MAX_MOVE_M)
     turn = jnp.clip(-TURN_GAIN * scene.turn, -world.MAX_TURN_RAD, world.MAX_TURN_RAD)
     return jnp.concatenate([move, turn, jnp.asarray(gripper, jnp.float32)[None]])
@@ -99,7 +99,7 @@ def _over_then_down(
     gripper: Array | float,
     aligned_m: Array | float = ALIGNED_M,
 ) -> Float[Array, "7"]:
-    """Up to the height `travel`, across until `error` (where to go, minus where it is) is small, then down to `low`."""
+    """Rise to the height `travel`, move until `error` (target minus position) is small, then lower to `low`."""
     slack = jnp.where(scene.tip[2] < travel - 0.02, ALIGNED_SLACK_M, 0.0)
     aligned = jnp.linalg.norm(error) < aligned_m + slack
     across = aligned | (scene.tip[2] > travel - 0.02)
@@ -122,7 +122,7 @@ def _grasp(scene: Scene) -> Float[Array, "7"]:
 
 
 def _place(scene: Scene) -> Float[Array, "7"]:
-    """The held block carried over the task's goal, lowered and let go."""
+    """Carry the held block over the task's goal, lower and release it."""
     reference = scene.blocks[1]
     beside = (env.BESIDE_NEAREST_M + env.BESIDE_FARTHEST_M) / 2
     sign = jnp.where(scene.kind == Kind.LEFT_OF, -1.0, 1.0)
@@ -139,7 +139,7 @@ def _place(scene: Scene) -> Float[Array, "7"]:
 
 
 def _push(scene: Scene) -> Float[Array, "7"]:
-    """Closed fingers brought down behind the block, then driven through it until it has gone far enough."""
+    """Lower the closed fingers behind the block, then push until it has moved far enough."""
     sign = jnp.where(scene.kind == Kind.PUSH_LEFT, -1.0, 1.0)
     block, tip = scene.blocks[0], scene.tip
     behind = block[:2] - jnp.stack([sign * BEHIND_M, jnp.zeros(())])

@@ -1,12 +1,12 @@
-"""How the tabletop world moves: one control step, quasi-static, for one scene (`vmap` for many).
+"""Quasi-static physics of the tabletop: one control step of one scene (`vmap` for many).
 
 Read next: `tabletop_scene.py` for the sizes, `tabletop_env.py` for resets and success.
 
-Nothing has momentum. A control step turns the gripper and moves it sideways (contact pushes blocks along), then up or
-down (it stops on what is below), then blocks that nothing holds fall straight down, and those whose centre is not
-above their support slide off it. A sideways motion that would squeeze things into one another is refused instead, so
-that no two solids ever overlap by more than SUPPORT_TOLERANCE_M. Contact treats the gripper as upright: roll and pitch
-only move the wrist camera and, when large, prevent a grasp.
+There is no momentum. A control step turns the gripper and moves it sideways (contact pushes blocks along), then up or
+down (it stops on objects below), then unsupported blocks fall straight down, and those whose centre is not above their
+support slide off it. A sideways motion that would press objects into each other is refused, so no two solids ever
+overlap by more than SUPPORT_TOLERANCE_M. Contact treats the gripper as upright: roll and pitch only move the wrist
+camera and, when large, prevent a grasp.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop_scene import Scene
 from openpi_train.types import pytree
 
-# Sideways overlap left by a solved contact, and the wider one below which things do not stand on each other: a solved
-# contact can then never turn into support.
+# Sideways overlap left by a resolved contact, and the larger overlap that support requires: a resolved contact can then
+# never become support.
 TOLERANCE_M = 0.001
 SUPPORT_TOLERANCE_M = 0.002
-# A block at most this far from the centre of what it stands on stays there; the rest slide by SLIDE_M per control step.
+# A block at most this far from the centre of its support stays there; others slide by SLIDE_M per control step.
 STABLE_M = 0.9 * world.BLOCK_RADIUS_M
 SLIDE_M = 0.015
-# Sideways motion is cut into pieces short enough that no finger can jump past a block's middle.
+# Sideways motion is split into substeps so short that no finger can jump past a block's centre.
 NUM_SUBSTEPS = 3
 NUM_CONTACT_SWEEPS = 8
-# How far a block may be from the middle between the fingers, along and across them, and the tilt, for a grasp to hold.
+# Maximum offset of a block from the midpoint between the fingers, along and across them, and tilt, for a grasp to hold.
 GRASP_ALONG_M = 0.016
 GRASP_ACROSS_M = 0.016
 GRASP_TILT_RAD = 0.2
@@ -51,7 +51,7 @@ class Pushers:
 def step(scene: Scene, action: Float[Array, "7"]) -> Scene:
     """The scene one control step after `action` (dx, dy, dz, droll, dpitch, dyaw, gripper), clipped to its bounds.
 
-    Args: action in metres and radians; gripper below 0.5 closes, otherwise opens. `goal_steps` is left alone.
+    Args: action in metres and radians; gripper below 0.5 closes, otherwise opens. `goal_steps` is not changed.
     """
     move = jnp.clip(action[:3], -world.MAX_MOVE_M, world.MAX_MOVE_M)
     turn = jnp.clip(action[3:6], -world.MAX_TURN_RAD, world.MAX_TURN_RAD)
@@ -143,7 +143,7 @@ def _move_sideways(scene: Scene, target: Float[Array, "2"], yaw: Float[Array, ""
 
 
 def _resolve_contacts(scene: Scene, trial: Scene) -> Scene:
-    """`trial` with its free blocks pushed out of everything solid, or `scene` itself where that cannot be done."""
+    """`trial` with its free blocks pushed out of everything solid, or `scene` if that is impossible."""
     pushers = _pushers(trial)
 
     def sweep(blocks, _):
@@ -160,22 +160,22 @@ def _resolve_contacts(scene: Scene, trial: Scene) -> Scene:
 def contacts(
     blocks: Float[Array, "n 3"], scene: Scene, pushers: Pushers
 ) -> tuple[Float[Array, "n 2"], Float[Array, ""]]:
-    """How far each block must go sideways to leave what it overlaps, and the deepest overlap of all [m]."""
+    """Sideways displacement that moves each block out of its overlaps, and the deepest overlap of all [m]."""
     low, high = blocks[:, 2], blocks[:, 2] + world.BLOCK_HEIGHT_M
     free = _free(scene)
-    # Gripper against blocks [n, 4]: the gripper never yields.
+    # Gripper and blocks [n, 4]: the gripper never yields.
     touching = free[:, None] & pushers.active & _spans_meet(low[:, None], high[:, None], pushers.low, pushers.high)
     away, distance = _directions(blocks[:, None, :2] - pushers.centre)
     pusher_depth = jnp.where(touching, jnp.maximum(pushers.radius + world.BLOCK_RADIUS_M - distance, 0.0), 0.0)
-    # The mean over its contacts: two fingers side by side must not push twice as far.
+    # The mean over a block's contacts: two adjacent fingers must not push twice as far.
     push = (pusher_depth[..., None] * away).sum(1) / jnp.maximum((pusher_depth > 0).sum(1), 1)[:, None]
-    # Blocks against blocks [n, n]: each yields half. The held one is a pusher.
+    # Pairs of blocks [n, n]: each yields half. The held block is a pusher.
     pairs = free[:, None] & free & ~jnp.eye(world.NUM_BLOCKS, dtype=bool)
     pairs &= _spans_meet(low[:, None], high[:, None], low, high)
     away, distance = _directions(blocks[:, None, :2] - blocks[None, :, :2])
     pair_depth = jnp.where(pairs, jnp.maximum(2 * world.BLOCK_RADIUS_M - distance, 0.0), 0.0)
     push += 0.5 * (pair_depth[..., None] * away).sum(1)
-    # The bowl's rim against blocks lower than it, from outside and from inside.
+    # The bowl's rim and blocks lower than it, from outside and from inside.
     away, distance = _directions(blocks[:, :2] - scene.bowl)
     rim_depth = jnp.maximum(world.BLOCK_RADIUS_M - jnp.abs(distance - world.BOWL_RADIUS_M), 0.0)
     rim_depth = jnp.where(low < world.BOWL_RIM_M - SUPPORT_TOLERANCE_M, rim_depth, 0.0)
@@ -186,13 +186,13 @@ def contacts(
 
 
 def _move_vertically(scene: Scene, target: Float[Array, ""]) -> Scene:
-    """The gripper raised, or lowered until a finger, the palm or the held block stands on something."""
+    """Raise the gripper, or lower it until a finger, the palm or the held block rests on something."""
     pushers = _pushers(scene)
     tops = scene.blocks[:, 2] + world.BLOCK_HEIGHT_M
     distance = jnp.linalg.norm(scene.blocks[:, None, :2] - pushers.centre, axis=-1)
     over = distance < pushers.radius + world.BLOCK_RADIUS_M - SUPPORT_TOLERANCE_M
     over &= (tops[:, None] <= pushers.low + SUPPORT_TOLERANCE_M) & pushers.active & _free(scene)[:, None]
-    # What each part may not sink below, as a height of the tip.
+    # The lower limit of each part, as a height of the tip.
     floor = jnp.where(over, tops[:, None] - (pushers.low - scene.tip[2]), -jnp.inf).max()
     held = scene.blocks[scene.held]
     floor_held = _rim_height(scene, held[:2]) - scene.grip[1]
@@ -204,7 +204,7 @@ def _move_vertically(scene: Scene, target: Float[Array, ""]) -> Scene:
 
 
 def _drop(scene: Scene, blocks: Float[Array, "n 3"], before: Float[Array, " n"]) -> Float[Array, "n 3"]:
-    """Free blocks lowered, or raised by a held one, onto the highest thing below them, as `before` says what was."""
+    """Lower free blocks, or raise them with a held one, onto the highest support; `before` has earlier heights."""
     below = _overlap(blocks) & _above(before)
     rim = jax.vmap(_rim_height, in_axes=(None, 0))(scene, blocks[:, :2])
     heights = blocks[:, 2]
@@ -215,7 +215,7 @@ def _drop(scene: Scene, blocks: Float[Array, "n 3"], before: Float[Array, " n"])
 
 
 def _slide(scene: Scene, before: Float[Array, " n"]) -> Scene:
-    """Blocks whose centre is not above what they stand on, moved a little off it, unless they would hit something."""
+    """Move blocks whose centre is not above their support a little off it, unless they would hit something."""
     blocks = _drop(scene, scene.blocks, before)
     away, distance = _directions(blocks[:, None, :2] - blocks[None, :, :2])
     supporters = _overlap(blocks) & _above(before)
@@ -236,7 +236,7 @@ def _slide(scene: Scene, before: Float[Array, " n"]) -> Scene:
 
 
 def _rim_height(scene: Scene, position: Float[Array, "2"]) -> Float[Array, ""]:
-    """How high a block centred here stands because of the bowl: on its rim, or on the table on either side of it."""
+    """Height of a block centred here due to the bowl: on its rim, or on the table inside or outside of it."""
     distance = jnp.linalg.norm(position - scene.bowl)
     clear = jnp.abs(distance - world.BOWL_RADIUS_M) >= world.BLOCK_RADIUS_M - SUPPORT_TOLERANCE_M
     return jnp.where(clear, 0.0, world.BOWL_RIM_M)
@@ -259,7 +259,7 @@ def _spans_meet(low: Array, high: Array, other_low: Array, other_high: Array) ->
 
 
 def _directions(offset: Float[Array, "*n 2"]) -> tuple[Float[Array, "*n 2"], Float[Array, "*n"]]:
-    """Unit vectors and lengths; a zero offset points along x, so that coinciding things still part."""
+    """Unit vectors and lengths; a zero offset points along x, so that coinciding objects still separate."""
     length = jnp.linalg.norm(offset, axis=-1)
     unit = jnp.where(length[..., None] > 1e-9, offset / jnp.maximum(length, 1e-9)[..., None], jnp.asarray([1.0, 0.0]))
     return unit, length

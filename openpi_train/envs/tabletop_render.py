@@ -1,8 +1,8 @@
-"""Pictures of the tabletop: one ray per pixel against a dozen solids, nearest hit wins, in pure JAX.
+"""Ray-cast rendering of the tabletop in pure JAX: one ray per pixel against a dozen solids, the nearest hit wins.
 
-Read next: `tabletop_scene.py` for the sizes. Two cameras, named as the datasets name them: `image_0` stands in front of
-the table and looks down on it, `image_1` rides behind the gripper and turns with it. All arithmetic is on flat arrays
-with one number per pixel, which XLA turns into a few vectorised loops.
+Read next: `tabletop_scene.py` for the sizes. There are two cameras, with the datasets' names: `image_0` stands in front
+of the table and looks down on it, `image_1` is mounted behind the gripper and turns with it. All arithmetic is on flat
+arrays with one number per pixel, which XLA compiles to a few vectorised loops.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from openpi_train.envs.tabletop_scene import Scene
 
 CAMERAS = ("image_0", "image_1")
 
-# What a pixel may show, as rows of the palette; the blocks come after these, in the scene's order.
+# Materials of a pixel, as rows of the palette; the blocks come after these, in the scene's order.
 FLOOR, TABLE, PLATE, BOWL, BOWL_EDGE, METAL, TIPS, WRIST, BLOCKS = range(9)
 PALETTE = (
     (40, 43, 51),
@@ -29,18 +29,18 @@ PALETTE = (
     (20, 20, 26),
     (115, 122, 138),
 )
-# Towards the light, in x and y; walls facing away from it keep the share AMBIENT of their colour.
+# Direction to the light in x and y; walls facing away from it keep the fraction AMBIENT of their colour.
 LIGHT = (-0.37, -0.46)
 AMBIENT = 0.55
 SHADOW = 0.62
 PLATE_EDGE = 0.82
-# How bright a box's faces are that look along x, y and z.
+# Brightness of a box's faces with normals along x, y and z.
 BOX_FACES = (0.75, 0.6, 1.0)
 RIM_HALF_WIDTH_M = 0.006
 # The dark end of each finger.
 TIP_M = 0.015
 
-# Where the base camera stands and looks, and both cameras' half angle of view as a tangent.
+# Position and target of the base camera, and the tangent of both cameras' half angle of view.
 BASE_EYE = (0.0, -0.44, 0.72)
 BASE_TARGET = (0.0, 0.0, 0.02)
 BASE_TANGENT = 0.335
@@ -54,7 +54,7 @@ Pixels = Float[Array, " p"]
 
 
 class Rays(NamedTuple):
-    """An eye's three coordinates, and those of one direction per pixel (not normalised)."""
+    """Camera position (three coordinates) and one direction per pixel (not normalised)."""
 
     eye: tuple[Array, Array, Array]
     x: Pixels
@@ -63,7 +63,7 @@ class Rays(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """The nearest hit so far: its distance along the ray, what was hit (a row of the palette), and how bright it is."""
+    """The nearest hit so far: its distance along the ray, material (a row of the palette) and brightness."""
 
     distance: Pixels
     item: Int[Array, " p"]
@@ -71,7 +71,7 @@ class Picture(NamedTuple):
 
 
 def render(scene: Scene, camera: str, size: int = 64) -> UInt8[Array, "size size 3"]:
-    """The scene as `camera` (one of CAMERAS) sees it now, `size` pixels square."""
+    """Render the scene from `camera` (one of CAMERAS), `size` pixels square."""
     if camera not in CAMERAS:
         raise ValueError(f"no camera {camera!r}; cameras are {', '.join(CAMERAS)}")
     turn = _rotation(scene.turn)
@@ -129,7 +129,7 @@ def _paint(picture: Picture, distance: Pixels, hit: Bool[Array, " p"], item: int
 
 
 def _level(rays: Rays, height: float | Array) -> tuple[Pixels, tuple[Pixels, Pixels]]:
-    """Where the rays come down through a horizontal plane: distance (negative if they do not), and x, y there."""
+    """Intersection of the rays with a horizontal plane: distance (negative if none), and x, y."""
     distance = (height - rays.eye[2]) / jnp.where(rays.z < -1e-6, rays.z, jnp.inf)
     distance = jnp.where(rays.z < -1e-6, distance, -1.0)
     return distance, (rays.eye[0] + distance * rays.x, rays.eye[1] + distance * rays.y)
@@ -140,7 +140,7 @@ def _within(points: tuple[Pixels, Pixels], centre: Any, radius: float) -> Bool[A
 
 
 def _table(rays: Rays, scene: Scene) -> Picture:
-    """Floor and table, with the plate and the bowl's inside painted on, and shadows straight below what may be high."""
+    """Floor and table, with the plate and the bowl's inside painted on, and shadows straight below raised objects."""
     distance, points = _level(rays, 0.0)
     plate = _within(points, scene.plate, world.PLATE_RADIUS_M)
     item = jnp.where(plate, PLATE, jnp.where(_within(points, scene.bowl, world.BOWL_RADIUS_M), BOWL, TABLE))
@@ -194,7 +194,7 @@ def _gripper(picture: Picture, rays: Rays, scene: Scene, turn: Float[Array, "3 3
 
 
 def _box(picture: Picture, rays: Rays, centre: tuple[Any, ...], half: tuple[float, ...], item: int) -> Picture:
-    """A box aligned with the rays' frame, its faces shaded by the axis they look along."""
+    """A box aligned with the rays' frame, its faces shaded by the axis of their normals."""
     entry, leaving = [], []
     for axis, direction in enumerate((rays.x, rays.y, rays.z)):
         inverse = 1.0 / jnp.where(jnp.abs(direction) < 1e-6, 1e-6, direction)

@@ -1,10 +1,10 @@
-"""The tabletop world's things: sizes, colours, tasks and the state of one episode.
+"""Objects of the tabletop: sizes, colours, tasks and the state of one episode.
 
 Read next: `tabletop_physics.py` (how a state changes), `tabletop_env.py` (initial states and success).
 
-Metres and radians. x points right, y away from the base camera, z up; the table's middle is the origin. A scene holds
-three round blocks, a shallow bowl and a flat plate. Block 0 is always the one that the instruction names first; block 1
-is the second one named, or a distractor.
+Metres and radians. x points right, y away from the base camera, z up; the table's centre is the origin. A scene holds
+three round blocks, a shallow bowl and a flat plate. Block 0 is always the first block in the instruction; block 1 is
+the second, or a distractor.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ NUM_BLOCKS = 3
 TABLE_HALF_M = 0.24
 BLOCK_RADIUS_M = 0.03
 BLOCK_HEIGHT_M = 0.05
-# How far from the middle a block's centre may come, along x and along y: whole blocks stay on the table.
+# Maximum distance of a block's centre from the origin, along x and along y: whole blocks stay on the table.
 BLOCK_LIMIT_M = TABLE_HALF_M - BLOCK_RADIUS_M
 BOWL_RADIUS_M = 0.065
-# Equal to the lowest fingertip height, so that fingers pass over the rim and blocks on the table do not.
+# Equal to the lowest fingertip height: fingers pass over the rim, but blocks on the table do not.
 BOWL_RIM_M = 0.012
 PLATE_RADIUS_M = 0.055
 
@@ -30,7 +30,7 @@ FINGER_RADIUS_M = 0.01
 # From fingertip to palm.
 FINGER_LENGTH_M = 0.06
 PALM_RADIUS_M = 0.03
-# Between the fingers' inner faces when fully open.
+# Distance between the fingers' inner faces when fully open.
 GAP_M = 0.09
 # Opening at which the fingers touch a block that they hold.
 HELD_OPENING = 2 * BLOCK_RADIUS_M / GAP_M
@@ -48,7 +48,7 @@ COLOUR_RGB = ((214, 39, 40), (44, 160, 60), (40, 90, 220), (245, 205, 40), (150,
 
 
 class Kind(enum.IntEnum):
-    """What a task asks for."""
+    """The kind of a task."""
 
     REACH = 0
     PICK = 1
@@ -77,7 +77,7 @@ KINDS_WITH_REFERENCE = (Kind.STACK, Kind.LEFT_OF, Kind.RIGHT_OF)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One task: what to do with the block of one colour, and, for some kinds, with a second one as reference."""
+    """One task: its kind, the colour of its block, and, for some kinds, the colour of a reference block."""
 
     kind: Kind
     block: str
@@ -86,7 +86,7 @@ class Task:
     def __post_init__(self):
         named = (self.block,) if self.reference is None else (self.block, self.reference)
         if unknown := [colour for colour in named if colour not in COLOURS]:
-            raise ValueError(f"no block has the colour {unknown[0]!r}; colours are {', '.join(COLOURS)}")
+            raise ValueError(f"unknown block colour {unknown[0]!r}; colours are {', '.join(COLOURS)}")
         if (self.kind in KINDS_WITH_REFERENCE) != (self.reference is not None) or self.block == self.reference:
             wants = "a second, different" if self.kind in KINDS_WITH_REFERENCE else "no second"
             raise ValueError(f"a {self.kind.name} task takes {wants} colour, given {named}")
@@ -122,12 +122,12 @@ DEFAULT_TASKS = (
 
 @pytree
 class Scene:
-    """One episode's whole state (under `vmap`: a batch of them).
+    """The state of one episode (under `vmap`: a batch of them).
 
     `tip` is the point between the fingertips; `turn` is roll, pitch, yaw. `blocks` holds each block's centre in x and
-    y and its bottom in z. `held` is the held block's number or -1, `grip` where it sits relative to the tip along the
-    gripper's own x and along z. `starts` is `blocks` at reset, `lifted` which blocks have left the table since.
-    `colours` indexes COLOURS. `goal_steps` counts the steps in a row that the goal has held.
+    y and its bottom in z. `held` is the held block's number or -1, `grip` its offset from the tip along the gripper's
+    own x and along z. `starts` is `blocks` at reset, `lifted` marks blocks that have left the table since. `colours`
+    indexes COLOURS. `goal_steps` counts the consecutive steps for which the goal has held.
     """
 
     tip: Float[Array, "*b 3"]

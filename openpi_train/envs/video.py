@@ -1,4 +1,4 @@
-"""Videos of episodes: frames are noted while a rollout runs, and written as MP4, or as GIF where PyAV is missing."""
+"""Videos of episodes: frames are recorded during a rollout, and written as MP4, or as GIF without PyAV."""
 
 import importlib.util
 import logging
@@ -15,12 +15,12 @@ from openpi_train.envs.env import Env
 
 logger = logging.getLogger(__name__)
 
-_LEAST_PIXELS = 192  # smaller pictures are shown larger, each pixel as a square
+_LEAST_PIXELS = 192  # smaller pictures are enlarged by repeating pixels
 _FRAMES_AFTER_SUCCESS = 5
 
 
 class VideoRecorder:
-    """Makes videos of the first `num_videos` episodes of an evaluation in `folder`, each by the process that acts."""
+    """Makes videos of the first `num_videos` episodes of an evaluation in `folder`; each process films its own."""
 
     def __init__(self, env: Env, num_videos: int, folder: Path):
         self._env, self._num_videos, self._folder = env, num_videos, folder
@@ -31,7 +31,7 @@ class VideoRecorder:
     def watch(
         self, numbers: Int[np.ndarray, " b"], tasks: Int[np.ndarray, " b"]
     ) -> Callable[[Any, Bool[np.ndarray, " b"]], None] | None:
-        """What `rollout` shows its states to, for episodes of these numbers and tasks; None where none is wanted."""
+        """The `watch` callback of `rollout` for episodes with these numbers and tasks; None if none needs a video."""
         rows = np.flatnonzero(numbers < self._num_videos)
         if not len(rows):
             return None
@@ -60,12 +60,12 @@ class VideoRecorder:
             stem = self._folder / f"{number:03d}_{self._names[number]}_{outcome}"
             paths.append(write_video(stem, frames, self._env.control_hz))
         if self._names and not paths:
-            logger.info("no videos: %s draws no pictures", type(self._env).__name__)
+            logger.info("no videos: %s renders no pictures", type(self._env).__name__)
         return paths
 
 
 def side_by_side(pictures: Sequence[UInt8[np.ndarray, "_ _ 3"]]) -> UInt8[np.ndarray, "height width 3"]:
-    """Pictures next to each other, filled up with black to the highest one, enlarged where they are tiny."""
+    """Pictures next to each other, padded with black to the highest one, and enlarged if tiny."""
     height = max(picture.shape[0] for picture in pictures)
     padded = [np.pad(picture, ((0, height - picture.shape[0]), (0, 0), (0, 0))) for picture in pictures]
     times = -(-_LEAST_PIXELS // height)
@@ -73,7 +73,7 @@ def side_by_side(pictures: Sequence[UInt8[np.ndarray, "_ _ 3"]]) -> UInt8[np.nda
 
 
 def write_video(stem: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"]], frames_per_s: float) -> Path:
-    """Write `<stem>.mp4` (H.264, which every browser plays), or `<stem>.gif` without PyAV; whole or not at all."""
+    """Write `<stem>.mp4` (H.264, which every browser plays), or `<stem>.gif` without PyAV, atomically."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     has_av = importlib.util.find_spec("av") is not None
     path = stem.with_name(stem.name + (".mp4" if has_av else ".gif"))

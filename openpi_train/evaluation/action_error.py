@@ -1,7 +1,7 @@
-"""The open-loop action error: how far sampled chunks are from the recorded ones. Read next: `closed_loop_success.py`.
+"""Open-loop action error: the distance between sampled and recorded chunks. Read next: `closed_loop_success.py`.
 
 Mean squared errors in normalised units over the robot's own dims and the steps inside the episode; the baseline
-predicts, for every dim, the mean of the evaluated actions themselves: the best constant there is.
+predicts the mean of the evaluated actions for every dim, the best constant prediction.
 """
 
 import functools
@@ -24,7 +24,7 @@ class ActionError(Measure):
     name = "open loop"
 
     def __init__(self, running: Running, num_sample_steps: int, train_batches: Sequence[Any] = ()):
-        """`train_batches`: the same rows of the training split at every evaluation."""
+        """`train_batches`: fixed rows of the training split, the same at every evaluation."""
         trainer = running.trainer
         self._batches = {"val": running.held_out, "train": train_batches}
         programs = {
@@ -62,7 +62,7 @@ class ActionError(Measure):
 
 
 def action_error(trainer: TrainerView, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
-    """The sum of the squared errors over a batch of held-out rows, the one of this index, and their count."""
+    """Sum and count of the squared errors over the batch of held-out rows with this index."""
 
     def share(params, batch, start):
         model: Any = merge_module(trainer.graphdef, params)
@@ -76,7 +76,7 @@ def action_error(trainer: TrainerView, num_steps: int, params: Params, frozen: P
 
 
 def _own_elements(batch: ActionBatch):
-    """1 on the robot's own dims of steps inside the episode."""
+    """A mask: 1 on the robot's own dims of steps inside the episode."""
     return (batch.action_mask[:, :, None] & batch.dim_mask[:, None, :]).astype(jnp.float32)
 
 

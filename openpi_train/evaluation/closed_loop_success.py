@@ -1,7 +1,7 @@
-"""The policy that is being trained, in an environment: every process simulates its rows, all devices compute together.
+"""Closed-loop evaluation during training: every process simulates its rows, all devices compute together.
 
-A device always computes on equally many episodes, filled up with empty rows, and an episode always has the same place
-among them: so the result does not depend on the number of processes or devices, to the bit.
+Every device always computes on the same number of episodes, padded with empty rows, and an episode always has the same
+position: so results do not depend on the number of processes or devices, bit for bit.
 Read next: `envs/closed_loop.py`, `data/translation.py`.
 """
 
@@ -34,7 +34,7 @@ from openpi_train.types import observation as observation_of
 
 
 class MeshPolicy:
-    """A `rollout.Policy` that computes on all devices of a plan together. All processes ask it equally often."""
+    """A `rollout.Policy` that computes on all devices of a plan. All processes must call it equally often."""
 
     def __init__(self, trainer: TrainerView, translation: Translation, config: ClosedLoop, num_sample_steps: int):
         self._trainer, self._translation, self._env = trainer, translation, config.env
@@ -47,7 +47,7 @@ class MeshPolicy:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
-        """The chunks from the present control step on, in the robot's units [b, h, a]."""
+        """The chunks [b, h, a] from the present control step on, in the robot's units."""
         images = {feature: np.asarray(observation.images[camera]) for feature, camera in self._cameras.items()}
         states, tasks = np.asarray(observation.state), np.asarray(observation.task)
         rows = [
@@ -74,7 +74,7 @@ class MeshPolicy:
         shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
         if shardings not in self._compiled:
             self._compiled[shardings] = jax.jit(self._program).lower(*inputs).compile()
-            # gloo gives up on processes that compile for 30 s longer than others.
+            # gloo times out on processes that compile for 30 s longer than others.
             agree.gather("compiled the policy", None)
         return from_devices(self._compiled[shardings](*inputs))
 
@@ -92,12 +92,12 @@ class MeshPolicy:
 
 
 class ClosedLoopSuccess(Measure):
-    """How often the averaged weights (without an average, the weights) succeed in the experiment's environment."""
+    """Success rate of the averaged weights (or without an average, the weights) in the experiment's environment."""
 
     name = "closed loop"
 
     def __init__(self, running: Running, config: ClosedLoop, num_sample_steps: int):
-        """Raises UsageError where the environment is not the robot's."""
+        """Raises UsageError if the environment does not fit the robot."""
         self._running, self._config = running, config
         translation = translation_of(running.data, config)
         self._policy = MeshPolicy(running.trainer, translation, config, num_sample_steps)
@@ -108,7 +108,7 @@ class ClosedLoopSuccess(Measure):
         return step in (0, self._running.num_train_steps) or bool(interval and step % interval == 0)
 
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:
-        """The successes, also written with the videos to `eval/<step>` in the run directory."""
+        """The success rates, also written with the videos to `eval/<step>` in the run directory."""
         policy, window = self._policy, as_policy(self._running.trainer.model).window
         policy.params = {**evaluated.frozen, **evaluated.averaged}
         folder = self._running.directory / "eval" / str(evaluated.step)
@@ -143,7 +143,7 @@ class ClosedLoopSuccess(Measure):
 
 
 def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: Mapping[str, Any]) -> None:
-    """Write `closed_loop.json`, with the `settings` it was made under, and the videos. Every process must call it."""
+    """Write `closed_loop.json`, which includes `settings`, and the videos. Every process must call it."""
     videos = sorted(path for part in agree.gather("videos", [path.name for path in recorder.write()]) for path in part)
     if jax.process_index() == 0:
         found = {"settings": settings, **score.as_json(), "videos": [f"videos/{name}" for name in videos]}
@@ -151,9 +151,9 @@ def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: M
 
 
 def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
-    """How the robot of `config.dataset` meets the model. Raises UsageError where they do not fit."""
+    """The translation for the robot of `config.dataset`. Raises UsageError if robot and environment do not fit."""
     if not isinstance(data, OpenedDatasets):
-        raise UsageError(f"--eval.closed-loop.env: {type(data).__name__} has no robot that could act in it")
+        raise UsageError(f"--eval.closed-loop.env: {type(data).__name__} has no robot to act in it")
     env, windows = config.env, data.train.windows
     if not 0 <= config.dataset < len(windows):
         raise UsageError(
@@ -184,5 +184,5 @@ def translation_of(data: OpenedData, config: ClosedLoop) -> Translation:
 
 
 def _camera(feature: str, env: Env) -> str:
-    """The camera of `env` that a dataset's image feature shows; RLDS has all that is observed below `observation/`."""
+    """The camera of `env` for a dataset's image feature; RLDS puts all observations below `observation/`."""
     return feature if feature in env.cameras else feature.removeprefix("observation/")

@@ -1,4 +1,4 @@
-"""What is measured of robot policies: open-loop errors, and successes in an environment.
+"""Evaluation of robot policies: open-loop action errors, and success rates in an environment.
 
 Read next: `action_error.py`, `closed_loop_success.py`.
 """
@@ -18,19 +18,19 @@ from openpi_train.runtime.exits import UsageError
 class EvalConfig(Evaluations):
     """Evaluation of a robot policy."""
 
-    # Training rows, always the same, of which the open-loop action error is measured, too.
+    # Number of training rows, always the same, on which the open-loop action error is also measured.
     num_train_rows: int = at_least(0, 0)
-    # Denoising steps of the sampler that evaluation uses.
+    # Denoising steps of the sampler in evaluations.
     num_sample_steps: int = at_least(1, 10)
-    # The policy acts in an environment, too.
+    # Closed-loop evaluation in an environment.
     closed_loop: ClosedLoop = dataclasses.field(default_factory=ClosedLoop)
 
     def check(self) -> list[str]:
         every = self.closed_loop.interval
         if every and (not self.interval or every % self.interval):
             return [
-                f"--eval.closed-loop.interval {every} is not a multiple of --eval.interval {self.interval}: a closed "
-                "loop is part of an evaluation"
+                f"--eval.closed-loop.interval {every} is not a multiple of --eval.interval {self.interval}: closed "
+                "loops run only at evaluations"
             ]
         return []
 
@@ -43,7 +43,7 @@ class EvalConfig(Evaluations):
         if "sample" in running.trainer.model.provides:
             if not isinstance(running.data, OpenedDatasets):
                 raise UsageError(
-                    f"eval: EvalConfig measures action errors, which {type(running.data).__name__} has no actions for; "
+                    f"eval: EvalConfig measures action errors, but {type(running.data).__name__} has no actions; "
                     "give the experiment another eval, such as evaluation.measure.Evaluations()"
                 )
             rows = running.data.training_rows(self.num_train_rows, running.batch_size, running.trainer.plan.batch)

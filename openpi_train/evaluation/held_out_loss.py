@@ -1,7 +1,7 @@
-"""The loss on fixed rows, noise and times, of the weights and of their average. Read next: `action_error.py`.
+"""Held-out loss on fixed rows, noise and times, of the weights and of their average. Read next: `action_error.py`.
 
-Sums and counts are taken over all rows before any division, and a row's noise and time depend on its number alone, so
-that batch size and device count cannot change a value (but for rounding).
+Sums and counts are taken over all rows before any division, and a row's noise and time depend only on its number, so
+batch size and device count change values only by rounding.
 """
 
 import functools
@@ -16,7 +16,7 @@ from openpi_train.nn.params import Params, merge_module
 
 
 class HeldOutLoss(Measure):
-    """`val/loss` and `val/loss_ema`. It is never due where nothing is held out."""
+    """`val/loss` and `val/loss_ema`. Never due if nothing is held out."""
 
     name = "held-out"
 

@@ -1,11 +1,11 @@
-"""What is measured of a run's weights while it trains: the interface, and what every run has.
+"""Evaluation during training: the interface of measures, and the config that all runs share.
 
 Read next: `action_error.py`, a `Measure` to copy, and `eval_config.py`, which lists those of robots.
 
-Evaluations    the config: when, on how many held-out rows, and what beside the held-out loss
-Measure        one thing that is measured, made when the run starts
-Running        what a measure knows of the run
-Evaluated      the weights at hand
+Evaluations    the config: when, on how many held-out rows, and what besides the held-out loss
+Measure        one measure, made when the run starts
+Running        the run, as seen by a measure
+Evaluated      the weights to evaluate
 """
 
 import abc
@@ -25,12 +25,12 @@ from openpi_train.sharding.strategy import Plan
 
 
 class StoppedError(Exception):
-    """All processes were asked to stop in the middle of an evaluation. A resumed run makes up for it."""
+    """An evaluation was stopped, in all processes. A resumed run repeats it."""
 
 
 @runtime_checkable
 class TrainerView(Protocol):
-    """What measures use of a `training.step.Trainer`; `devices` is a `training.devices.Devices`."""
+    """The part of `training.step.Trainer` that measures use; `devices` is a `training.devices.Devices`."""
 
     @property
     def graphdef(self) -> nnx.GraphDef: ...
@@ -50,7 +50,7 @@ class TrainerView(Protocol):
 class Running:
     """A started run. `held_out` are its held-out batches, on the devices for the whole run.
 
-    `stop_requested` is asked equally often by all processes. Files go below `directory`.
+    All processes must call `stop_requested` the same number of times. Files are written below `directory`.
     """
 
     trainer: TrainerView
@@ -64,7 +64,7 @@ class Running:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The weights to measure, by the suffix of their metrics' names: "" those that train, "_ema" their average."""
+    """The weights to measure, by suffix of the metrics' names: "" for the trained weights, "_ema" for their average."""
 
     step: int
     weights: Mapping[str, Params]
@@ -72,56 +72,56 @@ class Evaluated:
 
     @property
     def averaged(self) -> Params:
-        """The average, or without one the weights that train: what is deployed."""
+        """The weights to deploy: the average, or without one the trained weights."""
         return self.weights.get("_ema", self.weights[""])
 
 
 class Measure(abc.ABC):
-    """One thing that is measured. All processes call it together, at the same steps."""
+    """A measure. All processes call it together, at the same steps."""
 
-    # For the log.
+    # Name in the log.
     name: str
 
     def is_due(self, step: int) -> bool:
-        """Whether it is measured at this step, which is one of an evaluation."""
+        """Whether it is measured at this step, at which there is an evaluation."""
         del step
         return True
 
     @abc.abstractmethod
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:
-        """Values by the names of `metrics.jsonl`. Raises StoppedError where it was to stop before the end."""
+        """Values by their names in `metrics.jsonl`. Raises StoppedError if it was stopped."""
 
     def line(self, values: Mapping[str, float]) -> str:
-        """These values, for the log."""
+        """A line for the log with these values."""
         return ", ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in values.items())
 
     def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
-        """What became of it from a run's first evaluation to its last, for the end of the log. Default: nothing."""
+        """A line for the end of the log that compares a run's first and last evaluation. Default: none."""
         del first, last
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluations:
-    """When a run is evaluated. The loss on held-out rows is measured in every run; a subclass adds what it wants.
+    """Config of a run's evaluations. The loss on held-out rows is always measured; subclasses add more.
 
     Rows, noise and times are the same at every evaluation.
     """
 
-    # Optimizer steps between evaluations; 0 evaluates only before the first and after the last step.
+    # Steps between evaluations; 0 evaluates only before the first and after the last step.
     interval: int = at_least(0, 1_000)
-    # Held-out rows per evaluation (rounded up to whole batches; fewer where there are fewer).
+    # Number of held-out rows per evaluation (rounded up to whole batches; all rows if there are fewer).
     num_rows: int = at_least(1, 256)
 
     def check(self) -> list[str]:
-        """What cannot be, as sentences with the flag to change; limits that stand at the fields are checked already."""
+        """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []
 
     def prompts(self) -> list[tuple[str, int]]:
-        """Instructions that measures give beside the data's own, each with the state dims of the robot that gets it."""
+        """Instructions that measures use in addition to the data's, each with the number of state dims of its robot."""
         return []
 
     def measures(self, running: Running) -> list[Measure]:
-        """What is measured beside the held-out loss. Default: nothing. Raises UsageError for what cannot be."""
+        """The measures besides the held-out loss. Default: none. Raises UsageError for invalid settings."""
         del running
         return []

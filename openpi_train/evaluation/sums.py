@@ -1,4 +1,4 @@
-"""Sums over held-out batches, by programs that are compiled once; and what is a sum divided by another.
+"""Sums over held-out batches, by programs that are compiled once, and measures that are ratios of two sums.
 
 Read next: `held_out_loss.py`, `action_error.py`.
 """
@@ -17,17 +17,17 @@ from openpi_train.runtime import agree
 
 
 class Sums:
-    """Programs by name, each a function of arguments, a batch and the batch's index."""
+    """Compiled programs by name, each a function of arguments, a batch and the batch's index."""
 
     def __init__(self, programs: dict[str, Callable[..., Any]], running: Running):
         self._programs, self._stop_requested = programs, running.stop_requested
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
-        """The sum of what a program returns over `batches`, in float64 on the host. Raises StoppedError if asked to.
+        """The sum of a program's results over `batches`, in float64 on the host. Raises StoppedError if stopped.
 
-        Each batch is waited for: with dozens of programs under way, CPU devices of several processes wait for each
-        other for ever, each for a collective that the other has not begun (seen with jax 0.10.2).
+        Waits for each batch: with dozens of programs in flight, CPU devices of several processes deadlock, each waiting
+        for a collective that the other has not begun (seen with jax 0.10.2).
         """
         parts = []
         for index, batch in enumerate(batches):
@@ -38,25 +38,25 @@ class Sums:
         return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
 
     def _program(self, name: str, inputs: Any) -> Callable[..., Any]:
-        """The program, compiled for inputs that are cut over the devices like these."""
+        """The program, compiled for inputs with these shardings."""
         key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
         if key not in self._compiled:
             self._compiled[key] = jax.jit(self._programs[name]).lower(*inputs).compile()
-            # gloo gives up on processes that compile for 30 s longer than others.
+            # gloo times out on processes that compile for 30 s longer than others.
             agree.gather(f"compiled the {name}", None)
         return self._compiled[key]
 
 
 def numbered_keys(trainer: TrainerView, batch: Any, start: Any, purpose: str) -> Key[Array, " b"]:
-    """A key per row by its number among all held-out rows, whatever the batch size; `start` is that of row 0."""
+    """A key per row, from its number among all held-out rows at any batch size; `start` is the number of row 0."""
     return for_purpose(row_keys(trainer.seed, 0, start + batch.row), purpose)
 
 
 class Ratio(Measure):
-    """A sum over held-out rows by another, `val/<name>`; of the average, `val/<name>_ema`. Never due without rows.
+    """The ratio of two sums over held-out rows, `val/<name>`; of the average, `val/<name>_ema`. Never due without rows.
 
-    `share(module, batch, first)` gives what some rows add to either; `first` is the number of the batch's row 0 among
-    all held-out rows.
+    `share(module, batch, first)` returns what some rows add to each sum; `first` is the number of the batch's row 0
+    among all held-out rows.
     """
 
     def __init__(self, running: Running, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):

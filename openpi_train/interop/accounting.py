@@ -1,4 +1,4 @@
-"""Every key of a checkpoint accounted for: what a model needs against what there is; none dropped, none invented.
+"""Comparison of a checkpoint's leaves with those that a model needs: none may be dropped, missing or invented.
 
 Read next: `checkpoint_formats.py`, which opens checkpoints.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from openpi_train.runtime.exits import CheckpointError
 
-# How many names an error lists of one kind before it only counts.
+# Number of names of one kind that an error lists before it only counts.
 _LISTED = 8
 
 
-# What a model can say of names that are missing, names that it does not know, and names of another shape.
+# A model's advice for (missing names, unknown names, names of another shape).
 Explain = Callable[[list[str], list[str], list[str]], list[str]]
 
 
@@ -28,15 +28,15 @@ def account(
     may_miss: str | None = None,
     explain: Explain | None = None,
 ) -> None:
-    """Return where the leaves that were found are those that are expected, by name, shape and kind of number.
+    """Check that the found leaves are the expected ones, by name, shape and kind of number.
 
-    Floating-point types of another width are of one kind: they are cast where they are placed.
+    Floating-point types of all widths are one kind: they are cast when they are placed.
 
     Args:
-        found, expected: anything with a shape and a dtype, by name.
-        where: what the error calls the checkpoint.
-        may_miss: a regular expression; expected names that match it wholly may be absent.
-        explain: what the model can say about a difference, as sentences with what to do (`ModelConfig.explain`).
+        found, expected: objects with a shape and a dtype, by name.
+        where: the checkpoint's name in errors.
+        may_miss: a regular expression; expected names that fully match it may be absent.
+        explain: the model's advice on the differences, as sentences (`ModelConfig.explain`).
 
     Raises:
         CheckpointError: with all differences, the closest names, and what to do.
@@ -49,7 +49,7 @@ def account(
     other_kind = [name for name in both if _kind(found[name]) != _kind(expected[name])]
     kinds = {
         "missing in the checkpoint": [_with_closest(name, extra) for name in missing],
-        "in the checkpoint, unknown to the model": extra,
+        "in the checkpoint, but unknown to the model": extra,
         "of another shape": [
             f"{name} is {tuple(found[name].shape)}, the model wants {tuple(expected[name].shape)}" for name in misshapen
         ],
@@ -75,19 +75,19 @@ def account(
 
 def _kind(leaf: Any) -> str:
     dtype = np.dtype(leaf.dtype)
-    # ml_dtypes' floats, bfloat16 among them, are of numpy's kind "V".
+    # ml_dtypes' floats, such as bfloat16, have numpy's kind "V".
     return "f" if dtype.kind in "fV" else "i" if dtype.kind in "iu" else dtype.kind
 
 
 def _explain(missing: list[str], extra: list[str], both: list[str]) -> list[str]:
-    """What can be said of any model."""
+    """Advice that applies to any model."""
     if not both:
-        return ["not one name is the model's: this is another model's checkpoint, or one of another form"]
+        return ["no name is the model's: this is a checkpoint of another model, or in another format"]
     lora = [name for name in extra if "lora" in name]
     if lora and len(lora) == len(extra) and not missing:
         return [
             f"these {len(lora)} are LoRA factors and the model has none: choose the model's LoRA variants, "
-            "or fold the factors into the weights first with `convert --merge-lora`"
+            "or merge the factors into the weights first with `convert --merge-lora`"
         ]
     if all("lora" in name for name in both) and missing:
         return [
@@ -95,8 +95,8 @@ def _explain(missing: list[str], extra: list[str], both: list[str]) -> list[str]
         ]
     if missing and all("lora" in name for name in missing) and not extra:
         return [
-            "the checkpoint has no LoRA factors, the model wants them: choose its plain variants; as start weights of "
-            "a LoRA run it can be given as it is (--weight-loader.params-path)"
+            "the checkpoint has no LoRA factors, but the model has: choose its plain variants; a LoRA run can use it "
+            "unchanged as start weights (--weight-loader.params-path)"
         ]
     return []
 

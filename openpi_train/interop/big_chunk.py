@@ -1,7 +1,7 @@
-"""Chunks of a zarr array too large to be decoded whole: decompressed from front to back, never more than a piece held.
+"""Streaming decoder for zarr chunks that are too large to decode at once: holds at most one piece in memory.
 
-A trainer on one device saves each array as one chunk, of up to 4.8 GB for pi0 in float32; tensorstore decodes a chunk
-whole, however little of it is wanted. Read next: `orbax_item.py`.
+A trainer on one device saves each array as one chunk, of up to 4.8 GB for pi0 in float32; tensorstore always decodes
+whole chunks. Read next: `orbax_item.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ _READ_BYTES = 8 << 20
 
 
 def can_decode(array: Any) -> bool:
-    """Whether the tensorstore array lies in a form that is read here: zarr 2, zstd, in C order, as Orbax writes it."""
+    """Whether the tensorstore array has a supported format: zarr 2, zstd, in C order, as Orbax writes it."""
     metadata = array.spec().to_json().get("metadata", {})
     return (
         metadata.get("zarr_format") == 2
@@ -28,7 +28,7 @@ def can_decode(array: Any) -> bool:
 
 
 def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
-    """The part `cell`, which lies in one chunk, as pieces. Raises ValueError or OSError where the chunk is damaged."""
+    """Decode the part `cell` of a single chunk as pieces. Raises ValueError or OSError if the chunk is damaged."""
     import zstandard
 
     metadata = array.spec().to_json()["metadata"]
@@ -36,7 +36,7 @@ def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
     place = [one.start // size for one, size in zip(cell, chunk, strict=True)]
     key = metadata.get("dimension_separator", ".").join(map(str, place)) or "0"
     box = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, chunk, strict=True))
-    if array.kvstore.read(key, byte_range=slice(0, 1)).result().state == "missing":  # all of it is the filling
+    if array.kvstore.read(key, byte_range=slice(0, 1)).result().state == "missing":  # all of it is the fill value
         filling = metadata.get("fill_value") or 0
         yield from ((where, np.full(_shape(where), filling, dtype)) for where in blocks(cell, dtype.itemsize))
         return
@@ -56,7 +56,7 @@ def decode(array: Any, cell: Index, chunk: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def _filled(reader: Any, values: np.ndarray) -> np.ndarray:
-    """`values` with what comes next."""
+    """`values`, filled with the next values of the reader."""
     left = values.reshape(-1).view(np.uint8).data
     while left:
         count = reader.readinto(left)
@@ -71,7 +71,7 @@ def _shape(index: Index) -> list[int]:
 
 
 class _Bytes:
-    """A value of a tensorstore key-value store, as a file that is read from front to back."""
+    """A value in a tensorstore key-value store, as a file for sequential reading."""
 
     def __init__(self, store: Any, key: str):
         self._store, self._key, self._at = store, key, 0
@@ -80,7 +80,7 @@ class _Bytes:
         """The next bytes; none at the end."""
         try:
             found = self._store.read(self._key, byte_range=slice(self._at, self._at + size)).result()
-        except ValueError as error:  # the last bytes are fewer than were asked for
+        except ValueError as error:  # fewer bytes are left than requested
             if "OUT_OF_RANGE" not in str(error):
                 raise
             found = self._store.read(self._key, byte_range=slice(self._at, None)).result()

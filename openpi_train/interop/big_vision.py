@@ -1,8 +1,8 @@
-"""big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`): opened, read in parts.
+"""Reader of big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`).
 
-Such a file is a ZIP of arrays that are not compressed, so each is mapped where it lies. bfloat16, which numpy's format
-does not know, lies in it as two bytes without a meaning ("V2", or "u2"). Names are openpi's, below `params/`.
-Read next: `paligemma_torch.py`, for the same model in Hugging Face's form.
+Such a file is a ZIP of uncompressed arrays, so each can be memory-mapped. bfloat16, which numpy's format does not
+support, is stored as two untyped bytes ("V2", or "u2"). Names are openpi's, below `params/`.
+Read next: `paligemma_torch.py`, for the same model in Hugging Face's format.
 """
 
 import struct
@@ -19,26 +19,26 @@ from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
 _SUFFIX, _ROOT, _PUBLISHED = ".npz", "params/", "PaliGemma/"
-# A member begins with this much, then its name and an extra field (APPNOTE.TXT 6.3.10, section 4.3.7).
+# Header of a member, followed by its name and an extra field (APPNOTE.TXT 6.3.10, section 4.3.7).
 _MEMBER_HEADER = struct.Struct("<26xHH")
 
 
 def recognises(place: Place) -> bool:
-    """Whether it names an `.npz` file."""
+    """Whether the place is an `.npz` file."""
     return place.url.endswith(_SUFFIX) and (place.local is None or place.local.is_file())
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """PaliGemma's parameters by published name; rows of the vocabulary beyond the model's are left out.
+    """Open PaliGemma's parameters by published name; vocabulary rows beyond the model's are left out.
 
-    Raises CheckpointError where the file lies in a bucket, is damaged, or is not in this form.
+    Raises CheckpointError if the file is in a bucket, is damaged, or has another format.
     """
     if place.local is None:
         raise CheckpointError(f"{place}: .npz files are read from a disk; copy it to one that all hosts share first")
     leaves = open_npz(place.local)
     if others := [name for name in leaves if not name.startswith(_ROOT)]:
         raise CheckpointError(
-            f"{place} is not in big_vision's form: its names begin with {_ROOT}, and here is {others[0]}"
+            f"{place} is not in big_vision's format: names must begin with {_ROOT}, unlike {others[0]}"
         )
     params = {f"{_PUBLISHED}{name.removeprefix(_ROOT)}": leaf for name, leaf in leaves.items()}
     if model is not None and TABLE in params:
@@ -47,7 +47,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def open_npz(path: Path) -> Leaves:
-    """The arrays of an `.npz` file by name. Raises CheckpointError where it is damaged, or compressed."""
+    """The arrays of an `.npz` file by name. Raises CheckpointError if it is damaged or compressed."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             return {entry.filename.removesuffix(".npy"): _leaf(path, file, entry) for entry in archive.infolist()}
@@ -58,8 +58,8 @@ def open_npz(path: Path) -> Leaves:
 def _leaf(path: Path, file, entry: zipfile.ZipInfo) -> StoredLeaf:
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(
-            f"{path}: {entry.filename} is compressed, and parts of it cannot be read; "
-            "write the file anew with numpy.savez"
+            f"{path}: {entry.filename} is compressed, so parts of it cannot be read; "
+            "write the file again with numpy.savez"
         )
     file.seek(entry.header_offset)
     name_size, extra_size = _MEMBER_HEADER.unpack(file.read(_MEMBER_HEADER.size))

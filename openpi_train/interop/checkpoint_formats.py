@@ -1,7 +1,7 @@
-"""Forms in which checkpoints come, as a table; which one a place holds is seen from its content.
+"""Table of checkpoint formats; the format of a checkpoint is detected from its content.
 
-A new form is a row: how it is recognised, opened and written. What it opens is names to leaves (`stored_leaves.py`), so
-that start weights, `convert` and their accounting are the same for all. Read next: `stored_leaves.py`, `accounting.py`.
+A new format is a row: how it is recognised, opened and written. Opening gives leaves by name (`stored_leaves.py`), so
+start weights, `convert` and their accounting are the same for all. Read next: `stored_leaves.py`, `accounting.py`.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from openpi_train.runtime.exits import CheckpointError, UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A form of checkpoints.
+    """A checkpoint format.
 
     Attributes:
-        name: what `--from` and `--to` call it.
+        name: its name in `--from` and `--to`.
         summary: one line of help: what such a checkpoint looks like.
         recognises: whether a place holds one; looks at few files.
-        open: what it holds, by published names; the model is given where it is known, for forms with other layouts.
-        write: writes one into a directory that does not exist yet; None where it is only read.
-        keeps: what of an opened checkpoint this form can hold; None: all but the training state.
-        lacks: a regular expression: published names that such a checkpoint, a base to start from, does not hold.
+        open: opens one, with published names; gets the model, if known, for formats with other layouts.
+        write: writes one into a directory that does not exist yet; None if the format is read only.
+        keeps: the parts of an opened checkpoint that the format can hold; None: all but the training state.
+        lacks: a regular expression for published names that such a base checkpoint does not have.
     """
 
     name: str
@@ -40,16 +40,16 @@ class Format:
     lacks: str | None = None
 
     def kept(self, stored: Stored, model: ModelConfig) -> Stored:
-        """What of the checkpoint, which is the model's, can be written in this form."""
+        """The parts of the model's checkpoint that can be written in this format."""
         if stored.train_state is None:
             return stored
         return self.keeps(stored, model) if self.keeps else dataclasses.replace(stored, train_state=None)
 
 
-# How `convert` names what is not yet whole.
+# Pattern of the names that `convert` gives to unfinished output.
 _CUT_OFF = r"\..+\.partial-.+"
 
-# The first that recognises a place has it.
+# The first format that recognises a place is used.
 FORMATS: tuple[Format, ...] = (
     Format(
         name="big_vision",
@@ -60,7 +60,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="ours",
-        summary="a run's directory, or a step's in it (params/, meta.json, manifest.json)",
+        summary="a run's directory, or the directory of a step in it (params/, meta.json, manifest.json)",
         recognises=ours.recognises,
         open=ours.open_checkpoint,
         write=ours.write,
@@ -90,7 +90,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="paligemma",
-        summary="PaliGemma in Hugging Face's form: a directory with model.safetensors, or several and their index",
+        summary="PaliGemma in Hugging Face's format: a directory with model.safetensors, or several and their index",
         recognises=paligemma_torch.recognises,
         open=paligemma_torch.open_checkpoint,
         lacks=paligemma_torch.NOT_IN_IT,
@@ -107,24 +107,24 @@ def named(name: str) -> Format:
 
 
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
-    """What the checkpoint at `where` (a path or an address) holds; `name` chooses the format, None looks.
+    """Open the checkpoint at `where` (a path or an address) in the format `name`; None detects the format.
 
-    What lies on the hub is fetched into its cache on this host first; of what openpi has in its cache, that is read.
+    Checkpoints on the hub are first downloaded to its cache on this host; copies in openpi's cache are used if present.
 
-    Raises CheckpointError where there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged.
     """
     place = open_place(where)
     form = next((one for one in FORMATS if one.recognises(place)), None) if name is None else named(name)
     if form is None:
         known = "\n".join(f"  {one.name}: {one.summary}" for one in FORMATS)
-        raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. What is read:\n{known}")
+        raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. Supported formats:\n{known}")
     if name is not None and not form.recognises(place):
-        raise CheckpointError(f"{place} is not of the format {name} ({form.summary}){_contents(place)}")
+        raise CheckpointError(f"{place} is not in the format {name} ({form.summary}){_contents(place)}")
     return form.open(place, model)
 
 
 def open_place(where: str | Path) -> Place:
-    """The folder (or file) that a user named, here or in a bucket. Raises CheckpointError where it holds nothing."""
+    """The folder (or file) that a user gave, local or in a bucket. Raises CheckpointError if it holds nothing."""
     place = Place.of(
         checkpoint_hub.fetch(str(where)) if checkpoint_hub.is_address(str(where)) else openpi.cached(str(where))
     )
@@ -133,7 +133,7 @@ def open_place(where: str | Path) -> Place:
 
 
 def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None) -> Leaves:
-    """The parameters of `stored` by our path: each that `model` needs, and no other. Raises CheckpointError.
+    """The parameters of `stored` by our path: exactly those that `model` needs. Raises CheckpointError otherwise.
 
     `may_miss` is a regular expression of published names that may be absent.
     """
@@ -144,35 +144,33 @@ def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None
 
 
 def _refuse_what_is_none(place: Place) -> None:
-    """Say what is there instead of a checkpoint, where that can be seen without knowing any format."""
+    """Raise CheckpointError if the place is clearly not a checkpoint, whatever the format."""
     if place.local is None:
         return
     if not place.local.exists():
         raise CheckpointError(f"no checkpoint at {place}: there is no such directory; check the path")
     if ".orbax-checkpoint-tmp" in place.local.name:
-        raise CheckpointError(f"{place} is half a checkpoint: its save was cut off. Take another step of that run")
+        raise CheckpointError(f"{place} is incomplete: its save was interrupted. Use another step of that run")
     if any(re.fullmatch(_CUT_OFF, part) for part in place.local.parts):
-        raise CheckpointError(f"{place} is half a checkpoint: a conversion was cut off, or still runs. Convert again")
+        raise CheckpointError(f"{place} is incomplete: a conversion was interrupted, or still runs. Convert again")
     try:
         empty = place.local.is_dir() and not any(place.local.iterdir())
     except OSError as error:
-        raise CheckpointError(
-            f"{place} cannot be read: {error.strerror}; give yourself the right to read it"
-        ) from error
+        raise CheckpointError(f"{place} cannot be read: {error.strerror}; check its permissions") from error
     if empty:
-        raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy cut off?")
+        raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy interrupted?")
 
 
 def _contents(place: Place) -> str:
     if place.local is None:
         return ""
     if not place.local.is_dir():
-        return f": it is a file; name the directory, {place.parent}"
+        return f": it is a file; give the directory, {place.parent}"
     names = sorted(path.name for path in place.local.iterdir())
     if half := [name for name in names if ".orbax-checkpoint-tmp" in name]:
-        return f": {half[0]} is half a checkpoint, its save was cut off; take another step"
+        return f": {half[0]} is incomplete, its save was interrupted; use another step"
     steps = [int(name) for name in names if name.isdecimal() and openpi.recognises(place / name)]
     if steps:
-        return f": it is a run's directory; name one of its steps, such as {place / str(max(steps))}"
+        return f": it is a run's directory; give one of its steps, such as {place / str(max(steps))}"
     shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return f": it holds {shown}"

@@ -1,7 +1,7 @@
-"""Checkpoints on the Hugging Face hub: fetched into the hub client's cache, and pushed with a model card.
+"""Checkpoints on the Hugging Face hub: downloaded to the hub client's cache, and pushed with a model card.
 
-An address is `hub:USER/NAME`, with a folder and a revision where needed: `hub:USER/NAME/FOLDER@REVISION`. With
-HF_HUB_OFFLINE set nothing but the cache is looked at. Read next: `model_card.py`, `checkpoint_formats.py`.
+An address is `hub:USER/NAME`, optionally with a folder and a revision: `hub:USER/NAME/FOLDER@REVISION`. With
+HF_HUB_OFFLINE set only the cache is used. Read next: `model_card.py`, `checkpoint_formats.py`.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from openpi_train.runtime.exits import CheckpointError, UsageError
 SCHEME = "hub:"
 _ADDRESS = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>[\w./-]+))?")
 _FORM = "hub:USER/NAME, hub:USER/NAME/FOLDER or hub:USER/NAME@REVISION"
-# Weights of other libraries, often beside ours and as large.
+# Weights of other libraries, which are often in the same repository and equally large.
 _NOT_READ = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
 CARD = "README.md"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """A folder of a repository of models; `str` is what the user writes."""
+    """A folder of a model repository; `str` gives the address as a user writes it."""
 
     name: str
     folder: str | None = None
@@ -33,10 +33,10 @@ class Address:
 
     @classmethod
     def of(cls, text: str) -> "Address":
-        """The address that `text` is. Raises UsageError."""
+        """Parse an address. Raises UsageError."""
         match = _ADDRESS.fullmatch(text)
         if match is None:
-            raise UsageError(f"{text} is no address on the hub; allowed: {_FORM}")
+            raise UsageError(f"{text} is not an address on the hub; allowed: {_FORM}")
         return cls(**match.groupdict())
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class Address:
 
 
 def is_address(text: str) -> bool:
-    """Whether it names something on the hub, well formed or not."""
+    """Whether the text is an address on the hub, valid or not."""
     return text.startswith(SCHEME)
 
 
 def fetch(text: str) -> Path:
-    """The address's files on this machine; what the client's cache has is not fetched again.
+    """Download the address's files and return their folder; cached files are not downloaded again.
 
-    Raises UsageError where `text` is no address or the client is not installed, CheckpointError where it cannot be had.
+    Raises UsageError for an invalid address or a missing client, CheckpointError if they are not available.
     """
     address = Address.of(text)
     folder = address.folder
@@ -71,21 +71,21 @@ def fetch(text: str) -> Path:
 
 
 def check_push(text: str, *, private: bool = True) -> None:
-    """Make the repository where it is not there yet, so that what stands against a push is known before it is prepared.
+    """Create the repository if it does not exist, to find problems with a push before it is prepared.
 
     Raises UsageError and CheckpointError as `fetch` does.
     """
     address = Address.of(text)
     if is_offline():
-        raise UsageError(f"{address} cannot be pushed to: HF_HUB_OFFLINE is set; unset it, or name a directory")
+        raise UsageError(f"{address} cannot be pushed to: HF_HUB_OFFLINE is set; unset it, or give a directory")
     with _asking(address, "cannot be pushed to") as client:
         client.HfApi().create_repo(address.name, private=private, exist_ok=True)
 
 
 def push(directory: Path, text: str, card: str) -> str:
-    """Upload the directory's files and the model card in one commit, after `check_push`; where it now is comes back.
+    """Upload the directory's files and the model card in one commit, after `check_push`; returns the new address.
 
-    Raises UsageError and CheckpointError as `fetch` does; what was there before stays, then.
+    Raises UsageError and CheckpointError as `fetch` does; the repository is then unchanged.
     """
     address = Address.of(text)
     write_text(directory / CARD, card)
@@ -102,13 +102,13 @@ def push(directory: Path, text: str, card: str) -> str:
 
 @contextlib.contextmanager
 def _asking(address: Address, what: str) -> Iterator[Any]:
-    """The hub's client; its errors, and those of the two libraries below it, are raised as CheckpointError."""
+    """The hub's client; its errors, and those of two libraries that it uses, are raised as CheckpointError."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise UsageError(
             "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or fetch the files by other "
-            "means and name their directory"
+            "means and give their directory"
         ) from error
     try:
         yield huggingface_hub
@@ -116,15 +116,15 @@ def _asking(address: Address, what: str) -> Iterator[Any]:
         raise CheckpointError(f"{address} {what}: {_reason(error)}") from error
 
 
-# What the kinds of errors mean to the user, by their name in the client.
+# Advice for each class of error, by its name in the client.
 _ADVICE = {
     "GatedRepoError": "it is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN",
     "RepositoryNotFoundError": "there is no such repository, or no access to it: check the name, and log in with "
     "`hf auth login` or set HF_TOKEN if it is private",
-    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
-    "LocalTokenNotFoundError": "nobody is logged in: `hf auth login`, or set HF_TOKEN",
-    "BadRequestError": "the hub refused the request: check the name, and that the token may write",
-    "HfHubHTTPError": "the hub refused: check that the token may do this",
+    "RevisionNotFoundError": "the repository has no such revision: check the part after the @",
+    "LocalTokenNotFoundError": "not logged in: run `hf auth login`, or set HF_TOKEN",
+    "BadRequestError": "the hub refused the request: check the name, and that the token has write access",
+    "HfHubHTTPError": "the hub refused: check the token's permissions",
     "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached: fetch it where there is a "
     "network (`hf download`), and copy the cache (HF_HOME) or the files",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set; unset it",

@@ -1,6 +1,6 @@
-"""The tokenizer that a checkpoint holds (`data/tokens.py`): with it, it answers wherever it is copied to.
+"""The tokenizer in a checkpoint (`data/tokens.py`), which lets a copied checkpoint be used anywhere.
 
-Read next: `policy/loading.py`, which takes it from there.
+Read next: `policy/loading.py`, which uses it.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "acti
 
 
 def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) -> None:
-    """Raise CheckpointError where the weights of `where` were trained with another tokenizer than is `given`.
+    """Raise CheckpointError if the weights of `where` were trained with another tokenizer than `given`.
 
-    Both are of `tokens_fingerprint`; nothing is said of what one of them does not know.
+    Both are from `tokens_fingerprint`; parts that one of them lacks are not compared.
     """
     if trained_with is None or given is None:
         return
@@ -28,18 +28,18 @@ def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) 
         if then != now:
             raise CheckpointError(
                 f"{where} was trained with a tokenizer of fingerprint {then}, --{name.replace('_', '-')} has {now}: "
-                f"the same {what} would be other tokens. Give the tokenizer that it was trained with (`{name}` in its "
+                f"the same {what} would give other tokens. Give the tokenizer of its training (`{name}` in its "
                 "experiment.json), or start from other weights"
             )
 
 
 def token_files_of(step: Place) -> Place | None:
-    """The folder of these files in a checkpoint's directory; None where there is none, as in other trainers'."""
+    """The folder of the tokenizer's files in a checkpoint's directory; None if there is none, as in other trainers'."""
     return step / FOLDER if (step / FOLDER).has(FILE) else None
 
 
 def on_disk(folder: Place) -> Path:
-    """The same folder, or of one in a bucket a copy in the project's own folder."""
+    """The folder on disk: itself, or for one in a bucket a copy in the project's cache folder."""
     if folder.local is not None:
         return folder.local
     content = {name: folder.read(name) for name in folder.names()}
@@ -51,7 +51,7 @@ def on_disk(folder: Place) -> Path:
 
 
 def with_files(model: PolicyConfig, folder: Path) -> PolicyConfig:
-    """The model's config with the FAST processor in `folder`, where it has one."""
+    """The model's config with the FAST processor in `folder`, if it has one."""
     if not (folder / FAST).is_dir() or not hasattr(model, "fast_tokenizer"):
         return model
     return dataclasses.replace(model, fast_tokenizer=str(folder / FAST))

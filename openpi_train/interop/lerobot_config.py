@@ -1,7 +1,7 @@
-"""What LeRobot's policy folders say in JSON: the policy's type and sizes, and the steps around the model, as tables.
+"""JSON files of LeRobot's policy folders: the policy's type and sizes, and the processing steps around the model.
 
 Names of fields and steps, and defaults, are those of `lerobot` 0.6.1 (`policies/pi0/configuration_pi0.py`,
-`processor_pi0.py` and their likes). Read next: `lerobot_policy.py`.
+`processor_pi0.py` and similar files). Read next: `lerobot_policy.py`.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER = "google/paligemma-3b-pt-224"
 _FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES"}
-# LeRobot builds no other sizes of the experts.
+# The only expert sizes that LeRobot builds.
 _VARIANTS = ("gemma_2b", "gemma_300m")
-# Its field, and ours that must be equal: of a policy that reads pixels, and of one whose layers have the dims, too.
+# LeRobot's field, and ours that must be equal: for a policy that reads pixels, and one whose layers also have the dims.
 _PIXELS = {"image_resolution": "image_size"}
 _DIMS = {"max_action_dim": "action_dim", "max_state_dim": "action_dim", **_PIXELS}
-# What our models are built with; a policy with other values computes something else.
+# Fixed values in our models; a policy with other values computes something else.
 _FIXED = {"min_period": 4e-3, "max_period": 4.0, "use_visual_memory": False, "use_proprioceptive_memory": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeRobotPolicy:
-    """A type of policies.
+    """A policy type of LeRobot.
 
     Attributes:
-        has: a published parameter that it has and the types after it have not.
+        has: a published parameter that it has and the types after it do not have.
         cameras: openpi's names of its cameras.
         steps: names of the steps before the model, in order.
-        equal: its fields, and the model's that they must be equal to.
-        fields: fields of its config beside those that all have.
+        equal: its fields, and the model's fields that must be equal.
+        fields: fields of its config besides the common ones.
     """
 
     type: str
@@ -57,7 +57,7 @@ _ACTION_TOKENIZER = "action_tokenizer_name"
 _PUBLISHED = (PUBLISHED, "lerobot/fast-action-tokenizer")
 _FAST_TOKENIZERS = {"text_tokenizer_name": _TOKENIZER, _ACTION_TOKENIZER: _PUBLISHED[1]}
 
-# The first that has its parameter is a model's type.
+# A model's type is the first whose parameter it has.
 POLICIES: tuple[LeRobotPolicy, ...] = (
     LeRobotPolicy(
         type="pi0",
@@ -85,22 +85,22 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
 
 
 def policy_of(model: PolicyConfig) -> LeRobotPolicy:
-    """The type of policy that the model is in LeRobot. Raises UsageError where it is none."""
+    """The model's policy type in LeRobot. Raises UsageError if it has none."""
     params = published_params(model)
     for policy in POLICIES:
         if policy.has in params:
             return policy
-    raise UsageError(f"{type(model).__name__} is none of LeRobot's policies; allowed: {_allowed()}")
+    raise UsageError(f"{type(model).__name__} is not a policy of LeRobot; allowed: {_allowed()}")
 
 
 def check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
-    """Return where the folder's policy computes what the model does. Raises CheckpointError with all that differs."""
+    """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
     policy, given = policy_of(model), config["type"]
     if given not in {one.type for one in POLICIES}:
         raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
     if given != policy.type:
         raise CheckpointError(
-            f"{where} holds a policy of type {given!r} and the model is {policy.type!r}: name an experiment of {given}"
+            f"{where} holds a policy of type {given!r} and the model is {policy.type!r}: give an experiment of {given}"
         )
     problems = []
     if config.get("use_peft"):
@@ -123,7 +123,7 @@ def check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         logger.warning("%s was trained on chunks of %d steps, the model has %d", where, chunk, model.action_horizon)
     form, asked = _FORMS[model.normalization], config.get("normalization_mapping", {})
     if odd := {kind: used for kind, used in asked.items() if kind in ("STATE", "ACTION") and used != form}:
-        logger.warning("%s normalises %s, the model here %s: its actions are in other units", where, odd, form)
+        logger.warning("%s normalises by %s, the model here by %s: its actions are in other units", where, odd, form)
     theirs, own = config.get(_ACTION_TOKENIZER, PUBLISHED), getattr(model, "fast_tokenizer", PUBLISHED)
     if _ACTION_TOKENIZER in policy.fields and theirs != own and {theirs, own} != set(_PUBLISHED):
         logger.warning(
@@ -142,12 +142,12 @@ def policy_config(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str,
         for field, default in zip(("paligemma_variant", "action_expert_variant"), _VARIANTS, strict=True)
     }
     if odd := [name for name in variants.values() if name not in _VARIANTS]:
-        logger.warning("LeRobot builds experts of %s only, not %s: it will not load this folder", _VARIANTS, odd)
+        logger.warning("LeRobot supports only the experts %s, not %s: it will not load this folder", _VARIANTS, odd)
     form = _FORMS[model.normalization]
     fields, own = dict(policy.fields), getattr(model, "fast_tokenizer", PUBLISHED)
     if _ACTION_TOKENIZER in fields and own not in _PUBLISHED:
         fields[_ACTION_TOKENIZER] = own
-        logger.warning("LeRobot will look for the FAST processor at %s: hand it on, too, and say where it is", own)
+        logger.warning("LeRobot will look for the FAST processor at %s: ship it too, and adjust the path", own)
     images = {f"observation.images.{camera}": _feature("VISUAL", 3, size, size) for camera in policy.cameras}
     return {
         "type": policy.type,
@@ -168,9 +168,9 @@ def policy_config(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str,
 
 
 def processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The pipelines around the model, by file name without its ending."""
+    """The pipelines around the model, by file name without suffix."""
     features = {**config["input_features"], **config["output_features"]}
-    # openpi's epsilon, not LeRobot's 1e-8: the model was trained on what that gives.
+    # openpi's epsilon, with which the model was trained, not LeRobot's 1e-8.
     norm = {"eps": 1e-6, "norm_map": config["normalization_mapping"]}
     settings: Mapping[str, Mapping[str, Any]] = {
         _RENAME: {"rename_map": {}},

@@ -1,8 +1,8 @@
-"""LeRobot's policy folders of pi0, pi0.5 and pi0-FAST, both ways.
+"""Reader and writer of LeRobot's policy folders for pi0, pi0.5 and pi0-FAST.
 
     config.json                            the policy's type and sizes
-    model.safetensors                      its tensors, behind the prefix "model."
-    policy_{pre,post}processor.json        what is done before and after the model, and where norm stats lie
+    model.safetensors                      its tensors, with the prefix "model."
+    policy_{pre,post}processor.json        the steps before and after the model, and the files of norm stats
 
 As `lerobot` 0.6.1 writes and reads them (`policies/`, `processor/pipeline.py`). Read next: `lerobot_config.py` (the two
 kinds of JSON), `openpi_torch.py` (the tensors).
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 PREFIX, ASSET_ID = "model.", "lerobot"
 _CONFIG, _PREPROCESSOR = "config.json", "policy_preprocessor.json"
-# Where a training run of LeRobot keeps the policy of a checkpoint.
+# The folder of the policy in a checkpoint of LeRobot's training.
 _PRETRAINED = "pretrained_model"
 _FEATURES = {"state": "observation.state", "actions": "action"}
 _STATS = ("mean", "std", "q01", "q99")
 
 
 def recognises(place: Place) -> bool:
-    """Whether it is a policy's folder, of whatever type, or a checkpoint of LeRobot's training around one."""
+    """Whether it is a policy's folder, of any type, or a checkpoint of LeRobot's training that contains one."""
     folder = _folder(place)
     if not folder.has(_CONFIG):
         return False
@@ -43,7 +43,7 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """The policy's parameters by published name, and its norm stats. Raises CheckpointError where they do not fit."""
+    """Open the policy's parameters by published name, and its norm stats. Raises CheckpointError if they do not fit."""
     folder = _folder(place)
     config = folder.json(_CONFIG)
     model = needed(model, folder)
@@ -57,9 +57,9 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write a policy's folder, for `PI0Policy.from_pretrained` and its like. In one process."""
+    """Write a policy's folder, for `PI0Policy.from_pretrained` and similar. Call it in one process."""
     if model is None:
-        raise UsageError("a policy's folder tells the model's sizes: name the experiment")
+        raise UsageError("a policy's folder includes the model's sizes: give the experiment")
     if len(stored.norm_stats) > 1:
         raise UsageError(
             f"LeRobot's policies have one set of norm stats, {stored.where} has {', '.join(stored.norm_stats)}: "
@@ -68,7 +68,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     content = next(iter(stored.norm_stats.values()), None)
     stats = _to_lerobot(content["norm_stats"]) if content else {}
     if not stats:
-        logger.warning("%s has no norm stats: the policy's processors will pass values as they are", stored.where)
+        logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
     dims = {name: len(stats[f"{feature}.mean"]) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
     policy = lerobot_config.policy_of(as_policy(model))
@@ -92,9 +92,9 @@ def _folder(place: Place) -> Place:
 
 
 def _read_norm_stats(folder: Place) -> dict[str, Any]:
-    """What its normaliser knows, as openpi's `norm_stats.json`; nothing where it has none."""
+    """The norm stats of its normaliser, as in openpi's `norm_stats.json`; empty if it has none."""
     if not folder.has(_PREPROCESSOR):
-        logger.warning("%s has no %s, hence no norm stats", folder, _PREPROCESSOR)
+        logger.warning("%s has no %s, so no norm stats", folder, _PREPROCESSOR)
         return {}
     steps = folder.json(_PREPROCESSOR).get("steps", [])
     files = [
@@ -105,7 +105,7 @@ def _read_norm_stats(folder: Place) -> dict[str, Any]:
     if not files:
         return {}
     if not folder.has(files[0]):
-        raise CheckpointError(f"{folder} is not whole: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
+        raise CheckpointError(f"{folder} is incomplete: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
     stats = safetensors_file.open_file(folder, files[0])
     found = {name: _entry(stats, feature) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
     return {ASSET_ID: {"norm_stats": found}} if found else {}
@@ -116,11 +116,11 @@ def _entry(stats: Leaves, feature: str) -> dict[str, list[float]]:
 
 
 def _to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """By LeRobot's names, in double precision; quantiles that are not known are left out."""
+    """The norm stats by LeRobot's names, in float64; unknown quantiles are left out."""
     found = {}
     for name, entry in norm_stats.items():
         if name not in _FEATURES:
-            raise UsageError(f"norm stats of {name!r} have no place in a policy of LeRobot's; it has {list(_FEATURES)}")
+            raise UsageError(f"LeRobot's policies have no norm stats of {name!r}, only of {list(_FEATURES)}")
         for key in _STATS:
             values = np.asarray(entry[key] if entry.get(key) is not None else [np.nan], np.float64)
             if np.isfinite(values).all():

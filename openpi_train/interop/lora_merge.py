@@ -1,4 +1,4 @@
-"""Low-rank factors folded into a checkpoint's weights, layer by layer: no host holds more than one layer's.
+"""Merging of low-rank factors into a checkpoint's weights, layer by layer: no host holds more than one layer.
 
 Read next: `nn/lora.py` (the sum), `tools/convert_checkpoint.py` (`--merge-lora`).
 """
@@ -17,9 +17,9 @@ _FACTORS = ("/lora_a", "/lora_b")
 
 
 def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
-    """The parameters of `model.without_lora()` by path; each is summed where it is read.
+    """The parameters of `model.without_lora()` by path; each is merged when it is read.
 
-    `folder` is where a leaf is laid out whose layers cannot be read one by one (None: TMPDIR).
+    `folder` is for temporary files of leaves whose layers cannot be read one by one (None: TMPDIR).
     """
     merged = {path: leaf for path, leaf in params.items() if not path.endswith(_FACTORS)}
     for name in (path.removesuffix("/lora_a") for path in params if path.endswith("/lora_a")):
@@ -29,7 +29,7 @@ def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[
 
 
 def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
-    """The first of `parts`, its weight, with the factors added; all are stacks of the same layers."""
+    """The weight, first of `parts`, with the factors added; all are stacks of the same layers."""
     path, weight = next(iter(parts.items()))
 
     def stream(index: Index) -> Iterator[Piece]:

@@ -1,7 +1,7 @@
-"""The list of a checkpoint's files with their sizes and CRCs, written last: what makes a checkpoint count.
+"""Manifest of a checkpoint: its files with sizes and CRCs, written last, which marks the checkpoint as complete.
 
-Orbax itself stores no checksum and takes any directory with a number for a name as complete, so flipped bytes would be
-restored in silence (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/checkpoint_store.py`, which
+Orbax stores no checksums and treats any directory with a number as its name as complete, so corrupted bytes would be
+restored silently (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/checkpoint_store.py`, which
 writes it.
 """
 
@@ -13,7 +13,7 @@ from openpi_train.data.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 4 << 20
-_READERS = 4  # zlib.crc32 releases the interpreter lock, so a few threads keep a disk busy
+_READERS = 4  # zlib.crc32 releases the GIL, so a few threads keep a disk busy
 
 
 def write_manifest(directory: pathlib.Path) -> None:
@@ -29,19 +29,19 @@ def write_manifest(directory: pathlib.Path) -> None:
 
 
 def has_manifest(directory: pathlib.Path) -> bool:
-    """Whether the save that made `directory` came to its end (says nothing about damage since then)."""
+    """Whether the save of `directory` was completed (later damage is not checked)."""
     return (directory / MANIFEST).is_file()
 
 
 def find_damage(directory: pathlib.Path, *, share: int = 0, shares: int = 1, below: str = "") -> str:
-    """What is wrong with the checkpoint in `directory`, in words; empty where it is whole.
+    """A text on what is wrong with the checkpoint in `directory`; empty if nothing.
 
     Args:
-        share: which of `shares` equal parts of the files this caller reads in full. Everybody checks all sizes.
+        share: which of `shares` equal parts of the files this caller reads completely. All callers check all sizes.
         below: look only at files whose path starts with this.
     """
     if not has_manifest(directory):
-        return f"{MANIFEST} is missing: the save was cut off before its end"
+        return f"{MANIFEST} is missing: the save was interrupted"
     try:
         files = read_json(directory / MANIFEST)["files"]
         entries = sorted((size, name, crc) for name, (size, crc) in files.items() if name.startswith(below))
@@ -54,8 +54,8 @@ def find_damage(directory: pathlib.Path, *, share: int = 0, shares: int = 1, bel
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
-            return f"{name} is torn: it has {path.stat().st_size} bytes and was saved with {size}"
-    mine = entries[share::shares]  # sorted by size, so that the shares are alike
+            return f"{name} is truncated: it has {path.stat().st_size} bytes and was saved with {size}"
+    mine = entries[share::shares]  # sorted by size, so that the shares are similar
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         found = pool.map(lambda entry: _crc32(directory / entry[1]), mine)
         for (_, name, saved), now in zip(mine, found, strict=True):

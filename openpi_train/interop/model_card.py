@@ -1,4 +1,4 @@
-"""The model card of a checkpoint on the hub: what it is, what it was trained on, how well, and how to have it again."""
+"""Model card of a checkpoint on the hub: the model, its training data, its results, and how to reproduce it."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from openpi_train.interop.stored_leaves import Stored
 
 _REPOSITORY = "openpi_train"
-# A checkpoint's form: the library that loads it, and a line that does.
+# By checkpoint format: the library that loads it, and a line of code or a command that does.
 _LOADING = {
     "lerobot": ("lerobot", "lerobot-eval --policy.path={name}"),
     "openpi": (
@@ -27,13 +27,13 @@ def model_card(
     results: Mapping[str, Any] | None = None,
     command: Sequence[str] | None = None,
 ) -> str:
-    """The card's text (Markdown with a YAML head).
+    """The card's text (Markdown with a YAML header).
 
     Args:
         form: the format in which the checkpoint is pushed.
         name: the repository, USER/NAME.
-        results: the run's `results.json`, where there is one.
-        command: the words with which the run was started; None: made from the experiment's names.
+        results: the run's `results.json`, if there is one.
+        command: the command line that started the run, as words; None: made from the experiment's names.
     """
     experiment = stored.experiment or {}
     library, loading = _LOADING.get(form, (_REPOSITORY, None))
@@ -66,9 +66,9 @@ def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> s
     rows = [(field, experiment[field]) for field in fields if field in experiment]
     text = json.dumps(experiment, indent=1, sort_keys=True)
     return (
-        f"## Training\n\nExperiment `{experiment['name']}`, run `{experiment['exp_name']}`. Again:\n\n"
+        f"## Training\n\nExperiment `{experiment['name']}`, run `{experiment['exp_name']}`. To reproduce:\n\n"
         f"    {shlex.join(words)}\n\n{_table(('field', 'value'), rows)}\n\n"
-        f"<details><summary>All of the experiment</summary>\n\n```json\n{text}\n```\n</details>"
+        f"<details><summary>The whole experiment</summary>\n\n```json\n{text}\n```\n</details>"
     )
 
 

@@ -1,7 +1,7 @@
-"""openpi's checkpoints: what lies in a step's directory, read in parts and written as its own reader expects.
+"""Reader and writer of openpi's checkpoints, by step directory.
 
-    <step>/params/                       {"params": tree}; the trainer ends every path in "value", releases do not
-    <step>/train_state/                  what only training needs (`openpi_state.py`); releases have none
+    <step>/params/                       {"params": tree}; the trainer appends "value" to every path, releases do not
+    <step>/train_state/                  the training state (`openpi_state.py`); releases have none
     <step>/assets/<asset_id>/norm_stats.json
 
 Ours hold the same but `train_state` (`training/checkpoints/layout.py`). Read next: `models/pi0_names.py` for the names.
@@ -34,10 +34,10 @@ _PARAMS, _VALUE = "params/", "/value"
 
 
 def cached(where: str) -> str:
-    """Where openpi itself keeps its copy of what lies at the address `where`; `where`, if it has none.
+    """The path of openpi's cached copy of the address `where`; `where` itself if there is none.
 
-    As its `shared/download.py` lays it out: below OPENPI_DATA_HOME, or else ~/.cache/openpi. Any part of a checkpoint
-    that was fetched counts.
+    The cache is laid out by its `shared/download.py`: below OPENPI_DATA_HOME, or else ~/.cache/openpi. Any downloaded
+    part of a checkpoint counts.
     """
     scheme, _, name = where.partition("://")
     if scheme != "gs":
@@ -46,17 +46,17 @@ def cached(where: str) -> str:
     copy = home / name.strip("/")
     if not copy.is_dir():
         return where
-    logger.info("%s is read from openpi's copy of it, %s", where, copy)
+    logger.info("%s is read from openpi's cached copy, %s", where, copy)
     return str(copy)
 
 
 def recognises(place: Place) -> bool:
-    """Whether it is a step's directory, or the `params` directory in one."""
+    """Whether the place is a step's directory, or the `params` directory in one."""
     return any(folder.has(METADATA) for folder in (place / "params", place))
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """A step's directory, or the `params` directory in one. Raises CheckpointError where it is none or damaged."""
+    """Open a step's directory, or the `params` directory in one. Raises CheckpointError if it is neither or damaged."""
     del model  # its names are the published ones
     step = place if (place / "params").has(METADATA) else place.parent
     item = step / "params" if step is place else place
@@ -76,17 +76,19 @@ def read_params(item: Place) -> Leaves:
     others = [name for name in leaves if not name.startswith(_PARAMS)]
     if others or not leaves:
         tops = sorted({name.partition("/")[0] for name in leaves})
-        raise CheckpointError(f"{item} is not in openpi's form: its top level holds {tops or 'nothing'}, not 'params'")
+        raise CheckpointError(
+            f"{item} is not in openpi's format: it holds {tops or 'nothing'} at the top, not 'params'"
+        )
     return without_value({name.removeprefix(_PARAMS): leaf for name, leaf in leaves.items()})
 
 
 def without_value(leaves: Leaves) -> Leaves:
-    """The leaves without the "value" in which openpi's trainer lets every parameter's path end."""
+    """The leaves without the suffix "value" that openpi's trainer appends to every parameter's path."""
     return {name.removesuffix(_VALUE): leaf for name, leaf in leaves.items()}
 
 
 def read_norm_stats(step: Place) -> dict[str, Any]:
-    """What each `assets/<asset_id>/norm_stats.json` of a checkpoint holds, by asset id."""
+    """The content of each `assets/<asset_id>/norm_stats.json` of a checkpoint, by asset id."""
     found = {}
     if step.url.startswith("http"):
         return found  # plain web servers list nothing
@@ -98,7 +100,7 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write a checkpoint as openpi's trainer does, for its `restore_params` and `restore_state`. In one process."""
+    """Write a checkpoint for openpi's `restore_params` and `restore_state`. Call it in one process."""
     del model
     published = {f"{name}{_VALUE}": leaf for name, leaf in stored.params.items()}
     save_item(directory / "params", {"params": nested_params(published)})
@@ -108,7 +110,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
 
 def kept(stored: Stored, model: ModelConfig) -> Stored:
-    """The checkpoint without a float16 run's loss scale, which openpi's trainer has not and would refuse."""
+    """The checkpoint without a float16 run's loss scale, which openpi's trainer does not have and would refuse."""
     del model
     state = {name: leaf for name, leaf in (stored.train_state or {}).items() if not name.startswith("scale/")}
     return dataclasses.replace(stored, train_state=state)
@@ -121,7 +123,7 @@ def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
 
 
 def parameter_names(model: ModelConfig) -> dict[str, str]:
-    """The published name of every parameter of `model` by our path. Raises ValueError where two share one."""
+    """The published name of every parameter of `model` by our path. Raises ValueError if two share one."""
     names = {path: model.public_name(path) for path in abstract_params(model)}
     if len(set(names.values())) < len(names):
         raise ValueError(
@@ -140,7 +142,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape) for path, leaf in abstract_params(model).items()}
 
 
-# Evaluating a model's construction takes seconds, and opening a checkpoint asks for its result several times.
+# Tracing a model's construction takes seconds, and opening a checkpoint needs its result several times.
 @functools.lru_cache(maxsize=8)
 def abstract_params(model: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shape and type of every parameter of `model` by our path; nothing is allocated."""

@@ -1,11 +1,11 @@
-"""openpi's `train_state` item against our training state: the same leaves under other names.
+"""Translation between openpi's `train_state` item and our training state: the same leaves under other names.
 
     step                              the number of updates
-    opt_state/1/0/mu/<parameter>      optax's own structure; a trained parameter's name ends a moment's
-    params/<parameter>                all parameters, where the `params` item holds their average (EMA); else nothing
+    opt_state/1/0/mu/<parameter>      optax's structure; a moment's name ends with that of a trained parameter
+    params/<parameter>                all parameters, if the `params` item holds their average (EMA); else nothing
 
-Ours differs in three ways: parameters go by our paths; only trained ones have a copy beside their average; a float16
-run's loss scale is kept, which openpi has not. `names` is published name by our path, of all parameters of a model.
+Ours differs in three ways: parameters have our paths; only trained ones are stored in addition to their average; it has
+a float16 run's loss scale, which openpi lacks. `names` maps our path to the published name for all parameters.
 Read next: `openpi.py`, `training/checkpoints/layout.py`.
 """
 
@@ -20,7 +20,7 @@ _PARAMS = "params/"
 
 
 def published_state(ours: Leaves, params: Leaves, names: Mapping[str, str]) -> Leaves:
-    """Our `train_state` leaves as openpi has them; `params` are the published parameters beside them."""
+    """Our `train_state` leaves converted to openpi's; `params` are the published parameters beside them."""
     found = {_renamed(name, names): leaf for name, leaf in ours.items()}
     if any(name.startswith(_PARAMS) for name in found):  # an average: the frozen ones are in both
         found |= {f"{_PARAMS}{name}": leaf for name, leaf in params.items() if f"{_PARAMS}{name}" not in found}
@@ -28,15 +28,15 @@ def published_state(ours: Leaves, params: Leaves, names: Mapping[str, str]) -> L
 
 
 def our_items(stored: Stored, names: Mapping[str, str]) -> tuple[Leaves, Leaves]:
-    """The `params` and `train_state` items of a checkpoint of ours that hold what `stored` does.
+    """The `params` and `train_state` items of our checkpoint with the content of `stored`.
 
-    A frozen parameter has one value with us. openpi averages it too, which may round it: the trained-on value stays.
-    Raises CheckpointError where the checkpoint was made for inference alone.
+    Our frozen parameters have one value. openpi averages them too, which may round them: the value used in training is
+    kept. Raises CheckpointError if the checkpoint was made for inference alone.
     """
     if stored.train_state is None:
         raise CheckpointError(
-            f"{stored.where} has no train_state: it was published for inference. Its parameters alone can be had: "
-            "leave out --weight-loader.continue-training"
+            f"{stored.where} has no train_state: it was published for inference. To load only its parameters, omit "
+            "--weight-loader.continue-training"
         )
     published = set(names.values())
     trained = {_parameter(name, published) for name in stored.train_state if not name.startswith(_PARAMS)}
@@ -71,7 +71,7 @@ def nested_state(state: Leaves, published: Collection[str]) -> dict[str, Any]:
 
 
 def _with_tuples(tree: Any) -> Any:
-    """The tree with tuples for what is keyed by numbers; a number that is missing is one of optax's empty states."""
+    """The tree with dicts keyed by numbers replaced by tuples; missing numbers are optax's empty states."""
     if not isinstance(tree, Mapping):
         return tree
     parts = {key: _with_tuples(value) for key, value in tree.items()}
@@ -81,12 +81,12 @@ def _with_tuples(tree: Any) -> Any:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """The name with the parameter that ends it, if any, under its other name."""
+    """The name with the parameter at its end, if any, renamed by `names`."""
     parameter = _parameter(name, names)
     return name if parameter is None else name.removesuffix(parameter) + names[parameter]
 
 
 def _parameter(name: str, known: Collection[str]) -> str | None:
-    """The parameter, one of `known`, whose name ends `name`; the longest there is."""
+    """The longest of the `known` parameters with which `name` ends; None if there is none."""
     parts = name.split("/")
     return next((end for begin in range(len(parts)) if (end := "/".join(parts[begin:])) in known), None)

@@ -1,10 +1,10 @@
-"""openpi's PyTorch models, both ways: what its converter and PyTorch trainer write, and its server reads.
+"""Reader and writer of openpi's PyTorch models, as written by its converter and PyTorch trainer and read by its server.
 
     model.safetensors                    the tensors (`torch_names.py`)
-    config.json                          sizes, for reference: openpi reads none of it
+    config.json                          sizes, for reference: openpi does not read it
     assets/<asset_id>/norm_stats.json    as beside its JAX checkpoints
 
-LeRobot's folders hold the same tensors behind a prefix, PaliGemma's some of them. Read next: `torch_names.py` (the
+LeRobot's folders hold the same tensors with a prefix, PaliGemma's some of them. Read next: `torch_names.py` (the
 table), `lerobot_policy.py`, `paligemma_torch.py`, and `openpi.py` (the JAX checkpoints).
 """
 
@@ -35,24 +35,24 @@ _ROWS_AT_ONCE = 4096
 # LeRobot before 0.4 kept norm stats among the tensors.
 _OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 _MIGRATE = (
-    "norm stats lie among the tensors, as LeRobot before 0.4 kept them: bring the policy to its present form with "
+    "norm stats are among the tensors, as in LeRobot before 0.4: convert the policy to the present format with "
     "`python -m lerobot.processor.migrate_policy_normalization`"
 )
 
 
 def recognises(place: Place) -> bool:
-    """Whether the folder holds tensors of openpi's names."""
+    """Whether the folder holds tensors with openpi's names."""
     return any(name.startswith(_ROOT) for name in safetensors_file.tensor_names(place))
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """The model's parameters by published name. Raises CheckpointError where they are not the model's."""
+    """Open the model's parameters by published name. Raises CheckpointError if they do not fit the model."""
     params, norm_stats = read_params(place, needed(model, place)), openpi.read_norm_stats(place)
     return Stored(where=str(place), format="openpi_torch", params=params, norm_stats=norm_stats)
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write what `examples/convert_jax_model_to_pytorch.py` writes, for openpi's `load_pytorch`. In one process."""
+    """Write what `examples/convert_jax_model_to_pytorch.py` writes, for `load_pytorch`. Call it in one process."""
     directory.mkdir(parents=True)
     write_params(directory, stored.params)
     precision = {str(leaf.dtype) for leaf in stored.params.values()}
@@ -62,10 +62,10 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
 
 def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
-    """The model. Raises UsageError where none is given, and with it the sizes of the layers."""
+    """The model. Raises UsageError if none is given, because the sizes of layers are then unknown."""
     if model is None:
         raise UsageError(
-            f"{place} does not say the sizes of its layers: name the experiment whose model it is "
+            f"{place} does not hold the sizes of its layers: give the experiment of its model "
             "(convert: --experiment NAME)"
         )
     return model
@@ -74,8 +74,8 @@ def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
 def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
     """The model's parameters by published name, from the tensors of a folder, whose names begin with `prefix`.
 
-    Low-rank factors are none of PyTorch's: they are left out, for the caller to allow or refuse.
-    Raises CheckpointError where a tensor is missing, unknown, or of another shape.
+    PyTorch's models have no low-rank factors: these are left out, for the caller to allow or refuse.
+    Raises CheckpointError if a tensor is missing, unknown, or of another shape.
     """
     found = {name.removeprefix(prefix): leaf for name, leaf in safetensors_file.open_model(place).items()}
     settle_heads(place, found, speaks="logits" in model.provides)
@@ -83,7 +83,7 @@ def read_params(place: Place, model: ModelConfig, prefix: str = "") -> Leaves:
 
 
 def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayout], model: ModelConfig) -> Leaves:
-    """The parameters that lie in the tensors `found` as `layouts` say. Raises CheckpointError as `read_params`."""
+    """The parameters from the tensors `found` in these `layouts`. Raises CheckpointError as `read_params`."""
     published = {tensor: name for name, one in layouts.items() for tensor in one.tensors.values()}
     expected = {
         tensor: jax.ShapeDtypeStruct(layouts[name].tensor_shape, np.float32) for tensor, name in published.items()
@@ -99,11 +99,11 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
 
 
 def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
-    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError where none has these."""
+    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError if they lack a parameter."""
     if factors := [name for name in params if "lora" in name]:
         raise UsageError(
-            f"PyTorch's models have no low-rank factors, here are {len(factors)}: fold them into the weights with "
-            "--merge-lora"
+            f"PyTorch's models have no low-rank factors, but this one has {len(factors)}: merge them into the weights "
+            "with --merge-lora"
         )
     try:
         for name, leaf in params.items():
@@ -122,19 +122,19 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
 
 
 def layouts_of(model: ModelConfig, without: str = LORA) -> dict[str, TensorLayout]:
-    """Where each of the model's parameters lies, by published name, without those that match `without` wholly.
+    """The layout of each of the model's parameters, by published name, without those that fully match `without`.
 
-    Raises CheckpointError where PyTorch's models have no such parameter.
+    Raises CheckpointError if PyTorch's models have no such parameter.
     """
     shapes = {name: leaf.shape for name, leaf in openpi.published_params(model).items()}
     try:
         return {name: layout_of(name, shape) for name, shape in shapes.items() if not re.fullmatch(without, name)}
     except KeyError as error:
-        raise CheckpointError(f"{type(model).__name__} has no form in PyTorch: {error.args[0]}") from error
+        raise CheckpointError(f"{type(model).__name__} has no PyTorch equivalent: {error.args[0]}") from error
 
 
 def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) -> None:
-    """Leave one embedding, under the name that is expected, and no head that nothing uses."""
+    """Keep one embedding, under the expected name, and remove the unused head."""
     if UNUSED_HEAD in found:
         del found[UNUSED_HEAD]
         logger.info("%s: %s is used by no model and left out", place, UNUSED_HEAD)
@@ -143,8 +143,8 @@ def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) ->
     embedding, head = found.pop(EMBEDDING), found.get(TIED_HEAD)
     if speaks and head is not None and not _same(embedding, head):
         raise CheckpointError(
-            f"{place}: {TIED_HEAD} and {EMBEDDING} differ. The model reads words and gives logits with one embedding; "
-            "this one was trained with two and cannot be had here"
+            f"{place}: {TIED_HEAD} and {EMBEDDING} differ. The model has tied embeddings; this checkpoint was trained "
+            "with two separate ones, which is not supported"
         )
     found[TIED_HEAD] = embedding
 

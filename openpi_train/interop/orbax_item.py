@@ -1,9 +1,9 @@
-"""One item of an Orbax checkpoint (a tree of arrays) read in parts, and written whole. Read next: `openpi.py`.
+"""Reader and writer of one item (a tree of arrays) of an Orbax checkpoint. Read next: `openpi.py`.
 
-Whoever reads one does it here: start weights, `convert`, policies, resumed runs. Runs write theirs by all processes
-(`training/checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once, and meets all processes to do so.
-An item's layout is public: the JSON `_METADATA` names its leaves, and each is a zarr array of its own, in one OCDBT
-store or in folders of their own.
+All readers use it: start weights, `convert`, policies, resumed runs. Runs write their items with all processes
+(`training/checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once and synchronises all processes.
+An item's layout is public: the JSON `_METADATA` names its leaves, and each leaf is a zarr array, all in one OCDBT
+store or each in its own folder.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from openpi_train.interop.stored_leaves import PIECE_BYTES, Index, Leaves, Piece
 from openpi_train.runtime.exits import CheckpointError
 
 METADATA = "_METADATA"
-# Chunks are decoded whole, however little of them is wanted: as many at a time as have so many bytes. Those that have
-# more than a piece each are left to `big_chunk.py`.
+# Chunks are always decoded as a whole: as many at a time as have this many bytes. Chunks larger than a piece are read
+# with `big_chunk.py`.
 _CHUNKS_BYTES = 4 * PIECE_BYTES
 
 
 def open_item(item: Place) -> Leaves:
-    """The item's leaves by path ("/" between keys). Only their descriptions are read. Raises CheckpointError."""
+    """The item's leaves by path ("/" between keys). Reads only their metadata. Raises CheckpointError."""
     import tensorstore
 
     paths, driver = _described(item)
@@ -39,7 +39,7 @@ def open_item(item: Place) -> Leaves:
         key = f"{path.replace('/', '.')}/"
         return {"driver": driver, "kvstore": {**base, "path": key} if base else f"{item.kvstore}{key}"}
 
-    # A chunk is not kept once it is read: what is kept would add up to the whole item.
+    # Chunks are not cached, since the cache would grow to the whole item.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = {path: tensorstore.open(spec(path), context=context, open=True, read=True) for path in paths}
     return {path: _leaf(item, path, pending) for path, pending in opening.items()}
@@ -48,7 +48,7 @@ def open_item(item: Place) -> Leaves:
 def save_item(item: Path, tree: Mapping[str, Any]) -> None:
     """Write the tree of leaves (or arrays of this host) as Orbax does, piece by piece. Call it in one process.
 
-    Where it ends before its end, there is no `_METADATA`, and no reader takes what is there for an item.
+    If it is interrupted, there is no `_METADATA`, so readers do not take the partial output for an item.
     """
     item.mkdir(parents=True)
     entries, arrays = {}, []
@@ -67,10 +67,10 @@ def save_item(item: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
-    """Write each by its name, with few pieces on their way at a time."""
+    """Write each array by its name, with few pieces in flight at a time."""
     import tensorstore
 
-    # One store, asked for many things at once: it syncs the disk for all of them together.
+    # One store with many concurrent writes: it syncs the disk once for all of them.
     context = tensorstore.Context()
     opening, pending, held = [], [], 0
     try:
@@ -96,14 +96,14 @@ def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
         for one in pending:
             one.result()
     except BaseException:
-        # What is still on its way would make files again in a directory that the caller removes.
+        # Pending writes would create files again in a directory that the caller removes.
         for one in (*opening, *pending):
             one.exception()
         raise
 
 
 def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """What lies in nested dicts and tuples, by its keys; None for an empty tuple."""
+    """The leaves of nested dicts and tuples, by their keys; None for an empty tuple."""
     if isinstance(tree, Mapping) and tree:
         for key, node in tree.items():
             yield from _flat(node, (*keys, key))
@@ -115,11 +115,11 @@ def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _described(item: Place) -> tuple[list[str], str]:
-    """The paths of its arrays, and the tensorstore driver that reads them."""
+    """The paths of the item's arrays, and the tensorstore driver that reads them."""
     try:
         said = json.loads(item.read(METADATA))
         entries = said["tree_metadata"].values()
-        # Keys that hold no array (an empty tuple, a None) are there too, under a type of their own.
+        # Entries without an array (an empty tuple, None) are listed too, with another value type.
         arrays = [entry for entry in entries if entry["value_metadata"]["value_type"] in _ARRAYS]
         paths = ["/".join(str(key["key"]) for key in entry["key_metadata"]) for entry in arrays]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -140,7 +140,7 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
         except (ValueError, OSError) as error:
             said = str(error).partition(" [")[0]
             raise CheckpointError(
-                f"{item} is torn or damaged: its leaf {path} cannot be read ({said}); fetch it again"
+                f"{item} is truncated or damaged: its leaf {path} cannot be read ({said}); fetch it again"
             ) from error
 
     with reading():
@@ -166,7 +166,7 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
 
 
 def _cells(index: Index, chunk: tuple[int, ...]) -> Iterator[Index]:
-    """The parts of `index` that lie in one chunk each."""
+    """The parts of `index` that are each in one chunk."""
     dims = []
     for one, size in zip(index, chunk, strict=True):
         begins = [one.start, *range((one.start // size + 1) * size, one.stop, size)]

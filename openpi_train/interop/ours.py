@@ -1,7 +1,7 @@
-"""Checkpoints of this project's runs, read for exchange: a step's directory, or a run's, whose newest step is taken.
+"""Reader and writer of this project's own checkpoints: a step's directory, or a run's, whose newest step is used.
 
-Their parameters lie as openpi publishes them, so any reader of openpi's reads them too; beside them lie `meta.json`
-and `manifest.json`. Training itself saves and restores elsewhere (`training/checkpoints/checkpoint_store.py`).
+The layout of parameters is openpi's, so any reader of openpi's checkpoints reads them too; beside them are `meta.json`
+and `manifest.json`. Training saves and restores with other code (`training/checkpoints/checkpoint_store.py`).
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ META = "meta.json"
 
 
 def recognises(place: Place) -> bool:
-    """Whether it is a step's directory of ours, its `params`, or a run's directory."""
+    """Whether the place is one of our step directories, its `params`, or a run's directory."""
     return any(folder.has(META) or folder.has(MANIFEST) for folder in _steps(place)) or place.has("experiment.json")
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """A step, its `params`, or the newest step of a run. On a disk its checksums are checked.
+    """Open a step, its `params`, or the newest step of a run. On a disk, checksums are verified.
 
-    Each process checks a share of the files. The training state is translated where the model is known, else left out.
-    Raises CheckpointError where it is none, or damaged.
+    Each process verifies a share of the files. The training state is translated if the model is known, else left out.
+    Raises CheckpointError if it is not such a checkpoint, or damaged.
     """
     step = next((folder for folder in _steps(place) if (folder / "params").has(METADATA)), None)
     if step is None:
         step = _newest(place)
     if not step.has(MANIFEST):
         raise CheckpointError(
-            f"{step} is half a checkpoint: {MANIFEST}, which is written last, is missing. Take another step of that run"
+            f"{step} is incomplete: {MANIFEST}, which is written last, is missing. Use another step of that run"
         )
     for below in ("params/", f"{FOLDER}/"):
         _check(step, below)
@@ -78,16 +78,16 @@ def _check(step: Place, below: str) -> None:
         return
     share, shares = jax.process_index(), jax.process_count()
     if damage := find_damage(step.local, share=share, shares=shares, below=below):
-        raise CheckpointError(f"{step} cannot be used: {damage}. Take another step, or fetch it again")
+        raise CheckpointError(f"{step} cannot be used: {damage}. Use another step, or fetch it again")
 
 
 def _checked_state(step: Place) -> Leaves:
-    """The training state's leaves; the first that is read has its files checked: start weights need none of them."""
+    """The training state's leaves; its files are verified at the first read, since start weights do not read them."""
     check = functools.cache(lambda: _check(step, "train_state/"))
     try:
         state = open_item(step / "train_state")
     except CheckpointError:
-        check()  # the damaged file's name says more
+        check()  # names the damaged file
         raise
 
     def checked(leaf: StoredLeaf) -> StoredLeaf:
@@ -101,7 +101,7 @@ def _checked_state(step: Place) -> Leaves:
 
 
 def recorded_tokenizer(place: Place) -> str | None:
-    """`tokens_fingerprint` of the run that saved a checkpoint of ours; None where nothing tells."""
+    """`tokens_fingerprint` of the run that saved one of our checkpoints; None if not recorded."""
     if not recognises(place):
         return None
     step = next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)
@@ -113,7 +113,7 @@ def _meta(step: Place) -> dict[str, Any]:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
-    """Write a checkpoint as a run of ours saves it, manifest last. In one process."""
+    """Write a checkpoint as our runs save it, manifest last. Call it in one process."""
     params, state = stored.params, None
     if stored.train_state is not None:
         assert model is not None, "a training state is translated by its model's names"
@@ -136,7 +136,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
 
 
 def kept(stored: Stored, model: ModelConfig) -> Stored:
-    """The checkpoint with one value of each frozen parameter: the one that was trained on, not an average of it."""
+    """The checkpoint with one value of each frozen parameter: the one used in training, not its average."""
     names = openpi.parameter_names(model)
     params, state = our_items(stored, names)
     return dataclasses.replace(stored, params=params, train_state=published_state(state, params, names))
@@ -152,5 +152,5 @@ def _newest(run: Place) -> Place:
     )
     steps = [int(match[1]) for name in names if (match := re.fullmatch(rf"(\d+)/{MANIFEST}", name))]
     if not steps:
-        raise CheckpointError(f"{run} is a run without a checkpoint; the first is saved after --save-interval steps")
+        raise CheckpointError(f"{run} has no checkpoint yet; the first is saved after --save-interval steps")
     return run / str(max(steps))

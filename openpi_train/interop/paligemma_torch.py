@@ -1,8 +1,8 @@
-"""PaliGemma in Hugging Face's form: a folder of `google/paligemma-3b-pt-224` and its like, opened, read in parts.
+"""Reader of PaliGemma in Hugging Face's format: a folder of `google/paligemma-3b-pt-224` or similar.
 
 transformers has given its parameters three sets of names: `language_model.model...` (up to 4.51, on the hub),
 `model.language_model...` (in memory since), and `vision_tower...` without `vision_model` (written by 5). All are read.
-Read next: `torch_names.py` for how weights lie in tensors, `big_vision.py` for the first form.
+Read next: `torch_names.py` for the layout of weights in tensors, `big_vision.py` for the original format.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# What a published PaliGemma does not hold: action experts, the heads around it, low-rank factors.
+# Parameters that a published PaliGemma does not have: action experts, their projections, low-rank factors.
 NOT_IN_IT = r"(?!PaliGemma/).*|PaliGemma/llm/.*_1/.*|.*lora.*"
 TABLE = "PaliGemma/llm/embedder/input_embedding"
 _PREFIX = "paligemma_with_expert.paligemma."
@@ -31,7 +31,7 @@ _RENAMED = {
     r"(language_model\.model|model\.language_model)\.": f"{_PREFIX}model.language_model.",
     r"(language_model\.)?lm_head\.": f"{_PREFIX}lm_head.",
 }
-# transformers fills the vocabulary up to a multiple of this.
+# transformers pads the vocabulary to a multiple of this.
 _FILLED_TO = 64
 
 
@@ -41,8 +41,9 @@ def recognises(place: Place) -> bool:
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """PaliGemma's parameters by published name. Raises UsageError without a model, CheckpointError where they are not
-    the model's, tensor by tensor, or where words are read by one table and given by another.
+    """Open PaliGemma's parameters by published name.
+
+    Raises UsageError without a model, CheckpointError if tensors do not fit the model or embeddings are not tied.
     """
     model = needed(model, place)
     stored = safetensors_file.open_model(place)
@@ -56,7 +57,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def _torch_name(name: str) -> str:
-    """The name of `torch_names`; any other name as it is, for `account` to find."""
+    """The name in `torch_names`; other names unchanged, for `account` to report."""
     for pattern, prefix in _RENAMED.items():
         if match := re.match(pattern, name):
             return prefix + name[match.end() :]
@@ -64,11 +65,11 @@ def _torch_name(name: str) -> str:
 
 
 def without_filling(table: StoredLeaf, vocab_size: int, place: Place) -> StoredLeaf:
-    """The token table without the rows that only fill it up; unchanged where it has others than these beyond."""
+    """The embedding table without padding rows; unchanged if it has other rows beyond the model's vocabulary."""
     extra = table.shape[0] - vocab_size
     if not 0 < extra <= _FILLED_TO:
         return table
     logger.info(
-        "%s: the last %d rows of the token table, beyond the model's %d, are left out", place, extra, vocab_size
+        "%s: the last %d rows of the embedding table, beyond the model's %d, are left out", place, extra, vocab_size
     )
     return dataclasses.replace(table, shape=(vocab_size, *table.shape[1:]))

@@ -1,6 +1,6 @@
-"""Whether a converted checkpoint computes what its source does: a probe per capability of a model, on fixed inputs.
+"""Parity of a converted checkpoint with its source: compares outputs on fixed inputs, for each capability of a model.
 
-Read next: `tools/convert_checkpoint.py`, which writes what is found into `parity.json`.
+Read next: `tools/convert_checkpoint.py`, which writes the result to `parity.json`.
 """
 
 import math
@@ -26,7 +26,7 @@ def _velocity(model: Any, batch: Any) -> jax.Array:
     return model.velocity(batch.observation, batch.actions[:, None], times)
 
 
-# What is asked of a model that provides a capability (`PolicyConfig.provides`): the built module, a batch -> outputs.
+# Probe for each capability (`PolicyConfig.provides`): (the built module, a batch) -> outputs.
 PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "velocity": _velocity,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
@@ -36,11 +36,11 @@ PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
 def compare_outputs(
     source: tuple[PolicyConfig, Leaves], result: tuple[PolicyConfig, Leaves], cameras: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """By capability that both models have: how far the outputs are apart, on two rows of fixed random inputs.
+    """The difference of outputs for each capability that both models have, on two rows of fixed random inputs.
 
     Args:
-        source, result: each a model and its parameters by our path, which are read onto this host.
-        cameras: the slots that are filled.
+        source, result: each a model and its parameters by our path, which are read to this host.
+        cameras: the camera slots with inputs.
     """
     model = source[0]
     batch = _fixed_batch(model, cameras)
@@ -59,9 +59,9 @@ def compare_outputs(
 
 
 def compare_leaves(source: Leaves, result: Leaves, folder: Path | None = None) -> dict[str, Any]:
-    """How many leaves of a name have the same bits, and the largest difference among the others, with its name.
+    """Number of leaves that are equal in every bit, and the largest difference among the others, with its name.
 
-    Leaves are read in pieces; `folder` is where one is laid out whose parts cannot be had for less than all of it.
+    Leaves are read in pieces; `folder` is for temporary files of leaves that can only be read as a whole.
     """
     largest, at, equal = 0.0, None, 0
     common = [name for name in source if name in result]
@@ -80,14 +80,14 @@ def compare_leaves(source: Leaves, result: Leaves, folder: Path | None = None) -
 
 
 def _together(before: np.ndarray, after: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both in the same parts, small enough to be held in double precision, too."""
+    """Both arrays in the same parts, small enough to be also held in float64."""
     before, after = before.reshape(-1), after.reshape(-1)
     for begin in range(0, before.size, _AT_ONCE):
         yield before[begin : begin + _AT_ONCE], after[begin : begin + _AT_ONCE]
 
 
 def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
-    """Numbers in all leaves."""
+    """Total number of values in all leaves."""
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 

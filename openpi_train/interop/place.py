@@ -1,4 +1,4 @@
-"""A folder of files, on a disk or in a bucket, read by name. Read next: `stored_leaves.py`.
+"""Folders of files on a disk or in a bucket, read by name. Read next: `stored_leaves.py`.
 
 Buckets are read through tensorstore's own drivers, which read parts of files: nothing is copied to a disk first.
 Credentials are the standard ones of each (`GOOGLE_APPLICATION_CREDENTIALS`, `AWS_*`); public buckets need none.
@@ -15,27 +15,27 @@ from typing import Any
 from openpi_train.runtime.exits import CheckpointError
 
 SCHEMES = ("gs", "s3", "http", "https")
-# Of the first, small requests: without a network, tensorstore itself tries for a quarter of an hour.
+# Retries of the first, small requests: by default tensorstore retries for 15 minutes without a network.
 _RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A folder; `str` is what an error calls it. `url` has no slash at its end."""
+    """A folder; `str` gives its name for errors. `url` has no trailing slash."""
 
     url: str
 
     @classmethod
     def of(cls, where: str | Path) -> "Place":
-        """The folder that a user named: a path, or an address of one of `SCHEMES`. Raises CheckpointError."""
+        """The folder that a user gave: a path, or an address with one of `SCHEMES`. Raises CheckpointError."""
         text = str(where)
         scheme = re.match(r"(\w+)://", text)
         if scheme is None:
-            # Links stay: beside what a link `params` points to there are no norm stats.
+            # Links are not resolved: there are no norm stats beside the target of a link `params`.
             return cls(os.path.abspath(Path(text).expanduser()))
         if scheme[1] not in SCHEMES:
             raise CheckpointError(
-                f"{text}: addresses of {scheme[1]}:// are not read; allowed: a path, or one of "
+                f"{text}: addresses with {scheme[1]}:// are not supported; allowed: a path, or one of "
                 + ", ".join(f"{name}://" for name in SCHEMES)
             )
         return cls(text.rstrip("/"))
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def parent(self) -> "Place":
-        """The folder around it."""
+        """The folder that contains it."""
         return Place(self.url.rpartition("/")[0])
 
     @property
@@ -66,7 +66,7 @@ class Place:
         return (self.local / name).is_file() if self.local else self._read(name, 0, 1) is not None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of a file from `begin` to before `end`. Raises CheckpointError where it cannot be read."""
+        """The bytes of a file from `begin` up to `end`, exclusive. Raises CheckpointError if it cannot be read."""
         if self.local is None:
             content = self._read(name, begin, end)
             if content is None:
@@ -80,17 +80,17 @@ class Place:
             raise CheckpointError(f"{self}/{name} cannot be read: {error.strerror}") from error
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object that a file holds. Raises CheckpointError where it cannot be read, or is none."""
+        """The JSON object in a file. Raises CheckpointError if it cannot be read, or is not one."""
         try:
             found = json.loads(self.read(name))
         except ValueError as error:
-            raise CheckpointError(f"{self}/{name} is no JSON ({error}); fetch it again") from error
+            raise CheckpointError(f"{self}/{name} is not JSON ({error}); fetch it again") from error
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self}/{name} holds no names but {type(found).__name__}; fetch it again")
+            raise CheckpointError(f"{self}/{name} holds a {type(found).__name__}, not a JSON object; fetch it again")
         return found
 
     def names(self, below: str = "") -> list[str]:
-        """The files below it, by path, sorted; those whose path begins with `below`."""
+        """The paths of the files in it, recursively, sorted; only those that begin with `below`."""
         if self.local is not None:
             files = (path for path in self.local.rglob("*") if path.is_file())
             return sorted(name for path in files if (name := path.relative_to(self.local).as_posix()).startswith(below))

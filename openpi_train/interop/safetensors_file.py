@@ -1,7 +1,7 @@
-"""Files in safetensors' format: opened by their headers, read in parts through a memory map, written tensor by tensor.
+"""Reader and writer of safetensors files: reads parts through a memory map, writes tensor by tensor.
 
-The format (huggingface/safetensors, README "Format"): eight bytes that give the length of a JSON header, the header,
-then the arrays one after the other. The library's writer wants all of them in memory at once, so this is our own.
+The format (huggingface/safetensors, README "Format"): eight bytes with the length of a JSON header, the header, then
+the arrays in order. The library's writer needs all of them in memory at once, so this is our own.
 Read next: `torch_names.py`, which finds a model's parameters in such a file.
 """
 
@@ -33,14 +33,14 @@ _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
 def tensor_names(place: Place) -> Iterable[str]:
-    """The names of the tensors in a folder: in one file, or behind the index of several; none where it has neither."""
+    """The names of the tensors in a folder: of one file, or from the index of several; empty if it has neither."""
     return open_model(place) if place.has(FILE) or place.has(INDEX) else ()
 
 
 def open_model(place: Place) -> Leaves:
     """The tensors of the folder's `model.safetensors`, or of all the files that its index names.
 
-    Raises CheckpointError where a file is missing, torn, or holds other tensors than the index says.
+    Raises CheckpointError if a file is missing, truncated, or holds other tensors than the index lists.
     """
     if place.has(FILE) or not place.has(INDEX):
         return open_file(place, FILE)
@@ -53,7 +53,7 @@ def open_model(place: Place) -> Leaves:
         ) from error
     if absent := [file for file in files if not place.has(file)]:
         raise CheckpointError(
-            f"{place} is not whole: {len(absent)} of the {len(files)} files that its {INDEX} names are missing: "
+            f"{place} is incomplete: {len(absent)} of the {len(files)} files that its {INDEX} names are missing: "
             f"{', '.join(absent[:4])}; fetch them"
         )
     tensors: dict[str, StoredLeaf] = {}
@@ -70,7 +70,7 @@ def open_model(place: Place) -> Leaves:
 
 
 def open_file(place: Place, file: str) -> Leaves:
-    """The tensors of one file by name. Raises CheckpointError where it is missing, torn, or of another form."""
+    """The tensors of one file by name. Raises CheckpointError if it is missing, truncated, or in another format."""
     where = f"{place}/{file}"
     header, begin = _read_header(place, file, where)
     tensors, end = {}, 0
@@ -82,34 +82,32 @@ def open_file(place: Place, file: str) -> Leaves:
                 f"{where}: the header's entry of {name} is damaged ({error}); fetch it again"
             ) from error
         if dtype_name not in _DTYPES:
-            raise CheckpointError(
-                f"{where}: {name} is of type {dtype_name}; parameters are read as {', '.join(_DTYPES)}"
-            )
+            raise CheckpointError(f"{where}: {name} is of type {dtype_name}; supported are {', '.join(_DTYPES)}")
         dtype = _DTYPES[dtype_name]
         if last - first != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{where}: {name} {shape} has {last - first} bytes in the header; fetch it again")
         tensors[name] = _tensor(place, file, begin + first, shape, dtype)
         end = max(end, last)
     if place.local and (size := (place.local / file).stat().st_size) != begin + end:
-        raise CheckpointError(f"{where} is torn: it has {size} bytes, its header tells {begin + end}; fetch it again")
+        raise CheckpointError(f"{where} is truncated: it has {size} of {begin + end} bytes; fetch it again")
     return tensors
 
 
 def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` in their order and types, one after the other, piece by piece.
+    """Write `tensors` in their order and dtypes, piece by piece.
 
-    Raises ValueError for a type that the format has not, or that no parameter is kept in.
+    Raises ValueError for an unsupported dtype.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, leaf in tensors.items():
         if leaf.dtype not in _NAMES:
-            raise ValueError(f"{name} is {leaf.dtype}; safetensors files are written in {', '.join(map(str, _NAMES))}")
+            raise ValueError(f"{name} is {leaf.dtype}; supported dtypes are {', '.join(map(str, _NAMES))}")
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # the arrays begin at a multiple of eight bytes
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # align the arrays to eight bytes
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -125,15 +123,15 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
 
 
 def _read_header(place: Place, file: str, where: str) -> tuple[dict[str, Any], int]:
-    """The header without its metadata, and the offset at which the arrays begin."""
+    """The header without its metadata, and the offset of the first array."""
     start = place.read(file, 0, _LENGTH_BYTES)
     length = struct.unpack("<Q", start)[0] if len(start) == _LENGTH_BYTES else 0
     if not 2 <= length <= _MOST_HEADER_BYTES:
         hint = "; it is a Git LFS pointer: fetch the file itself" if start.startswith(b"version ") else ""
-        raise CheckpointError(f"{where} is no safetensors file, or its first bytes are lost{hint}")
+        raise CheckpointError(f"{where} is not a safetensors file, or its first bytes are lost{hint}")
     text = place.read(file, _LENGTH_BYTES, _LENGTH_BYTES + length)
     if len(text) < length:
-        raise CheckpointError(f"{where} is torn: of its header's {length} bytes it has {len(text)}; fetch it again")
+        raise CheckpointError(f"{where} is truncated: its header has {len(text)} of {length} bytes; fetch it again")
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)

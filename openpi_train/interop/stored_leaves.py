@@ -1,6 +1,6 @@
-"""A checkpoint as every format gives it: names to leaves that are read in parts, so that each device reads its own.
+"""Leaves of an opened checkpoint in any format, which can be read in parts, so that each device reads its own.
 
-Read next: `accounting.py` (which names there must be), `checkpoint_formats.py` (who gives them).
+Read next: `accounting.py` (checks their names), `checkpoint_formats.py` (opens checkpoints).
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from openpi_train.interop.place import Place
 Index = tuple[slice, ...]
 Piece = tuple[Index, np.ndarray]
 Order = Literal["C", "F"]
-# What a leaf is read and written by, so that a host need not hold one whole: its largest has gigabytes.
+# Leaves are read and written in pieces of this size, so that a host need not hold a whole one, of up to gigabytes.
 PIECE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
-    """An array that lies somewhere: `read(index)` gives the part of it that `index` (one slice per dim) names.
+    """A stored array: `read(index)` returns the part given by `index` (one slice per dim).
 
-    `chunk` is the shape of the smallest parts that can be read; None: any part costs no more than itself. `stream`
-    reads a part as pieces, in whatever order suits how the leaf lies; None: any order does.
+    `chunk` is the shape of the smallest parts that can be read; None: any part can be read on its own. `stream` reads
+    a part as pieces, in the order that suits the storage; None: any order does.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class StoredLeaf:
         chunk: tuple[int, ...] | None,
         stream: Callable[[Index], Iterator[Piece]],
     ) -> "StoredLeaf":
-        """A leaf of which every part is put together from the pieces that `stream` gives."""
+        """A leaf whose parts are assembled from the pieces of `stream`."""
 
         def read(index: Index) -> np.ndarray:
             return assembled(stream(index), index, dtype)
@@ -54,27 +54,27 @@ class StoredLeaf:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Size of the leaf in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def everything(self) -> Index:
-        """The index of all of it."""
+        """The index of the whole leaf."""
         return tuple(slice(0, size) for size in self.shape)
 
     def whole(self) -> np.ndarray:
-        """All of it, on this host."""
+        """The whole array, on this host."""
         return self.read(self.everything)
 
     def pieces(self, index: Index | None = None) -> Iterator[Piece]:
-        """The part `index` (None: all of it) as pieces of few bytes; each once, with its own index."""
+        """The part `index` (None: the whole leaf) as small pieces, each with its index."""
         index = self.everything if index is None else index
         if self.stream is not None:
             return self.stream(index)
         return ((where, self.read(where)) for where in blocks(index, self.dtype.itemsize))
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> "StoredLeaf":
-        """The leaf with `function`, which keeps the shape, applied to what is read."""
+        """The leaf with `function`, which must keep shapes, applied when it is read."""
         dtype, stream = function(np.zeros(0, self.dtype)).dtype, self.stream
         return dataclasses.replace(
             self,
@@ -84,12 +84,12 @@ class StoredLeaf:
         )
 
     def cast(self, dtype: Any) -> "StoredLeaf":
-        """The leaf in another type, rounded where it is read."""
+        """The leaf in another dtype, cast when it is read."""
         return self if self.dtype == dtype else self.map(lambda part: part.astype(dtype))
 
 
 def blocks(index: Index, itemsize: int) -> Iterator[Index]:
-    """`index` cut along its first dims into parts of at most `PIECE_BYTES`, in the order of their elements."""
+    """`index` split along its first dims into parts of at most `PIECE_BYTES`, in memory order."""
     sizes = [one.stop - one.start for one in index]
     axis = next((axis for axis, size in enumerate(sizes) if size > 1), None)
     if axis is None or math.prod(sizes) * itemsize <= PIECE_BYTES:
@@ -103,18 +103,18 @@ def blocks(index: Index, itemsize: int) -> Iterator[Index]:
 
 
 def inside(index: Index, box: Index) -> Index:
-    """Where the part `index` lies in an array that holds `box`."""
+    """The position of the part `index` in an array that holds the part `box`."""
     return tuple(slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(index, box, strict=True))
 
 
 def common(one: Index, other: Index) -> Index | None:
-    """The part that both name; None where there is none."""
+    """The intersection of both parts; None if it is empty."""
     both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return both if all(dim.start < dim.stop for dim in both) else None
 
 
 def assembled(pieces: Iterator[Piece], index: Index, dtype: Any) -> np.ndarray:
-    """The part `index` out of its pieces, cast where each is put."""
+    """The part `index` assembled from its pieces, each cast to `dtype`."""
     part = np.empty([one.stop - one.start for one in index], dtype)
     for where, piece in pieces:
         part[inside(where, index)] = piece
@@ -128,7 +128,7 @@ def in_memory(array: Any) -> StoredLeaf:
 
 
 def in_file(file: Any, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0, order: Order = "C") -> StoredLeaf:
-    """An array that lies in a file (open, or by its path) as a leaf."""
+    """An array in a file (open, or given by its path) as a leaf."""
     return StoredLeaf(shape=shape, dtype=dtype, read=lambda index: mapped(file, dtype, shape, offset, order)[index])
 
 
@@ -140,19 +140,19 @@ def mapped(
     order: Order = "C",
     mode: Literal["r", "r+"] = "r",
 ) -> np.ndarray:
-    """An array that lies in a file, mapped. Let go of it soon: what stays mapped counts as this process's memory."""
+    """An array in a file, memory-mapped. Release it soon: mapped pages count as this process's memory."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
-        return np.empty(shape, dtype)  # nothing cannot be mapped
+        return np.empty(shape, dtype)  # an empty array cannot be mapped
     plain = np.memmap(file, np.uint8, mode, offset, (size,)).view(np.ndarray)
     return plain.view(dtype).reshape(shape, order=order)
 
 
 @contextlib.contextmanager
 def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
-    """The leaf so that any part of it costs no more than itself; where it must be, laid out in a file in `folder`.
+    """The leaf in a form in which any part can be read on its own; if necessary, copied to a file in `folder`.
 
-    `folder` None is TMPDIR. That file has no name: nothing is left of it, however this process ends.
+    `folder` None is TMPDIR. The file is anonymous: it is gone however this process ends.
     """
     if leaf.chunk is None and leaf.stream is None:
         yield leaf
@@ -173,12 +173,12 @@ Leaves = Mapping[str, StoredLeaf]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """An opened checkpoint. Nothing but names, shapes and types has been read.
+    """An opened checkpoint. Only names, shapes and types have been read.
 
-    `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate stay as they
-    are, for `accounting.py` to find. `train_state` is by openpi's names (`openpi_state.py`), None where there is none.
-    `norm_stats` holds what each `norm_stats.json` says, by asset id; `experiment` and `tokenizer` are what a run of
-    ours says: its JSON, and its tokenizer's fingerprint; `token_files` is the folder of its tokenizer, None: not there;
+    `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate are unchanged,
+    for `accounting.py` to report. `train_state` is by openpi's names (`openpi_state.py`), None if there is none.
+    `norm_stats` has the content of each `norm_stats.json`, by asset id. For our own runs, `experiment` is the JSON of
+    the experiment, `tokenizer` the tokenizer's fingerprint, and `token_files` the folder of its files, if there;
     `text_length` is the number of text tokens of its longest rows, None where nothing tells.
     """
 
@@ -194,9 +194,9 @@ class Stored:
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The leaf on the devices, cast where it is placed. Each process reads only what its own devices hold, once.
+    """Place the leaf on the devices, cast to `dtype`. Each process reads only what its own devices hold, once.
 
-    Where a chunk holds parts of several devices, these are read together and cut on the host. Every process calls it.
+    Parts of several devices in the same chunk are read together and split on the host. Every process must call it.
     """
     indices = sharding.addressable_devices_indices_map(leaf.shape).values()
     parts = {_bounds(index or (), leaf.shape) for index in indices}
@@ -231,5 +231,5 @@ def _slices(bounds: Sequence[tuple[int, int]]) -> Index:
 
 
 def _is_cut(part: _Bounds, chunk: tuple[int, ...]) -> bool:
-    """Whether reading the part means reading more, which other parts may need too."""
+    """Whether reading the part also reads data outside of it, which other parts may need."""
     return any(end - begin < size for (begin, end), size in zip(part, chunk, strict=False))

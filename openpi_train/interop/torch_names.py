@@ -1,9 +1,9 @@
-"""The family's parameters in PyTorch, as a table: a published name, the tensors that hold it, and how it lies in them.
+"""Table of the pi0 family's parameters in PyTorch: published name, the tensors that hold it, and their layout.
 
 The names are those of openpi's PyTorch models (`models_pytorch/pi0_pytorch.py` and
-`examples/convert_jax_model_to_pytorch.py` at 15a9616), which LeRobot's policies keep behind a prefix; within them are
-Hugging Face's names of PaliGemma and Gemma. PyTorch has a tensor per layer, weights as [outputs, inputs], and heads
-merged. Read next: `openpi_torch.py`.
+`examples/convert_jax_model_to_pytorch.py` at 15a9616), to which LeRobot's policies add a prefix; they contain Hugging
+Face's names of PaliGemma and Gemma. PyTorch has one tensor per layer, weights as [outputs, inputs], and heads merged.
+Read next: `openpi_torch.py`.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, at_han
 
 _PALIGEMMA = "paligemma_with_expert.paligemma."
 _ACTION = "paligemma_with_expert.gemma_expert."
-# The embedding has a second name where it gives logits. What openpi writes, and we, has that name alone.
+# The embedding's name for the input; its other name is that of the tied head, which openpi and we write alone.
 EMBEDDING = f"{_PALIGEMMA}model.language_model.embed_tokens.weight"
 TIED_HEAD = f"{_PALIGEMMA}lm_head.weight"
-# The action expert speaks no words: nothing uses this head of its, but PyTorch's strict loading wants it.
+# The action expert's language head is unused, but PyTorch's strict loading requires it.
 UNUSED_HEAD = f"{_ACTION}lm_head.weight"
 
-# Published name -> (tensor, dims here -> dims there). The first axes here are those of {layer} and of alternatives in
-# the tensor's name; letters in brackets are merged. A bias has the first of the dims there, and its sibling's name.
+# Published name -> (tensor, our dims -> PyTorch's dims). Our first axes are those of {layer} and of alternatives in the
+# tensor's name; letters in brackets are merged. A bias has the first of PyTorch's dims, and the weight's name.
 _TOWER = {
     "embedding/kernel": ("embeddings.patch_embedding.weight", "y x c d -> d c y x"),
     "pos_embedding": ("embeddings.position_embedding.weight", "i n d -> (i n) d"),
@@ -83,12 +83,12 @@ _TABLE: Mapping[str, tuple[str, str]] = dict(_rows())
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """How a parameter of `shape` lies in tensors.
+    """Layout of a parameter of `shape` in PyTorch's tensors.
 
     Attributes:
-        tensors: names by the place that each has in the first axes, the stacked ones.
-        order: the other axes, in the order in which they lie in a tensor.
-        tensor_shape: that of each tensor.
+        tensors: names of the tensors by position in the first, stacked axes.
+        order: the other axes, in the order that they have in a tensor.
+        tensor_shape: the shape of each tensor.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class TensorLayout:
         return self.shape[len(self.shape) - len(self.order) :]
 
     def joined(self, tensors: Leaves) -> StoredLeaf:
-        """The parameter; reading a part of it reads that part of the tensors."""
+        """The parameter as a leaf; reading a part of it reads only that part of the tensors."""
         between = tuple(self.rest[axis] for axis in self.order)
         back = tuple(int(axis) for axis in np.argsort(self.order))
         leaves = {place: tensors[name] for place, name in self.tensors.items()}
@@ -111,7 +111,7 @@ class TensorLayout:
         def read(index: Index) -> np.ndarray:
             stacked, rest = index[: -len(self.order)], index[-len(self.order) :]
             places = [range(*one.indices(size)) for one, size in zip(stacked, self.shape, strict=False)]
-            # `whole` maps a file and reads nothing: the part is cut out of a view.
+            # `whole` maps a file without reading it; the part is a slice of that view.
             parts = [
                 leaves[place].whole().reshape(between).transpose(back)[rest].astype(dtype, copy=False)
                 for place in itertools.product(*places)
@@ -121,7 +121,7 @@ class TensorLayout:
         return StoredLeaf(shape=self.shape, dtype=dtype, read=read)
 
     def split(self, dtype: np.dtype, near: Callable[[], StoredLeaf]) -> dict[str, StoredLeaf]:
-        """The tensors of the parameter that `near` gives so that any part of it is cheap; it is called for each."""
+        """The tensors of the parameter that `near` returns with cheap partial reads; it is called for each tensor."""
         as_it_lies = self.tensor_shape == self.shape and self.order == tuple(range(len(self.shape)))
 
         def tensor(place: tuple[int, ...]) -> StoredLeaf:
@@ -138,7 +138,7 @@ class TensorLayout:
 
 
 def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Where the parameter `published` of this shape lies. Raises KeyError where PyTorch's models have no such one."""
+    """The layout of the parameter `published` of this shape. Raises KeyError if PyTorch's models have none."""
     tensor, dims = _row(published)
     letters, groups = _parsed(dims)
     stacked = shape[: len(shape) - len(letters)]
@@ -153,7 +153,7 @@ def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
 
 @contextlib.contextmanager
 def tensors_of(params: Leaves, folder: Path) -> Iterator[dict[str, StoredLeaf]]:
-    """All parameters, by published name, as tensors; read in this order, one parameter at a time is `at_hand`."""
+    """The tensors of all parameters by published name; read in this order, one parameter at a time is `at_hand`."""
     held: dict[str, StoredLeaf] = {}
     with contextlib.ExitStack() as stack:
 

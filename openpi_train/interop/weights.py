@@ -1,4 +1,4 @@
-"""Start weights: where a run's first parameters come from. Read next: `checkpoint_formats.py`, which opens files."""
+"""Start weights: the source of a run's initial parameters. Read next: `checkpoint_formats.py`, which opens files."""
 
 import abc
 import dataclasses
@@ -17,43 +17,43 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightLoader(abc.ABC):
-    """Named after openpi's field, so that `--weight-loader.params-path` pastes over."""
+    """Source of start weights. Named after openpi's field, so that `--weight-loader.params-path` works unchanged."""
 
     @abc.abstractmethod
     def load(self, model: ModelConfig) -> Leaves:
-        """Parameters by path, opened but not read; what is not in it keeps its fresh value.
+        """Parameters by path, opened but not read; missing ones keep their initial values.
 
         Raises CheckpointError.
         """
 
     def tokenizer(self) -> str | None:
-        """`tokens_fingerprint` of what the weights were trained with; None where that is not recorded."""
+        """`tokens_fingerprint` of the tokenizer that the weights were trained with; None if not recorded."""
         return None
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
-        """The whole training state to go on from, by our names (`openpi_state.state_leaves`); None: a new one."""
+        """The whole training state to continue from, by our names (`openpi_state.state_leaves`); None: a new one."""
         del model
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeightLoader(WeightLoader):
-    """The parameters of a checkpoint of any form in `interop/checkpoint_formats.py`.
+    """The parameters of a checkpoint in any format of `interop/checkpoint_formats.py`.
 
     An empty path starts from fresh weights. Every parameter must be there, save those that `model` adds for LoRA, and
     to a base model that it starts from.
     """
 
-    # A checkpoint: a directory, or an address in a bucket (gs://, s3://); what forms are read, docs/exchange.md says.
+    # A checkpoint: a directory, or an address in a bucket (gs://, s3://), in any format of docs/exchange.md.
     params_path: str = ""
-    # Go on with its whole training state, too: step, optimizer and average; of ours or as openpi's trainer saves it.
+    # Also restore its training state: step, optimizer and average; for our checkpoints and those of openpi's trainer.
     continue_training: bool = False
 
     def load(self, model: ModelConfig) -> Leaves:
-        """All of the checkpoint's parameters, under our paths."""
+        """All parameters of the checkpoint, by our paths."""
         if not self.params_path:
             logger.warning(
-                "start weights: none, every parameter is freshly initialised; "
+                "start weights: none, every parameter is randomly initialised; "
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
@@ -63,13 +63,13 @@ class CheckpointWeightLoader(WeightLoader):
         return params
 
     def tokenizer(self) -> str | None:
-        """What a checkpoint of ours says; other forms say nothing."""
+        """The fingerprint in one of our checkpoints; None for other formats."""
         if not self.params_path:
             return None
         return recorded_tokenizer(open_place(self.params_path))
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
-        """With `continue_training` the checkpoint's state; the learning rate's schedule goes on at its step."""
+        """With `continue_training` the checkpoint's state; the learning rate schedule continues at its step."""
         if not self.continue_training:
             return None
         if not self.params_path:

@@ -1,1 +1,1 @@
-"""Trained policies, loaded and asked for actions. Read next: `loading.py`, then `policy.py`."""
+"""Inference with trained policies. Read next: `loading.py`, then `policy.py`."""

@@ -1,4 +1,4 @@
-"""A loaded policy in an environment: `rollout.Policy`, as it is or with real-time chunking. Read next: `policy.py`."""
+"""Adapts a loaded policy to `rollout.Policy`, with or without real-time chunking. Read next: `policy.py`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from openpi_train.sampling.real_time_chunking import prefix_weights
 
 
 class Acting:
-    """Chunks of a loaded policy from the present control step on, in the robot's units."""
+    """A `rollout.Policy` that returns a loaded policy's chunks from the present step on, in the robot's units."""
 
     def __init__(self, policy: Policy, env: Env):
         self._policy, self._env = policy, env
@@ -39,13 +39,13 @@ class Acting:
 
 
 class ActingInRealTime(Acting):
-    """The same for one batch of episodes, where a chunk is ready `delay` control steps after it was asked for.
+    """Real-time chunking for one batch of episodes: a chunk is ready `delay` control steps after it was requested.
 
-    Meanwhile the chunk before goes on; the new one is inpainted onto it. `execute` actions lie between two questions.
+    Meanwhile the previous chunk is executed; the new one is inpainted onto it. Queries are `execute` actions apart.
     """
 
     def __init__(self, policy: Policy, env: Env, *, delay: int, execute: int):
-        """Raises ValueError where delay and execute do not fit the chunk."""
+        """Raises ValueError if delay and execute do not fit the chunk."""
         super().__init__(policy, env)
         self._delay, self._execute = delay, execute
         self._ahead = policy.form.window.num_ahead
@@ -53,7 +53,7 @@ class ActingInRealTime(Acting):
         self._plan: np.ndarray | None = None
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
-        """What is carried out from now on [b, h, a]: the plan while the new chunk is computed, then that."""
+        """The actions to execute from now on [b, h, a]: the old plan while the new chunk is computed, then that."""
         prepared, draws = self._prepared(observation), _draws(keys)
         if self._plan is None:
             self._plan = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws)])
@@ -65,14 +65,14 @@ class ActingInRealTime(Acting):
         return self._plan
 
     def _towards(self, rest: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rest of the plan as the model's own actions, seen from the present states; and the weights."""
+        """The rest of the plan as normalised model actions relative to the present states, and the weights."""
         robot, (horizon, width) = self._policy.form.robot, self._policy.sampler.chunk
         _, relative = robot.to_model(states, rest)
         assert relative is not None
         known = self._policy.translation.normalize
         actions = normalize(relative, known.stats["actions"], known.form)
         target = np.zeros((len(rest), horizon, width), np.float32)
-        first = horizon - self._ahead  # the actions before lie in the past
+        first = horizon - self._ahead  # earlier actions are in the past
         target[:, first : first + actions.shape[1], : actions.shape[2]] = actions
         weights = np.zeros_like(target)
         weights[:, first:] = self._weights[:, None]
@@ -80,5 +80,5 @@ class ActingInRealTime(Acting):
 
 
 def _draws(keys: Key[Array, " b"]) -> list[int]:
-    """A number per row for the policy's noise."""
+    """One draw number per row, from its key, for the policy's noise."""
     return (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()

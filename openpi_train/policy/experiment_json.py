@@ -1,7 +1,7 @@
-"""From the JSON of a run's experiment (`experiment.as_json`) back to the `Experiment`.
+"""Restores an `Experiment` from its JSON (`experiment.as_json`).
 
-A class is found by its name: among those of an experiment that the caller gives, else among the subclasses, in this
-package, of what the field is typed by. A stored experiment never says where code is to be run from.
+Classes are looked up by name: first among those of an experiment that the caller gives, then among this package's
+subclasses of the field's type. A stored experiment never determines where code is loaded from.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ _OLD_NAMES = {"MetaWorld": "MetaWorldEnv", "Tabletop": "TabletopEnv"}
 
 
 def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = None) -> Experiment:
-    """The experiment that `as_json` wrote down; `like` is one whose classes it may name beside the package's.
+    """The experiment that `as_json` stored; the classes of `like` are allowed in addition to the package's.
 
-    Raises CheckpointError where a class or a field is not known here.
+    Raises CheckpointError if a class or a field is unknown.
     """
     return _convert(value, Experiment, "experiment", _classes(like))
 
 
 def _classes(config: Any) -> dict[str, type]:
-    """The classes of a config and of all that it holds, by name."""
+    """The classes of a config and of everything in it, by name."""
     if isinstance(config, Mapping | list | tuple):
         parts = list(config.values() if isinstance(config, Mapping) else config)
         return {name: cls for part in parts for name, cls in _classes(part).items()}
@@ -44,12 +44,12 @@ def _classes(config: Any) -> dict[str, type]:
 
 
 def _convert(value: Any, hint: Any, where: str, known: Mapping[str, type]) -> Any:
-    """`value` as the type that `hint` asks for."""
+    """`value` converted to the type `hint`."""
     if isinstance(value, Mapping) and _CLASS in value:
         cls = _find(value[_CLASS], hint, known)
         if cls is None:
             raise CheckpointError(
-                f"{where} is a {value[_CLASS]}, which openpi_train has not. If it is your own, name the run's "
+                f"{where} is a {value[_CLASS]}, which openpi_train does not have. If it is your own, give the run's "
                 "experiment: --experiment my_runs.py:NAME, or load_policy(..., experiment='my_runs.py:NAME')"
             )
         return _dataclass(value, cls, where, known)
@@ -68,7 +68,7 @@ def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[s
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     if unknown := sorted(value.keys() - fields - retired(cls) - {_CLASS}):
         raise CheckpointError(
-            f"{where}: a {cls.__name__} has no {', '.join(unknown)} here. The run was made by another version of "
+            f"{where}: {cls.__name__} has no {', '.join(unknown)} here. The run was made by another version of "
             "openpi_train; use that one (its environment.json names the commit)"
         )
     hints = _hints(cls)
@@ -92,10 +92,7 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
-    """The class `name`, or what it is called now, that may stand where `hint` is asked for.
-
-    Its module is imported where that has to be.
-    """
+    """The class `name`, or its present name, that is allowed for the type `hint`; imports its module if needed."""
     bases = [part for part in _parts(hint) if isinstance(part, type)]
     if name in known and issubclass(known[name], tuple(bases)):
         return known[name]
@@ -119,7 +116,7 @@ def _among(bases: Sequence[type], name: str) -> type | None:
 
 
 def _modules_with(name: str, package: str) -> list[str]:
-    """The modules of a part of ours whose text defines the class."""
+    """The modules of this package's part `package` that define the class, found by their text."""
     if not package.startswith(f"{_PACKAGE}."):
         return []
     root = Path(importlib.import_module(package).__file__ or "").parent

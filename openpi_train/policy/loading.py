@@ -1,6 +1,6 @@
-"""`load_policy`: a run's checkpoint, or another one with the experiment that it belongs to, as a `Policy`.
+"""`load_policy`: loads a run's checkpoint, or another one with its experiment, as a `Policy`.
 
-Nothing of the optimizer is read, and each device reads the parameters that it holds. Read next: `policy.py`.
+The optimizer state is not read, and each device reads only the parameters that it holds. Read next: `policy.py`.
 """
 
 import logging
@@ -37,9 +37,9 @@ from openpi_train.sharding.strategy import Plan
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 4, 16)
-# The share of a device's memory up to which each holds all parameters, the rest being for activations and caches.
+# Fraction of a device's memory up to which each device holds all parameters; the rest is for activations and caches.
 _MOST_OF_MEMORY = 0.6
-# Smaller arrays stay whole where the others are cut.
+# Smaller arrays are replicated when the others are sharded.
 _MIN_SHARD_MIB = 4.0
 
 
@@ -59,31 +59,31 @@ def load_policy(
     cut_prompts: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Policy:
-    """The policy that a run trained: `load_policy(run).infer(observation)["actions"]`.
+    """Load a trained policy: `load_policy(run).infer(observation)["actions"]`.
 
     Args:
-        directory: a run's directory (its newest checkpoint is taken), a step's in it, or its `best`; or a checkpoint of
-            another form that `docs/exchange.md` names, with the `experiment` it belongs to. Buckets' addresses go, too.
-        experiment: the run's own experiment, by name or `file.py:name`: needed where it uses classes of your own, and
-            for a checkpoint that does not say whose it is.
-        dataset: which of several datasets' robot and norm stats, by number or asset id.
-        prompt: the instruction where an observation has none; None: the dataset's own, if it has one for all.
-        average: take the averaged parameters (EMA), where the run kept an average.
-        dtype: the type in which parameters are held; None: as they are stored.
-        merge_lora: fold low-rank factors into the weights, for speed.
-        num_sample_steps: denoising steps; None: as many as the run's evaluation takes.
-        batch_sizes: rows of the programs that are compiled; a batch is filled up to the next one.
-        seed: of all noise; None: the run's.
-        tokenizer: another place of the run's tokenizer; None: the checkpoint's own, or where the experiment says.
-        cut_prompts: cut prompts that are too long, with a warning, as training does; else they are errors.
+        directory: a run's directory (its newest checkpoint is used), the directory of a step in it, or its `best`; or a
+            checkpoint in another format of `docs/exchange.md`, with its `experiment`. May be a bucket's address.
+        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own, and for a
+            checkpoint that does not record its experiment.
+        dataset: number or asset id of the dataset whose robot and norm stats are used, if there are several.
+        prompt: the instruction for observations without one; None: the dataset's own, if it has a fixed one.
+        average: use the averaged parameters (EMA), if the run kept an average.
+        dtype: the dtype of the parameters in memory; None: as stored.
+        merge_lora: merge low-rank factors into the weights, for speed.
+        num_sample_steps: denoising steps; None: as in the run's evaluation.
+        batch_sizes: batch sizes to compile; a batch is padded to the next one.
+        seed: seed of all noise; None: the run's.
+        tokenizer: another path of the run's tokenizer; None: the checkpoint's own, or the experiment's.
+        cut_prompts: truncate prompts that are too long, with a warning, as in training; otherwise they are errors.
         devices: the devices to use; None: all of this process.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it does not fit the experiment.
-        UsageError: an argument is missing or not possible; the message says which are.
+        CheckpointError: there is no complete checkpoint, or it does not fit the experiment.
+        UsageError: an argument is missing or invalid; the message names the valid ones.
     """
     if num_sample_steps is not None and num_sample_steps < 1:
-        raise UsageError(f"{num_sample_steps} denoising steps are none; give 1 or more")
+        raise UsageError(f"{num_sample_steps} denoising steps are too few; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
     config, model = run.demonstrations, run.policy
@@ -125,13 +125,13 @@ def load_policy(
             window=run.policy.window,
         ),
         experiment=run.name,
-        # Which step `best` was.
+        # The resolved path, which names the step of `best`.
         checkpoint=stored.where if "://" in stored.where else str(Path(stored.where).resolve()),
     )
 
 
 def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
-    """The checkpoint, opened, and the experiment that it belongs to. Arguments and errors are `load_policy`'s."""
+    """Open a checkpoint and its experiment. Arguments and errors are as in `load_policy`."""
     given = registry.load(experiment) if isinstance(experiment, str) else experiment
     stored = checkpoint_formats.open_checkpoint(directory)
     if stored.experiment is not None:
@@ -142,7 +142,7 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
 
 
 def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
-    """The dataset whose robot and norm stats are meant. Raises UsageError where that is not clear."""
+    """The dataset whose robot and norm stats are used. Raises UsageError if that is ambiguous."""
     datasets = run.demonstrations.datasets
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
     if isinstance(wanted, str):
@@ -151,15 +151,15 @@ def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
         found = [one for n, one in enumerate(datasets) if wanted in (None, n)]
     if len({(repr(one.robot), one.asset) for one in found}) != 1:
         problem = "was trained on several datasets" if wanted is None else f"has no dataset {wanted!r}"
-        raise UsageError(f"the run {problem}; say which robot's policy this is to be with `dataset`: {listing}")
+        raise UsageError(f"the run {problem}; choose the one whose robot is used with `dataset`: {listing}")
     return found[0]
 
 
 def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
     if asset not in stored.norm_stats:
         raise CheckpointError(
-            f"{stored.where} holds no norm stats for {asset!r}, only for {sorted(stored.norm_stats) or 'nothing'}; put "
-            "them in with `convert --norm-stats FILE --asset-id ...`"
+            f"{stored.where} holds no norm stats for {asset!r}, only for {sorted(stored.norm_stats) or 'nothing'}; add "
+            "them with `convert --norm-stats FILE --asset-id ...`"
         )
     try:
         stats = parse_norm_stats(stored.norm_stats[asset], f"the norm stats {asset!r} of {stored.where}")
@@ -179,7 +179,7 @@ def _restored(
     merge_lora: bool,
     devices: Sequence[Any] | None,
 ) -> tuple[PolicyConfig, Params, Plan]:
-    """The model that is to run, its parameters on the devices, and how they lie there."""
+    """The model to run, its parameters on the devices, and their plan."""
     leaves = dict(checkpoint_formats.model_params(stored, model))
     if not average:
         leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)
@@ -207,16 +207,16 @@ def _restored(
 
 
 def _not_averaged(stored: Stored, model: PolicyConfig, leaves: Leaves) -> dict[str, Any]:
-    """The trained parameters themselves, where `params` holds their average."""
+    """The trained parameters themselves, for a checkpoint whose `params` are their average."""
     if stored.train_state is None:
-        raise UsageError(f"{stored.where} has no training state: its parameters are there as they are published only")
+        raise UsageError(f"{stored.where} has no training state, so it has only the published parameters")
     names = openpi.parameter_names(model)
     found = {path: stored.train_state.get(f"params/{names[path]}") for path in leaves}
     return {path: leaf for path, leaf in found.items() if leaf is not None}
 
 
 def _merged(model: PolicyConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
-    """The parameters with low-rank factors folded in: weights that have some in float32, or all in `dtype`."""
+    """The parameters with low-rank factors merged: merged weights in float32, or all weights in `dtype`."""
     adapted = {f"{path.removesuffix('/lora_a')}/weight" for path in params if path.endswith("/lora_a")}
 
     def merge(params: Params) -> Params:
@@ -229,7 +229,7 @@ def _merged(model: PolicyConfig, params: Params, plan: Plan, dtype: str | None) 
 
 
 def _plan(devices: list[Any], leaves: Leaves) -> Plan:
-    """All parameters on every device where they fit, else cut over all of them."""
+    """Replicate all parameters if they fit on each device, else shard them over all devices."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
     if fits or len(devices) == 1:

@@ -1,8 +1,8 @@
-"""What a policy is asked with: the keys of an observation, their checks, and the row that becomes of it.
+"""Observations of a policy: their keys, their checks, and their conversion to a model row.
 
 An observation is a dictionary, nested or with "/" in its keys: the robot's image features, its `state` as a whole or in
-the parts of `Robot.state_keys`, and where the model reads text a `prompt`. openpi's clients send the same under names
-that may lack "observation/" or have it, and images with channels first or as fractions: these go, too.
+the parts of `Robot.state_keys`, and a `prompt` if the model reads text. As openpi's clients send them, names with or
+without "observation/", images with channels first, and images as fractions are accepted too.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from openpi_train.robots.robot import Robot
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"
 _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
-# Characters; models read some hundred tokens.
+# Maximum number of characters; models read a few hundred tokens.
 _MAX_PROMPT_LENGTH = 20_000
-# Pixels along a side. Scaling a longer one takes memory and seconds that its bytes do not show.
+# Maximum pixels along a side: resizing a longer one takes memory and time out of proportion to its bytes.
 _MAX_SIDE = 8192
 
 
 class ObservationError(ValueError):
-    """An observation that the policy cannot act on; the message says which key, what came and what is expected."""
+    """An invalid observation; the message names the key, what was given and what is expected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObservationForm:
     """The observations of a robot for a model that sees `window.history` control steps, the present one last.
 
-    `image_size` is the model's height and width: images of any other are resized as in training. `prompt` stands in
-    where an observation has none; `reads_prompt` is whether the model reads text at all.
+    `image_size` is the model's height and width: other images are resized as in training. `prompt` is the default
+    for observations without one; `reads_prompt` is whether the model reads text at all.
     """
 
     robot: Robot
@@ -45,11 +45,11 @@ class ObservationForm:
 
     @property
     def _history(self) -> tuple[int, ...]:
-        """The axis of control steps, where there is one."""
+        """The axis of control steps, if there is one."""
         return (self.window.history,) if self.window.history > 1 else ()
 
     def spec(self) -> dict[str, dict[str, Any]]:
-        """Every key with its shape and dtype, as a client may build a request; images may have any other size."""
+        """Shape and dtype of every key, for clients to build requests; images may have any other size."""
         images = {"shape": [*self._history, *self.image_size, 3], "dtype": "uint8"}
         spec: dict[str, dict[str, Any]] = {feature: dict(images) for feature in self.robot.cameras.values()}
         spec[STATE] = {"shape": [*self._history, len(self.robot.state_names)], "dtype": "float32"}
@@ -60,7 +60,7 @@ class ObservationForm:
     def row(self, observation: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
         """The row of an observation in the model's units, not normalised; and the robot's present state [s].
 
-        Raises ObservationError, naming the key, what came, and what is expected.
+        Raises ObservationError, naming the key, what was given, and what is expected.
         """
         given = _flat(observation)
         cameras = self.robot.cameras.items()
@@ -76,7 +76,7 @@ class ObservationForm:
         close = difflib.get_close_matches(key, list(given), n=1, cutoff=0.8)
         hint = f" (is {close[0]!r} meant for it?)" if close else ""
         raise ObservationError(
-            f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected are {_listing(self.spec())}"
+            f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected: {_listing(self.spec())}"
         )
 
     def _image(self, key: str, value: Any) -> np.ndarray:
@@ -86,7 +86,7 @@ class ObservationForm:
             if image.shape[-1] != 3 and image.shape[lead] == 3:
                 image = np.moveaxis(image, lead, -1)
             if max(image.shape[lead:-1]) > _MAX_SIDE:
-                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; no side may exceed {_MAX_SIDE}")
+                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; sides are at most {_MAX_SIDE}")
             if image.shape[-1] == 3:
                 return _as_bytes(key, image)
         raise ObservationError(f"{key!r} has the shape {list(image.shape)}; {self._expected('height, width, 3')}")
@@ -121,32 +121,32 @@ class ObservationForm:
                 value = value.item()
             if isinstance(value, str):
                 value.encode()
-        except ValueError as error:  # numpy checks no characters before, and half of a pair has no UTF-8
-            raise ObservationError(f"'prompt' is no text: {error}") from error
+        except ValueError as error:  # numpy does not check characters, and half of a surrogate pair has no UTF-8
+            raise ObservationError(f"'prompt' is not valid text: {error}") from error
         if not isinstance(value, str):
-            raise ObservationError(f"'prompt' is a {type(value).__name__}; expected is a str, the instruction")
+            raise ObservationError(f"'prompt' is a {type(value).__name__}; expected a str, the instruction")
         if len(value) > _MAX_PROMPT_LENGTH:
             raise ObservationError(f"'prompt' has {len(value)} characters, more than {_MAX_PROMPT_LENGTH}")
         return str(value)
 
     def _expected(self, shape: str) -> str:
         if not self._history:
-            return f"expected is [{shape}]"
+            return f"expected [{shape}]"
         steps = self.window.history
         return (
-            f"expected is [{steps}, {shape}]: the last {steps} control steps, the present one last; at an episode's "
-            "start its first step stands in for those before it"
+            f"expected [{steps}, {shape}]: the last {steps} control steps, the present one last; at an episode's "
+            "start, repeat its first step for those before it"
         )
 
 
 def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> dict[str, Any]:
-    """One observation of the last `history` control steps from those of an episode so far, oldest first.
+    """Stack the last `history` observations of an episode, given those so far, oldest first.
 
-    At an episode's start its first step stands in for those before it, as in training.
+    At an episode's start its first observation is repeated, as in training.
     """
     steps = [_flat(one) for one in observations]
     if not steps:
-        raise ObservationError("there is no observation to stack; give those of the episode so far")
+        raise ObservationError("no observations to stack; give those of the episode so far")
     if history == 1:
         return steps[-1]
     steps = [steps[0]] * max(history - len(steps), 0) + steps[-history:]
@@ -154,13 +154,13 @@ def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> di
 
 
 def _flat(observation: Mapping[Any, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
-    """The observation with the keys of nested dictionaries joined by "/". What no robot sends is refused cheaply."""
+    """The observation with the keys of nested dictionaries joined by "/". Checks limits early, at little cost."""
     if depth > _MAX_DEPTH:
-        raise ObservationError(f"the observation has dictionaries in dictionaries, more than {_MAX_DEPTH} deep")
+        raise ObservationError(f"the observation has dictionaries nested more than {_MAX_DEPTH} deep")
     found: dict[str, Any] = {}
     for key, value in observation.items():
         if not isinstance(key, str):
-            raise ObservationError(f"the key {str(key)[:40]} is a {type(key).__name__}; keys are strings")
+            raise ObservationError(f"the key {str(key)[:40]} is a {type(key).__name__}; keys must be strings")
         if len(key) > _MAX_KEY_LENGTH:
             raise ObservationError(f"the key {key[:40]!r}... has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
         name = prefix + key
@@ -171,29 +171,29 @@ def _flat(observation: Mapping[Any, Any], prefix: str = "", depth: int = 1) -> d
 
 
 def _names(key: str) -> tuple[str, ...]:
-    """The names under which a key may come."""
+    """The accepted names of a key."""
     short = key.removeprefix(_PREFIX)
     return key, short, _PREFIX + short
 
 
 def _numbers(key: str, value: Any) -> np.ndarray:
-    """A number, an array of numbers, or lists of numbers or of such arrays with one dtype and shape, as one array.
+    """Convert a number, an array, or lists of numbers or of arrays with the same dtype and shape, to one array.
 
-    Looked at before numpy joins them: it would give each number or text of a list the size of the largest.
+    Checks before numpy joins them, since numpy would give each number or text of a list the size of the largest.
     """
-    with contextlib.suppress(ValueError):  # lists of several lengths
+    with contextlib.suppress(ValueError):  # lists of different lengths
         kinds = set(map(_kind, _leaves(value)))
         array = np.asarray(value) if None not in kinds and len(kinds) <= 1 else np.array(None)
         if array.dtype.kind in "fiu":
             return array
     what = value.dtype if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
     raise ObservationError(
-        f"{key!r} is {what}; expected are numbers: an array, or lists of one length of numbers or of arrays alike"
+        f"{key!r} is {what}; expected numbers: an array, or lists of equal length of numbers or of equal arrays"
     )
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What lists of lists hold in the end; the value itself where it is none."""
+    """The leaves of nested lists; the value itself if it is not a list."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _leaves(one)
@@ -202,7 +202,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _kind(leaf: Any) -> object:
-    """Equal for what numpy joins into one array without making any of it larger; None for what is no number."""
+    """A key that is equal for leaves that numpy joins without making any larger; None for non-numbers."""
     if isinstance(leaf, int | float | np.number):
         return "number"
     array = np.array(None) if isinstance(leaf, memoryview) else np.asarray(leaf)
@@ -210,18 +210,16 @@ def _kind(leaf: Any) -> object:
 
 
 def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
-    """The image as uint8; fractions as openpi's policies take them, which round down."""
+    """The image as uint8; fractions are rounded down, as in openpi's policies."""
     if image.dtype == np.uint8:
         return image
     low, high = image.min(), image.max()
     if image.dtype.kind == "f" and low >= 0 and high <= 1:
         made = np.empty(image.shape, np.uint8)
-        for row in np.ndindex(image.shape[:-2]):  # a whole image of products is as large as what was sent
+        for row in np.ndindex(image.shape[:-2]):  # row by row, to save memory
             made[row] = 255 * image[row]
         return made
-    raise ObservationError(
-        f"{key!r} is {image.dtype} from {low} to {high}; expected is uint8, or fractions from 0 to 1"
-    )
+    raise ObservationError(f"{key!r} is {image.dtype} from {low} to {high}; expected uint8, or fractions from 0 to 1")
 
 
 def _listing(keys: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""`Policy`: from what a robot sees to what it does, in the robot's own units. Read next: `sampler.py`, `loading.py`."""
+"""`Policy`: computes actions from observations, in the robot's own units. Read next: `sampler.py`, `loading.py`."""
 
 import dataclasses
 import itertools
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Policy:
     """A trained policy. Make one with `load_policy`.
 
-    It keeps nothing from one observation to the next but the number of the next draw: `infer` with the same `draw`
-    gives the same actions, bit for bit, on the same devices and at the same batch size.
+    Its only state is the number of the next draw: `infer` with the same `draw` gives the same actions, bit for bit, on
+    the same devices and at the same batch size.
     """
 
     sampler: Sampler
@@ -36,13 +36,13 @@ class Policy:
         """The action chunk for one observation.
 
         Args:
-            observation: what `metadata["observation"]` lists, arrays without a batch axis.
-            draw: which of the policy's possible answers; None takes the next one (0, 1, 2, ...).
+            observation: the entries listed in `metadata["observation"]`, arrays without a batch axis.
+            draw: number of the random sample; None takes the next one (0, 1, 2, ...).
 
         Returns: `actions` float32 [steps, a], in the robot's units, the first for the present control step; the present
         `state` float32 [s]; `draw`; and `policy_timing` with `infer_ms`, from observation to actions.
 
-        Raises ObservationError, which says which key is wrong and what is expected.
+        Raises ObservationError, which names the invalid key and what is expected.
         """
         return self.infer_batch([observation], draws=None if draw is None else [draw])[0]
 
@@ -60,14 +60,14 @@ class Policy:
 
     def prepare(self, observation: Mapping[str, Any]) -> tuple[Row, np.ndarray]:
         """The finished row of an observation, and the robot's present state [s]. Raises ObservationError."""
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are refused below
             row, state = self.form.row(observation)
             try:
                 finished = self.translation.finish(row)
             except ValueError as error:
                 raise ObservationError(str(error)) from error
         if not all(np.isfinite(value).all() for value in finished.values() if value.dtype.kind == "f"):
-            raise ObservationError("the state is so far from all that the policy was trained on that it has no number")
+            raise ObservationError("the state is so far outside the training data that its normalised value overflows")
         return finished, state
 
     def answer(
@@ -76,7 +76,7 @@ class Policy:
         draws: Sequence[int] | None = None,
         towards: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> list[dict[str, Any]]:
-        """The answers to observations that went through `prepare`: `actions`, `state` and `draw` of each.
+        """The answers to observations from `prepare`: `actions`, `state` and `draw` of each.
 
         `towards`: a normalised target and its weights, for real-time chunking (`acting.py`).
         """
@@ -90,21 +90,21 @@ class Policy:
         ]
 
     def replay(self, record: str | Path) -> "Replay":
-        """Ask all again that was recorded (`serve --record`): how many answers, and which came out otherwise.
+        """Replay recorded requests (`serve --record`) and compare the answers with the recorded ones.
 
-        Raises UsageError where this policy samples otherwise than the recorded one.
+        Raises UsageError if this policy's sampling settings differ from the recorded ones.
         """
-        from openpi_train.policy.record import replay  # msgpack, which serving alone needs
+        from openpi_train.policy.record import replay  # msgpack, which only serving needs
 
         return replay(self, record)
 
     def warm_up(self) -> None:
-        """Compile for every shape now, not at the first observation that has it."""
+        """Compile for every shape now instead of at the first observation with it."""
         self.sampler.warm_up()
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a client needs to know: every key of an observation, the robot, its actions and their rate."""
+        """Information for clients: the keys of an observation, the robot, its actions and their rate."""
         robot, window = self.form.robot, self.form.window
         return {
             "observation": self.form.spec(),

@@ -1,7 +1,8 @@
-"""A record of what a policy was asked and answered, and the same asked again: equal bit for bit on equal devices.
+"""Records of a policy's requests and answers, and their replay, which is equal bit for bit on equal devices.
 
-A file of msgpack messages (`wire.py`): first how the policy samples, then one per batch, in the order in which they
-ran. Batches are replayed as they were, since another batch size is another program, whose sums may round otherwise.
+A record is a file of msgpack messages (`wire.py`): first the sampling settings, then one message per batch, in the
+order in which they ran. Replay keeps the batches, since another batch size is another program, which may round
+differently.
 """
 
 import dataclasses
@@ -23,29 +24,29 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """How many answers were asked for again, and the draws of those that came out otherwise."""
+    """Result of a replay: the number of answers, and the draws of those that differ."""
 
     answers: int
     different: tuple[int, ...]
 
 
 class RequestRecorder:
-    """Writes requests and answers to a file that does not exist yet. For any thread."""
+    """Writes requests and answers to a new file. Thread-safe."""
 
     def __init__(self, path: str | Path, policy: Policy):
         try:
             self._file = Path(path).open("xb", buffering=0)  # noqa: SIM115 - until `close`
         except FileExistsError:
-            raise UsageError(f"{path} exists; give a record another file, or move this one away") from None
+            raise UsageError(f"{path} exists; give another file for the record, or move this one away") from None
         except OSError as error:
             raise UsageError(f"--record {path} cannot be written: {error.strerror}") from error
         self._lock = threading.Lock()
         self._write({"format": _FORMAT, **_sampling(policy), "metadata": policy.metadata})
 
     def write(self, observations: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> None:
-        """Note one batch, as it ran: whole, or not at all.
+        """Append one batch as it ran, atomically.
 
-        Raises ValueError where it has no form in the record, OSError where the disk does not take it.
+        Raises ValueError if it cannot be encoded, OSError if it cannot be written.
         """
         draws = [answer["draw"] for answer in answers]
         actions = [answer["actions"] for answer in answers]
@@ -70,18 +71,18 @@ class RequestRecorder:
 
 
 def read_record(path: str | Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """How the recorded policy sampled, and its batches, read one by one. Raises DataError for another kind of file."""
+    """The recorded policy's sampling settings, and its batches, read one by one. Raises DataError for other files."""
     messages = _messages(Path(path))
     header = next(messages, None)
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise DataError(f"{path} is no record of a policy's answers (serve --record)")
+        raise DataError(f"{path} is not a record of a policy's answers (serve --record)")
     return header, messages
 
 
 def replay(policy: Policy, path: str | Path) -> Replay:
-    """Ask `policy` all that the record holds, again.
+    """Run `policy` on all recorded requests and compare the answers.
 
-    Raises UsageError where the policy samples otherwise than the recorded one, DataError where the file is torn.
+    Raises UsageError if the policy's sampling settings differ from the recorded ones, DataError for a damaged file.
     """
     header, batches = read_record(path)
     for name, value in _sampling(policy).items():
@@ -99,7 +100,7 @@ def replay(policy: Policy, path: str | Path) -> Replay:
 
 
 def _sampling(policy: Policy) -> dict[str, Any]:
-    """What decides how the policy samples, beside its parameters."""
+    """The policy's sampling settings: what determines its answers besides the parameters."""
     sampler = policy.sampler
     return {"batch_sizes": list(sampler.sizes), "seed": sampler.seed, "num_sample_steps": sampler.num_steps}
 
@@ -111,10 +112,10 @@ def _messages(path: Path) -> Iterator[Any]:
                 size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
                 data = file.read(size) if 0 <= size <= path.stat().st_size else b""
                 if len(data) != size:
-                    raise DataError(f"{path} ends in the middle of a batch; all before it was read")
-                # Our own, of a whole batch, and as deep as a request and what is around it.
+                    raise DataError(f"{path} ends in the middle of a batch; everything before it was read")
+                # Trusted: our own messages hold a whole batch, and are nested deeper than a request.
                 yield wire.decode(data, wire.Bounds(items=size, text_bytes=size, depth=2 * wire.Bounds.depth))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except wire.WireError as error:
-        raise DataError(f"{path} is damaged, or no record: {error}") from error
+        raise DataError(f"{path} is damaged, or not a record: {error}") from error

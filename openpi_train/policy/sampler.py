@@ -1,7 +1,7 @@
 """Compiled sampling of normalised action chunks, in a few fixed shapes. Read next: `sampling/action_sampler.py`.
 
-Rows are filled up to a batch size, and prompts to a length, that a program was compiled for; what a row gets does not
-depend on the others of its batch.
+Batches are padded to a batch size, and prompts to a length, that a program was compiled for; a row's result does not
+depend on the other rows of its batch.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ _NOT_OBSERVED = ("actions", "action_mask", "dim_mask")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Draws chunks with `params` (by path, laid out by `plan`). One program runs at a time, whoever asks.
+    """Draws chunks with `params` (by path, laid out by `plan`). Thread-safe: one program runs at a time.
 
-    `batch_sizes` are rows of a program, rounded up to whole rows for each device; `text_lengths` tokens of its prompts,
-    None for a model that reads none. Rows come with the longest.
+    `batch_sizes` are the compiled batch sizes, rounded up to multiples of the number of devices; `text_lengths` are the
+    compiled prompt lengths, None for a model that reads no text. Rows have the longest.
     """
 
     model: PolicyConfig
@@ -64,13 +64,13 @@ class Sampler:
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """Actions of a chunk, and the model's action dims."""
+        """Number of actions in a chunk, and of action dims in the model."""
         horizon, width = self.model.batch_spec(1, self.cameras).actions.shape[1:]
         return horizon, width
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of its images; zeros where it sees none."""
+        """Height and width of the model's images; zeros if it has none."""
         shapes = [shape for name, (shape, _) in self.row_spec().items() if name.startswith("image/")]
         return (shapes[0][-3], shapes[0][-2]) if shapes else (0, 0)
 
@@ -127,7 +127,7 @@ class Sampler:
             return np.asarray(jax.device_get(self._programs[which](self.params, inputs)), np.float32)
 
     def _program(self) -> Any:
-        """The function of parameters and (observation, draws, and a target with its weights or none) to be compiled."""
+        """The function to compile, of parameters and (observation, draws, and optionally a target with its weights)."""
         graphdef = nnx.split(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))))[0]
 
         def share(params: Any, batch: Any, rest: None) -> Any:

@@ -1,12 +1,12 @@
-"""Dictionaries of arrays as bytes, in openpi's framing: msgpack, with maps that stand for numpy's arrays and scalars.
+"""Serialization of dictionaries of arrays in openpi's format: msgpack, with maps for numpy arrays and scalars.
 
     array    {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [2, 3]}
     scalar   {b"__npgeneric__": True, b"data": 1.5, b"dtype": "<f4"}
 
-Nothing that is read can run: types are numbers, truth values and text alone, never objects. What comes is taken for
-hostile until it is checked. So it is read here and not by msgpack's own reader, which builds a map of millions of keys
-before one can object, holds Python's lock meanwhile, and copies all arrays. Here lists and maps are counted before they
-are built, other threads may run between two values, and arrays and bytes are read-only views of the message.
+Decoding never executes code: dtypes are limited to numbers, booleans and text, never objects. Messages are untrusted.
+So they are parsed here and not with msgpack's reader, which builds maps of millions of keys before they can be refused,
+holds the GIL meanwhile, and copies all arrays. Here lists and maps are counted before they are built, other threads
+may run between two values, and arrays and bytes are read-only views of the message.
 Read next: `record.py`, `serve/server.py`.
 """
 
@@ -24,7 +24,7 @@ _TYPES = re.compile(rf"{_NUMBERS.pattern}|[<>|=]?[SU][1-9][0-9]{{0,5}}")
 _MAX_DIMS = 8
 _MAX_KEY_BYTES = 256
 
-# msgpack's first bytes; small numbers, lists, maps and texts have theirs in `_Reader.value`.
+# msgpack's type bytes; those of small numbers, lists, maps and texts are in `_Reader.value`.
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _FORMS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"}
 _FORMS |= {0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
@@ -36,48 +36,48 @@ _MAP_SIZES = {0xDE: ">H", 0xDF: ">I"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a message may hold: values in all its lists and maps, bytes in all its texts, lists in lists."""
+    """Limits of a message: values in all its lists and maps, bytes in all its texts, and nesting depth."""
 
-    # One byte each on the wire, up to a hundred in memory, a microsecond to read.
+    # Each takes one byte or more in the message, up to a hundred in memory, and a microsecond to read.
     items: int = 10_000
-    # Python may take four bytes for each.
+    # Python may use four bytes for each.
     text_bytes: int = 1 << 18
     depth: int = 32
 
 
 class WireError(ValueError):
-    """Bytes that are no message of this framing."""
+    """Bytes that are not a valid message of this format."""
 
 
 def encode(message: Any) -> bytes:
-    """The message as bytes. Raises TypeError for what the framing has no form for."""
+    """Encode a message as bytes. Raises TypeError for types that the format does not support."""
     packed = msgpack.packb(message, default=_stand_in)
     assert packed is not None
     return packed
 
 
 def decode(data: bytes, bounds: Bounds = Bounds()) -> Any:
-    """The message that the bytes hold. Raises WireError, also where it goes beyond `bounds`."""
+    """Decode a message. Raises WireError if it is invalid or exceeds `bounds`."""
     reader = _Reader(data, bounds)
     try:
         message = reader.value()
     except WireError:
         raise
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise WireError(f"the message is no msgpack as openpi's clients send it: {str(error)[:200]}") from error
+        raise WireError(f"the message is not msgpack in openpi's format: {str(error)[:200]}") from error
     reader.finish()
     return message
 
 
 class _Reader:
-    """Reads a message value by value, and counts what a list or map says that it holds before it is built."""
+    """Reads a message value by value, and counts the announced items of a list or map before it is built."""
 
     def __init__(self, data: bytes, bounds: Bounds):
         self._data, self._position, self._bounds = memoryview(data), 0, bounds
         self._items = self._text_bytes = 0
 
     def value(self, depth: int = 0) -> Any:
-        """The next value; bytes come as views of the message."""
+        """The next value; bytes are views of the message."""
         code = self._take(1)[0]
         if code < 0x80:
             return code
@@ -101,20 +101,18 @@ class _Reader:
             return self._list(self._number(_LIST_SIZES[code]), depth)
         if code in _MAP_SIZES:
             return self._map(self._number(_MAP_SIZES[code]), depth)
-        raise WireError(f"the message is no msgpack as openpi's clients send it: no value begins with {code:#x}")
+        raise WireError(f"the message is not msgpack in openpi's format: no value begins with {code:#x}")
 
     def finish(self) -> None:
-        """Raises WireError where anything is left."""
+        """Raise WireError if any bytes are left."""
         if left := len(self._data) - self._position:
-            raise WireError(
-                f"the message is no msgpack as openpi's clients send it: {left} bytes follow its end (is it text?)"
-            )
+            raise WireError(f"the message is not msgpack in openpi's format: {left} bytes follow its end (is it text?)")
 
     def _take(self, size: int) -> memoryview:
         end = self._position + size
         if end > len(self._data):
             raise WireError(
-                f"the message is no msgpack as openpi's clients send it: it is cut off, {end - len(self._data)} bytes "
+                f"the message is not msgpack in openpi's format: it is cut off, {end - len(self._data)} bytes "
                 "are missing"
             )
         taken = self._data[self._position : end]
@@ -131,7 +129,7 @@ class _Reader:
         return str(self._take(size), "utf-8")
 
     def _enter(self, items: int, depth: int) -> None:
-        """Before a list or map: count what it says that it holds, and look how deep it lies."""
+        """Check a list or map before it is built: count its announced items, and check its depth."""
         self._items += items
         if self._items > self._bounds.items:
             raise WireError(f"the message has more than {self._bounds.items} values in lists and maps; send arrays")
@@ -150,7 +148,9 @@ class _Reader:
             if isinstance(key, memoryview) and len(key) <= _MAX_KEY_BYTES:
                 key = bytes(key)
             if not isinstance(key, str | bytes):
-                raise WireError(f"a {type(key).__name__} is no key; keys are text, or at most {_MAX_KEY_BYTES} bytes")
+                raise WireError(
+                    f"a {type(key).__name__} is not a key; keys are text, or at most {_MAX_KEY_BYTES} bytes"
+                )
             found[key] = self.value(depth + 1)
         if b"__ndarray__" in found:
             return _array(found)
@@ -162,12 +162,12 @@ class _Reader:
 def _stand_in(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         if not _TYPES.fullmatch(value.dtype.str):
-            raise TypeError(f"arrays of {value.dtype} have no form on the wire; send numbers, truth values or text")
+            raise TypeError(f"arrays of {value.dtype} cannot be sent; send numbers, booleans or text")
         if isinstance(value, np.ndarray):
             shape = list(value.shape)
             return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": shape}
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"a {type(value).__name__} has no form on the wire")
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
 def _array(value: dict[Any, Any]) -> np.ndarray:
@@ -186,19 +186,19 @@ def _array(value: dict[Any, Any]) -> np.ndarray:
 def _scalar(value: dict[Any, Any]) -> np.generic:
     data = value.get(b"data")
     if not isinstance(data, bool | int | float):
-        raise WireError(f"a scalar is a number, not a {type(data).__name__}")
+        raise WireError(f"a scalar must be a number, not a {type(data).__name__}")
     return _dtype(value, _NUMBERS).type(data)
 
 
 def _dtype(value: dict[Any, Any], allowed: re.Pattern[str] = _TYPES) -> np.dtype:
     name = value.get(b"dtype")
     if not isinstance(name, str) or not allowed.fullmatch(name):
-        raise WireError(f"arrays of {_brief(name)} are not read; allowed: numbers, truth values and text")
+        raise WireError(f"arrays of {_brief(name)} are not read; allowed: numbers, booleans and text")
     return np.dtype(name)
 
 
 def _brief(value: Any) -> str:
-    """A value for an error message: short, and nothing of an array or of bytes, whose contents are not checked."""
+    """A short text of a value for an error message, without the unchecked contents of arrays and bytes."""
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, list) and all(isinstance(one, int | float | str | None) for one in value[: _MAX_DIMS + 1]):

@@ -1,7 +1,7 @@
-"""ALOHA's pair of ViperX arms, real or simulated: joint positions of both. Read next: `arm.py`.
+"""ALOHA's two ViperX arms, real or simulated, with joint positions. Read next: `arm.py`.
 
-pi0's base model was trained in other units: three joints turn the other way, and grippers are angles of their motor,
-not openings of their fingers. `adapt_to_pi` converts between the two, with openpi's constants (Physical-Intelligence/
+pi0's base model was trained in other units: three joints have the opposite sign, and grippers are motor angles, not
+finger openings. `adapt_to_pi` converts between the two, with openpi's constants (Physical-Intelligence/
 openpi at 15a9616, `policies/aloha_policy.py`), which are Interbotix's and ALOHA's; `tests/golden` holds its numbers.
 """
 
@@ -15,10 +15,10 @@ from openpi_train.robots.arm import Arm
 _ARM = ("waist_rad", "shoulder_rad", "elbow_rad", "forearm_roll_rad", "wrist_angle_rad", "wrist_rotate_rad")
 _GRIPPERS = (6, 13)
 _FLIPPED = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
-# The fingers' distance from the motor's axis at 0 and 1, and the linkage that moves them, in metres.
+# The fingers' distance from the motor's axis at 0 and 1, and the dimensions of the linkage, in metres.
 _FINGER_M = (0.01844, 0.05800)
 _ROD_M, _HORN_M = 0.036, 0.022
-# The motor's angles at 0 and 1: in pi0's states, and in ALOHA's commands.
+# The motor angles at 0 and 1: in pi0's states, and in ALOHA's commands.
 _PI_RAD = (0.5476, 1.6296)
 _COMMAND_RAD = (-0.6213, 1.4910)
 
@@ -35,7 +35,7 @@ class Aloha(Arm):
             "right_wrist_0_rgb": "observation/images/cam_right_wrist",
         }
     )
-    # Convert to the units of pi0's base model; the simulated robot's policies are trained without.
+    # Convert to the units of pi0's base model; policies of the simulated robot are trained without it.
     adapt_to_pi: bool = True
     # Whether the model sees joint targets relative to the joints at the chunk's start.
     relative: bool = True
@@ -47,7 +47,7 @@ class Aloha(Arm):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """As the state."""
+        """The same as the state's."""
         return self.state_names
 
     @property
@@ -57,32 +57,32 @@ class Aloha(Arm):
 
     @property
     def delta_mask(self) -> tuple[bool, ...] | None:
-        """All joints but the grippers, or no dim."""
+        """All joints except the grippers, or None."""
         return ((True,) * 6 + (False,)) * 2 if self.relative else None
 
     def to_model(self, state: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """As any robot's, in pi0's units with `adapt_to_pi`."""
+        """As `Robot.to_model`, in pi0's units with `adapt_to_pi`."""
         if self.adapt_to_pi:
             state = _converted(state, _finger_to_pi)
             actions = None if actions is None else _converted(actions, _command_to_pi)
         return super().to_model(state, actions)
 
     def from_model(self, actions: np.ndarray, state: np.ndarray) -> np.ndarray:
-        """As any robot's, from pi0's units with `adapt_to_pi`."""
+        """As `Robot.from_model`, from pi0's units with `adapt_to_pi`."""
         if not self.adapt_to_pi:
             return super().from_model(actions, state)
         return _converted(super().from_model(actions, _converted(state, _finger_to_pi)), _pi_to_command)
 
 
 def _converted(values, gripper):
-    """Joints turned to the other convention, which undoes itself, and grippers by `gripper`."""
+    """Joints in the other sign convention (its own inverse), and grippers converted by `gripper`."""
     values = values * _FLIPPED.astype(values.dtype)
     values[..., _GRIPPERS] = gripper(values[..., _GRIPPERS])
     return values
 
 
 def _finger_to_pi(opening):
-    """Finger opening 0..1 -> the motor's angle as a fraction of `_PI_RAD`, by the law of cosines for its linkage."""
+    """Finger opening 0..1 -> motor angle as a fraction of `_PI_RAD`, by the law of cosines for the linkage."""
     distance = _between(opening, _FINGER_M)
     sine = (_HORN_M**2 + distance**2 - _ROD_M**2) / (2 * _HORN_M * distance)
     return _fraction(np.arcsin(np.clip(sine, -1.0, 1.0)), _PI_RAD)

@@ -1,4 +1,4 @@
-"""Arms whose states and actions are columns of their data, put side by side: most robots. Read next: `droid.py`."""
+"""Base class of arms whose states and actions are concatenated columns of their data. Read next: `droid.py`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from openpi_train.robots.robot import Robot, Steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm(Robot):
-    """A robot that is read column by column; a subclass says what the dims are. Every step may start a window."""
+    """A robot whose data are read column by column; subclasses name the dims. Every step may start a window."""
 
     # Features that make up the state, in order.
     state_columns: tuple[str, ...] = ("observation/state",)
@@ -19,7 +19,7 @@ class Arm(Robot):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """As the dataset's features."""
+        """The names of the dataset's features."""
         return self.state_columns
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:

@@ -1,7 +1,7 @@
-"""WidowX arms as BridgeData V2 records them: end-effector pose and gripper, one arm or two.
+"""WidowX arms as in BridgeData V2: end-effector pose and gripper, one arm or two.
 
 Each arm has 7 dims: position (m), Euler angles (rad), gripper (0 closed .. 1 open). Actions are either the dataset's
-own per-step pose deltas, or (`trajectory`) the poses that the arm reached, which the model sees relative to the pose at
+own per-step pose deltas, or (`trajectory`) the poses that the arm reached, relative for the model to the pose at
 the chunk's start. Read next: `data/windows.py`, the caller.
 """
 
@@ -14,7 +14,7 @@ from openpi_train.robots.robot import Robot, Steps
 
 _POSE = ("x_m", "y_m", "z_m", "roll_rad", "pitch_rad", "yaw_rad")
 _ARM_DIMS = len(_POSE) + 1
-_NULL_ACTION = 1e-5  # The sample's null first actions stay below 8e-7, a real one's largest pose dim above 1e-4.
+_NULL_ACTION = 1e-5  # In the sample, null actions stay below 8e-7; the largest pose dim of others is above 1e-4.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,15 @@ class Bridge(Robot):
     """BridgeData V2's conventions.
 
     `num_arms` 2 is the dual-arm layout (14 dims, first arm first); a dataset of one arm fills the first and leaves
-    zeros for the second. `trajectory` takes the pose of the next step as action (the gripper stays the commanded one);
-    an episode's last step has none, so there the arm stays where it is.
+    zeros for the second. `trajectory` uses the pose of the next step as action (the gripper is still the commanded
+    one); an episode's last step has no next one, so its action is its own pose.
     """
 
     # The model's camera slot: the dataset's image feature.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"base_0_rgb": "observation/image_0"})
     # Arms in the layout, 7 dims each.
     num_arms: int = 1
-    # Learn the poses reached, relative to the present one, rather than the recorded deltas.
+    # Predict the poses reached, relative to the present one, instead of the recorded deltas.
     trajectory: bool = False
     # The dataset's state feature.
     state_column: str = "observation/state"
@@ -48,7 +48,7 @@ class Bridge(Robot):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """As the state, or with `delta_` where actions are per-step pose deltas."""
+        """The state's names, with the prefix `delta_` if actions are per-step pose deltas."""
         return self._names("" if self.trajectory else "delta_")
 
     @property
@@ -58,11 +58,11 @@ class Bridge(Robot):
 
     @property
     def delta_mask(self) -> tuple[bool, ...] | None:
-        """Every pose dim in the trajectory variant; none where the actions are deltas already."""
+        """Every pose dim with `trajectory`; otherwise None, as the actions are already deltas."""
         return ((True,) * len(_POSE) + (False,)) * self.num_arms if self.trajectory else None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions, with null first actions marked as not to be trained on."""
+        """States and actions; windows must not start at null first actions."""
         state, recorded = self._column(columns, self.state_column), self._column(columns, self.action_column)
         first = np.concatenate([[0], np.asarray(episode_ends, np.int64)[:-1]])
         is_pose = np.arange(recorded.shape[1]) % _ARM_DIMS != len(_POSE)
@@ -76,7 +76,7 @@ class Bridge(Robot):
         return Steps(state=self._padded(state), actions=self._padded(actions), use=use)
 
     def to_model(self, state: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """As any robot's, with relative angles wrapped to [-pi, pi): a yaw that passes pi is a small motion."""
+        """As `Robot.to_model`, with relative angles wrapped to [-pi, pi), so a yaw that passes pi is a small motion."""
         state, actions = super().to_model(state, actions)
         if actions is None or not self.trajectory:
             return state, actions

@@ -30,7 +30,7 @@ class Droid(Arm):
     state_columns: tuple[str, ...] = ("observation/joint_position", "observation/gripper_position")
     # Features that make up the action, in order; `{action}` is the field of that name.
     action_columns: tuple[str, ...] = ("action_dict/{action}", "action_dict/gripper_position")
-    # What is commanded: velocities as recorded, or positions, which the model sees relative to the chunk's start.
+    # The commands: velocities as recorded, or positions, which the model sees relative to the chunk's start.
     action: Literal["joint_velocity", "joint_position"] = "joint_velocity"
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
@@ -56,5 +56,5 @@ class Droid(Arm):
 
     @property
     def delta_mask(self) -> tuple[bool, ...] | None:
-        """All joints where positions are commanded, no dim where velocities are."""
+        """All joints if positions are commanded; None for velocities."""
         return (True,) * 7 + (False,) if self.action == "joint_position" else None

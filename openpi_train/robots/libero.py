@@ -23,7 +23,7 @@ class Libero(Arm):
     state_columns: tuple[str, ...] = ("state",)
     # Features that make up the action, in order.
     action_columns: tuple[str, ...] = ("actions",)
-    # Whether the model sees the deltas less the state's pose: openpi's `pi0_libero` was trained so, `pi05_libero` not.
+    # Whether the state's pose is subtracted from the deltas: in openpi's `pi0_libero` it was, in `pi05_libero` not.
     extra_delta: bool = False
 
     @property
@@ -34,7 +34,7 @@ class Libero(Arm):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The controller's deltas, as fractions of its largest step; -1 opens the gripper and 1 closes it."""
+        """The controller's deltas, as fractions of its maximum step; -1 opens the gripper and 1 closes it."""
         forms = ("delta_{}_fraction", "delta_rotation_{}_fraction")
         return (*(form.format(axis) for form in forms for axis in _AXES), "gripper_closing_sign")
 
@@ -45,5 +45,5 @@ class Libero(Arm):
 
     @property
     def delta_mask(self) -> tuple[bool, ...] | None:
-        """No dim, or the pose where the model was trained with `extra_delta`."""
+        """None, or the pose dims with `extra_delta`."""
         return (True,) * 6 + (False,) if self.extra_delta else None

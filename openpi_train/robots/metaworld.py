@@ -1,4 +1,4 @@
-"""Meta-World's Sawyer arm: the motion of the hand and the fingers' effort, from its 39 numbers of state.
+"""Meta-World's Sawyer arm: 39 state dims; actions are the hand's motion and the fingers' effort.
 
 Read next: `arm.py`, which reads the columns; `envs/metaworld_env.py`, whose conventions these are.
 """
@@ -14,9 +14,9 @@ _NOW = (*_HAND, *(f"object_{number}_{name}" for number in (1, 2) for name in _PO
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetaWorld(Arm):
-    """What `data collect metaworld` writes. Without pictures; give it `cameras` for those of the store.
+    """The data that `data collect metaworld` writes. No cameras by default; set `cameras` to use the store's pictures.
 
-    Objects that a task lacks are zeros. Motions are hundredths of a metre per control step, within -1..1.
+    Absent objects are zeros. Motions are in hundredths of a metre per control step, within -1..1.
     """
 
     # The store's arrays that make up the state.
@@ -26,20 +26,20 @@ class MetaWorld(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Hand and objects now, the same one control step ago, and the goal."""
+        """Hand and objects now and one control step ago, and the goal."""
         return (*_NOW, *(f"before_{name}" for name in _NOW), "goal_x_m", "goal_y_m", "goal_z_m")
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Motion of the hand, and how hard the fingers close."""
+        """Motion of the hand, and closing effort of the fingers."""
         return ("delta_x_cm", "delta_y_cm", "delta_z_cm", "closing_effort")
 
     @property
     def control_hz(self) -> float:
-        """Five of MuJoCo's steps of 0.0025 s."""
+        """80 Hz: a control step is five MuJoCo steps of 0.0025 s."""
         return 80.0
 
     @property
     def delta_mask(self) -> None:
-        """No dim: motions are relative already."""
+        """None: motions are already relative."""
         return None

@@ -1,6 +1,6 @@
-"""Arms of Open X-Embodiment and DROID in one convention, whatever the dataset's: motion of the end effector, gripper.
+"""Arms of Open X-Embodiment and DROID, converted to one action convention: end-effector motion and gripper.
 
-Read next: `openx_layouts.py`, a line for each dataset; `data/rlds/rlds_source.py`, which opens them.
+Read next: `openx_layouts.py`, one entry per dataset; `data/rlds/rlds_source.py`, which opens them.
 """
 
 import dataclasses
@@ -20,23 +20,23 @@ _POSES = {
     "joints_6": tuple(f"joint_{number}_rad" for number in range(1, 7)),
     "joints_7": tuple(f"joint_{number}_rad" for number in range(1, 8)),
 }
-# Units are the dataset's: metres and radians in some, fractions of a controller's largest step in others.
+# Units are the dataset's: metres and radians in some, fractions of a controller's maximum step in others.
 _MOTION = (*(f"delta_{axis}" for axis in _AXES), "delta_roll", "delta_pitch", "delta_yaw")
-# A relative command below this is none, and one of a moving gripper has arrived within the other of 0 or 1.
+# Relative commands below the first count as none; a moving gripper within the second of 0 or 1 has arrived.
 _SMALLEST_COMMAND, _ARRIVED = 0.1, 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenX(Robot):
-    """One of `openx_layouts.LAYOUTS`: actions of 7, motion as recorded and the gripper commanded, 0 closed .. 1 open.
+    """A robot of `openx_layouts.LAYOUTS`: actions of 7 dims, recorded motion and gripper command (0 closed .. 1 open).
 
-    The state is the pose in the dataset's form and the gripper where it is recorded. Different datasets have different
-    dims and units, so each has norm stats of its own.
+    The state is the pose in the dataset's representation, and the gripper if recorded. Datasets differ in dims and
+    units, so each has its own norm stats.
     """
 
     # The dataset's name, as in Open X-Embodiment.
     layout: str = "fractal20220817_data"
-    # The model's camera slot: the dataset's image feature; the layout's where none is given.
+    # The model's camera slot: the dataset's image feature; by default the layout's.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -48,7 +48,7 @@ class OpenX(Robot):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The pose, and the gripper where there is one: 0 closed .. 1 open, or as recorded."""
+        """The pose, and the gripper if there is one: 0 closed .. 1 open, or as recorded."""
         if self._layout.gripper is None:
             return _POSES[self._layout.form]
         return (*_POSES[self._layout.form], f"gripper_{'fraction' if self._is_closing else 'recorded'}")
@@ -65,11 +65,11 @@ class OpenX(Robot):
 
     @property
     def delta_mask(self) -> None:
-        """No dim: the recorded actions are deltas already."""
+        """None: the recorded actions are already deltas."""
         return None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions in the one convention; every step may start a window."""
+        """States and actions in the common convention; every step may start a window."""
         layout, ends = self._layout, np.asarray(episode_ends)
         state = [self._part(columns, part) for part in layout.pose]
         self._check(sum(part.shape[1] for part in state), len(_POSES[layout.form]), "pose")
@@ -113,9 +113,9 @@ class OpenX(Robot):
 def opening(recorded: np.ndarray, episode_ends: np.ndarray, says: GripperAction) -> np.ndarray:
     """Gripper actions [n] as 0 closed .. 1 open.
 
-    Commands that only say "close" or "open" hold until the next; before an episode's first one the gripper is as that
-    one finds it, open where there is none. While a gripper moves it counts as what it arrives at; where an episode ends
-    before, as its last number. As in Octo (`data/utils/data_utils.py`: rel2abs_gripper_actions,
+    Relative commands ("close" or "open") hold until the next one; before an episode's first one the gripper is in the
+    opposite state, or open if there is none. A moving gripper has the value at which it arrives; if the episode ends
+    before that, its last value. As in Octo (`data/utils/data_utils.py`: rel2abs_gripper_actions,
     binarize_gripper_actions).
     """
     if says in ("open", "closed"):

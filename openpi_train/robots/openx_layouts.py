@@ -1,25 +1,25 @@
-"""Open X-Embodiment's datasets and DROID as their RLDS releases have them: a line of facts for each.
+"""Layouts of the RLDS releases of Open X-Embodiment's datasets and DROID, one entry each.
 
-Read next: `openx.py`, which reads them. Columns, which numbers of them, and what a gripper's number means are facts of
-the datasets, as Octo's standardisation has them (octo-models/octo at 4813bbe, `octo/data/oxe`: the transforms and
-configs; DROID's from openvla/openvla, `prismatic/vla/datasets/rlds/oxe/utils/droid_utils.py`); rates from
+Read next: `openx.py`, which uses them. Columns, their parts and the meaning of gripper values are taken from Octo's
+standardisation (octo-models/octo at 4813bbe, `octo/data/oxe`: the transforms and configs; DROID's from
+openvla/openvla, `prismatic/vla/datasets/rlds/oxe/utils/droid_utils.py`); rates from
 thu-ml/RoboticsDiffusionTransformer at b9baaae, `configs/dataset_control_freq.json`.
 """
 
 import dataclasses
 from typing import Literal
 
-# What a recorded gripper action says: 1 open and 0 closed; 1 closed and 0 open; above 0 close, below 0 open, 0 stay as
-# it is; or 1 open and 0 closed, with numbers between while the fingers move.
+# Meaning of a recorded gripper action: 1 open and 0 closed; 1 closed and 0 open; above 0 close, below 0 open, 0 no
+# change; or 1 open and 0 closed, with values between while the fingers move.
 GripperAction = Literal["open", "closed", "closing", "moving"]
-# A measured gripper as it was recorded, or 1 closed and 0 open.
+# Meaning of a measured gripper: as recorded, or 1 closed and 0 open.
 GripperState = Literal["recorded", "closed"]
 PoseForm = Literal["euler", "axis_angle", "quaternion", "joints_6", "joints_7"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some numbers of a column: from `first` up to `end`, both as a slice takes them."""
+    """A part of a column: the slice from `first` to `end`."""
 
     column: str
     first: int = 0
@@ -31,10 +31,10 @@ class Layout:
     """A dataset's conventions.
 
     Attributes:
-        base: The outer camera, where there is one; `wrist` the one on the hand.
-        pose: What makes up the state's pose, which is of `form`; `gripper` what its gripper.
-        motion: What makes up an action's translation and rotation; rotations that a dataset has not are 0.
-        command: What makes up an action's gripper; None: the robot has none, and the number is 0.
+        base: The external camera, if there is one; `wrist` the one on the hand.
+        pose: The parts of the state's pose, represented as `form`; `gripper` is the part of its gripper.
+        motion: The parts of an action's translation and rotation; rotations that a dataset lacks are 0.
+        command: The part of an action's gripper; None: the robot has no gripper, and the value is 0.
     """
 
     control_hz: float
@@ -61,7 +61,7 @@ def _image(name: str) -> str:
 
 
 def _franka(form: PoseForm, hz: float = 20.0) -> Layout:
-    """The layout that several Austin datasets share: 7 numbers and the gripper first in the state, 1 closing."""
+    """The layout that several Austin datasets share: the state begins with 7 pose dims and the gripper; 1 closes it."""
     cameras = _image("image"), _image("wrist_image")
     return Layout(hz, *cameras, (Part(_STATE, 0, 7),), form, Part(_STATE, 7, 8), _FIRST_6, _LAST, "closed")
 
@@ -71,7 +71,7 @@ LAYOUTS = {
         3.0, _image("image"), None, (Part("observation/base_pose_tool_reached"),), "quaternion",
         Part("observation/gripper_closed"), _WORLD, Part(_GRIPPER), "closing", "closed",
     ),
-    # Berkeley's own release, not the copy in Open X-Embodiment. `Bridge` has its poses reached, too.
+    # Berkeley's own release, not the copy in Open X-Embodiment. `Bridge` also supports the poses reached.
     "bridge_dataset": Layout(
         5.0, _image("image_0"), None, (Part(_STATE, 0, 6),), "euler", Part(_STATE, -1), _FIRST_6, _LAST, "moving",
     ),
@@ -121,7 +121,7 @@ LAYOUTS = {
         (Part("action/future/xyz_residual", 0, 3), Part("action/future/axis_angle_residual", 0, 3)),
         Part("action/future/target_close", 0, 1), "closed", "closed",
     ),
-    # Records no gripper command: the measured one takes its place.
+    # Records no gripper command: the measured gripper is used instead.
     "berkeley_fanuc_manipulation": Layout(
         10.0, _image("image"), _image("wrist_image"), (Part(_STATE, 0, 6),), "joints_6", Part(_STATE, 6, 7),
         (Part(_ACTION),), Part(_STATE, 6, 7), "closed", "closed",

@@ -16,22 +16,22 @@ _NUM_KEYPOINTS = 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PushT(Robot):
-    """The pusher's position as state, the position to push to as action. With `keypoints` the block's come first."""
+    """State: the pusher's position, after the block's keypoints with `keypoints`. Action: its target position."""
 
-    # The model's camera slot: the store's pictures. None of them for a policy of keypoints.
+    # The model's camera slot: the store's pictures. Empty for a policy of keypoints.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"image": "img"})
     # Whether the state begins with the block's nine keypoints (diffusion policy's low-dimensional task).
     keypoints: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The keypoints, where they are seen, and the pusher."""
+        """The keypoints, with `keypoints`, and the pusher."""
         points = (f"keypoint_{number}_{axis}_px" for number in range(_NUM_KEYPOINTS) for axis in "xy")
         return (*points, *_AGENT) if self.keypoints else _AGENT
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Where the pusher is to go."""
+        """The pusher's target position."""
         return ("target_x_px", "target_y_px")
 
     @property
@@ -41,11 +41,11 @@ class PushT(Robot):
 
     @property
     def delta_mask(self) -> None:
-        """No dim: targets are absolute."""
+        """None: targets are absolute."""
         return None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded; every step may be a window's. The store's state has the block's pose, too."""
+        """States and actions as recorded, without the block's pose; every step may start a window."""
         del episode_ends
         state = _column(columns, "state", 5)[:, :2]
         if self.keypoints:

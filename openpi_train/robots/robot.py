@@ -1,7 +1,7 @@
-"""What every robot promises: its names and units, and both directions between its data and the model's.
+"""Interface of all robots: names and units of dims, and the conversion between the robot's data and the model's.
 
-Read next: `bridge.py`. Arrays are numpy; everything is vectorised over leading axes, since norm statistics run over
-whole datasets while serving runs on one observation.
+Read next: `bridge.py`. Arrays are numpy; everything is vectorised over leading axes, since norm stats are computed over
+whole datasets but serving has one observation.
 """
 
 import abc
@@ -26,10 +26,10 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Robot(abc.ABC):
-    """A robot's data conventions. Frozen values; no hardware access."""
+    """A robot's data conventions. Immutable; no hardware access."""
 
-    # Camera slot of the model -> image feature of the dataset. A new slot is added here; a diffusion policy lists its
-    # slots, too (`--model.cameras`).
+    # Camera slot of the model -> image feature of the dataset. Add a new slot here, and for a diffusion policy also in
+    # `--model.cameras`.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -54,18 +54,18 @@ class Robot(abc.ABC):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Names under which a request may bring the state's parts, in order; as a whole, `state`, it always may."""
+        """Keys for the parts of the state in a request, in order; the whole state, `state`, is always accepted."""
         return ("observation/state",)
 
     @abc.abstractmethod
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """A dataset's columns as this robot's states and actions, step by step.
+        """This robot's states and actions at every step, from a dataset's columns.
 
         Raises ValueError naming the missing column or wrong width.
         """
 
     def to_model(self, state: np.ndarray, actions: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Robot units -> what the model is trained on (before normalisation).
+        """Robot units -> the model's units (before normalisation).
 
         Args: state [..., s]; actions [..., h, a] or None when serving. Returns the same shapes.
         """
@@ -80,10 +80,10 @@ class Robot(abc.ABC):
         return actions + self._offset(state, actions.shape[-1])
 
     def row(self, images: Mapping[str, np.ndarray], state: np.ndarray, prompt: str | None = None) -> dict[str, Any]:
-        """What a model is given of some control steps, before normalisation: a training row without its actions.
+        """The model's input for some control steps, before normalisation: a training row without its actions.
 
-        Args: `images` uint8 [(o,) height, width, 3] by camera slot, `state` [(o,) s]; the axis o is there for a history
-        longer than 1.
+        Args: `images` uint8 [(o,) height, width, 3] by camera slot, `state` [(o,) s]; the axis o exists only for a
+        history longer than 1.
         """
         row: dict[str, Any] = {"state": self.to_model(state)[0]}
         for slot in self.cameras:
@@ -91,7 +91,7 @@ class Robot(abc.ABC):
         return row if prompt is None else {**row, "prompt": prompt}
 
     def _offset(self, state: np.ndarray, width: int) -> np.ndarray:
-        """What relative actions of `width` dims are relative to, [..., 1, width]; dims beyond the mask are absolute."""
+        """The reference of relative actions with `width` dims, [..., 1, width]; 0 in absolute dims."""
         mask = np.asarray(self.delta_mask, bool)
         offset = np.zeros((*state.shape[:-1], 1, width), state.dtype)
         offset[..., 0, : len(mask)] = np.where(mask, state[..., : len(mask)], 0)

@@ -1,4 +1,4 @@
-"""RoboTwin's two arms as its diffusion-policy stores record them: joints of both arms, or an end pose.
+"""RoboTwin's two arms as in its diffusion-policy stores: joints of both arms, or an end-effector pose.
 
 Read next: `arm.py`, which reads the columns; `data/zarr/zarr_source.py`, which opens the stores.
 """
@@ -17,18 +17,18 @@ def _joints(per_arm: int) -> tuple[str, ...]:
     return tuple(f"{side}_{name}" for side in _SIDES for name in arm)
 
 
-# Dims of a state or action: a name for each. Six or seven joints and a gripper per arm, left first; or the position,
-# two columns of the rotation matrix and the gripper of one end effector.
+# Names of the dims of a state or action: six or seven joints and a gripper per arm, left first; or the position, two
+# columns of the rotation matrix and the gripper of one end effector.
 _LAYOUTS = {10: ("x_m", "y_m", "z_m", *_ROTATION, "gripper_fraction"), 14: _joints(6), 16: _joints(7)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoboTwin(Arm):
-    """Targets of all joints, absolute: an action is the state of the next step, as the stores have it."""
+    """Absolute targets of all joints: an action is the state of the next step, as in the stores."""
 
     # The model's camera slot: the store's pictures.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"head_camera": "head_camera"})
-    # 14 or 16 for two arms of six or seven joints, 10 for an end pose.
+    # 14 or 16 for two arms of six or seven joints, 10 for an end-effector pose.
     dims: int = 14
     # The store's arrays that make up the state.
     state_columns: tuple[str, ...] = ("state",)
@@ -41,20 +41,20 @@ class RoboTwin(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """As the actions."""
+        """The same as the actions'."""
         return _LAYOUTS[self.dims]
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Joints and gripper of each arm, or the end pose."""
+        """Joints and gripper of each arm, or the end-effector pose."""
         return _LAYOUTS[self.dims]
 
     @property
     def control_hz(self) -> float:
-        """RoboTwin keeps every 15th of its 250 physics steps a second (`save_freq: 15`)."""
+        """RoboTwin saves every 15th of its 250 physics steps per second (`save_freq: 15`)."""
         return 250 / 15
 
     @property
     def delta_mask(self) -> None:
-        """No dim: targets are absolute."""
+        """None: targets are absolute."""
         return None

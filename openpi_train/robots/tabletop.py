@@ -1,4 +1,4 @@
-"""The embedded tabletop environment's gripper: end-effector deltas, as its datasets record and its steps take them.
+"""The gripper of the embedded tabletop environment, with end-effector deltas as in its datasets.
 
 Read next: `arm.py`, which reads the columns; `bridge.py` for a real arm of the same layout.
 """
@@ -15,7 +15,7 @@ _POSE = ("x_m", "y_m", "z_m", "roll_rad", "pitch_rad", "yaw_rad")
 class Tabletop(Arm):
     """Pose and gripper as state, bounded pose deltas and a gripper command as action, 7 dims each.
 
-    The gripper is 0 closed .. 1 open, in the state measured, in the action commanded. The defaults are `data prepare`'s
+    The gripper is 0 closed .. 1 open: measured in the state, commanded in the action. The defaults fit `data prepare`'s
     RLDS dataset; a zarr store of `data collect` has `state`, `image_0` and `image_1`.
     """
 
@@ -41,5 +41,5 @@ class Tabletop(Arm):
 
     @property
     def delta_mask(self) -> None:
-        """No dim: the recorded actions are deltas already."""
+        """None: the recorded actions are already deltas."""
         return None

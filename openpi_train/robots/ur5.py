@@ -21,7 +21,7 @@ class UR5(Arm):
     state_columns: tuple[str, ...] = ("joints", "gripper")
     # Features that make up the action, in order.
     action_columns: tuple[str, ...] = ("actions",)
-    # Control steps per second, which the example leaves open.
+    # Control steps per second; the example does not specify it.
     rate_hz: float = 20.0
 
     @property
@@ -31,7 +31,7 @@ class UR5(Arm):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """As the state."""
+        """The same as the state's."""
         return self.state_names
 
     @property
@@ -41,5 +41,5 @@ class UR5(Arm):
 
     @property
     def delta_mask(self) -> tuple[bool, ...]:
-        """All joints, not the gripper."""
+        """All joints except the gripper."""
         return (True,) * 6 + (False,)

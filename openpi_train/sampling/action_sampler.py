@@ -1,6 +1,6 @@
-"""What draws normalised action chunks from a trained model: the interface, its one loop, and what it asks of a model.
+"""Interface of action samplers, which draw normalised chunks from a trained model, their loop, and the model protocols.
 
-An objective says which sampler fits what it trains (`Objective.action_sampler`).
+An objective provides the sampler that fits its training (`Objective.action_sampler`).
 Read next: `flow.py`, `denoising.py`; `decoding.py` for tokens.
 """
 
@@ -22,15 +22,15 @@ from openpi_train.types import Observation, pytree
 Actions = Float[Array, "b h a"]
 Draws = Float[Array, "b r h a"]
 Keys = Key[Array, " b"] | None
-# Actions, the number of the denoising step, and its time [b] to the actions after it.
+# (actions, number of the denoising step, its time [b]) -> actions after the step.
 Step = Callable[[Actions, Int[Array, ""], Float[Array, " b"]], Actions]
 
 
 class ContextModel(Protocol):
-    """A module that can be asked several times about one observation."""
+    """A module that can be called several times for one observation."""
 
     def context(self, observation: Observation, /) -> Any:
-        """What it needs of the observation, made once for all denoising steps; rows on the first axes."""
+        """Features of the observation, computed once for all denoising steps; rows on the first axes."""
         ...
 
 
@@ -40,7 +40,7 @@ class FlowModel(ContextModel, Protocol):
     def velocity(self, seen: Any, noisy_actions: Draws, time: Float[Array, "b r"], /) -> Draws:
         """d x_t / d t at `noisy_actions` = x_t; `time` is 1 at noise and 0 at actions; r draws of each row.
 
-        `seen` is a context, or, in training, which asks once, an observation: a model may then do both in one pass.
+        `seen` is a context; or, in training, which calls it once, an observation, so both can be one forward pass.
         """
         ...
 
@@ -49,15 +49,15 @@ class DenoisingModel(ContextModel, Protocol):
     """A module that provides `denoise`."""
 
     def denoise(self, context: Any, noisy_actions: Draws, step: Float[Array, "b r"], /) -> Draws:
-        """What the network was trained to tell of `noisy_actions` at a diffusion step; r draws of each row."""
+        """The network's prediction for `noisy_actions` at a diffusion step; r draws of each row."""
         ...
 
 
 @pytree
 class Chain:
-    """Actions on their way: `noisy` from the noise to the end, and the `time` that the network was told of all but it.
+    """A sampling trajectory: `noisy` actions from the noise to the result, and the `time` of all but the last.
 
-    Time is flow time, or the diffusion step. All steps can be asked again in one pass, with gradients:
+    Time is flow time, or the diffusion step. All steps can be evaluated again in one pass, with gradients:
     `model.velocity(observation, chain.noisy[:, :-1], chain.time)`.
     """
 
@@ -72,7 +72,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActionSampler(abc.ABC):
-    """A way to draw actions. `augmentation` is that of training, of which sampling sees the fixed form."""
+    """A method to draw actions. `augmentation` is that of training; sampling uses its deterministic form."""
 
     augmentation: Augmentation = dataclasses.field(default_factory=NoAugmentation)
 
@@ -80,9 +80,9 @@ class ActionSampler(abc.ABC):
     def chain(
         self, model: Any, observation: Observation, noise: Actions, keys: Keys, num_steps: int, keep: bool = True
     ) -> Chain:
-        """The chain from `noise`, in `num_steps` denoising steps; without `keep` only its end, as a chain of no steps.
+        """The chain from `noise` in `num_steps` denoising steps; without `keep` only its end, as a chain of no steps.
 
-        `keys`, one per row, are for samplers that draw more noise on their way.
+        `keys`, one per row, are for samplers that draw more noise at each step.
         """
 
     def sample(self, model: Any, observation: Observation, noise: Actions, keys: Keys, num_steps: int) -> Actions:
@@ -92,11 +92,11 @@ class ActionSampler(abc.ABC):
     def chunks(
         self, model: Any, observation: Observation, keys: Key[Array, " b"], num_steps: int, chunk: tuple[int, ...]
     ) -> Actions:
-        """As `sample`, of the shape `chunk` (h, a): a row's noise is its key's."""
+        """As `sample`, for chunks of shape (h, a), with each row's noise drawn from its key."""
         return self.sample(model, observation, draw_noise(keys, *chunk), keys, num_steps)
 
     def seen(self, observation: Observation) -> Observation:
-        """The observation as sampling sees it."""
+        """The observation with the augmentation's deterministic form."""
         return self.augmentation(observation, None)
 
 
@@ -112,7 +112,7 @@ class OwnSampler(ActionSampler):
 
 
 def walk(step: Step, noise: Actions, times: Float[np.ndarray, " steps"], keep: bool) -> Chain:
-    """The chain of one step for each of `times`, float32; without `keep` only its end."""
+    """The chain with one step for each of `times`, float32; without `keep` only its end."""
     start, asked = noise.astype(jnp.float32), jnp.asarray(times, jnp.float32)
 
     def at_time(actions, place):
@@ -131,5 +131,5 @@ def _end(actions: Actions) -> Chain:
 
 
 def sample_keys(seed: int, draws: Int[Array, " b"]) -> Key[Array, " b"]:
-    """A key for each numbered draw: open-loop evaluation, and whoever asks a trained policy, draw from equal ones."""
+    """A key for each draw number; open-loop evaluation and inference use the same ones."""
     return for_purpose(row_keys(seed, 0, draws), "validation/sample")

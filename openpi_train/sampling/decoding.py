@@ -1,6 +1,6 @@
-"""Tokens one after the other from a language model, in one loop that is compiled: a token costs one token's work.
+"""Autoregressive decoding of a language model with a KV cache, in one compiled loop.
 
-Read next: `models/pi0_fast_network.py`, which says what the prompt is.
+Read next: `models/pi0_fast_network.py`, which makes the prompt.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.shard import as_varied, on_all_devices
 from openpi_train.types import pytree
 
-# (scores of the next token, its number) -> the token.
+# (scores of the next token, its index) -> the token.
 Choose = Callable[[Float[Array, "b v"], Int[Array, ""]], Int[Array, " b"]]
-# What stands behind the last token of a row.
+# The token after the last one of a row.
 PADDING = 0
 
 
 @pytree
 class Prompt:
-    """Embedded tokens that others are to follow.
+    """Embedded tokens of a prompt.
 
-    `mask` says which token sees which, `seen` which of them those that follow see, and `next_position` where the first
-    of those stands. `last` is the token that the first one follows.
+    `mask` is the attention mask between its tokens, `seen` marks those that decoded tokens attend to, `next_position`
+    is the position of the first decoded token, and `last` the index of the prompt's last token.
     """
 
     tokens: Float[Array, "b p d"]
@@ -43,9 +43,9 @@ def choose_likeliest(scores: Float[Array, "b v"], index: Int[Array, ""]) -> Int[
 
 
 def choose_at(temperature: float, keys: Key[Array, " b"]) -> Choose:
-    """Draws from the softmax of scores / `temperature`, a row by its own key; 0 takes the likeliest.
+    """Draw from the softmax of scores / `temperature`, each row with its own key; 0 takes the likeliest.
 
-    Raises ValueError where the temperature is below 0.
+    Raises ValueError if the temperature is below 0.
     """
     if temperature < 0:
         raise ValueError(f"temperature {temperature} must be at least 0; 0 takes the likeliest token")
@@ -61,10 +61,10 @@ def choose_at(temperature: float, keys: Key[Array, " b"]) -> Choose:
 
 @jax.named_scope("decode")
 def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, choose: Choose) -> Int[Array, "b n"]:
-    """The `max_tokens` tokens that follow each prompt; behind the token `end` there is padding.
+    """Decode `max_tokens` tokens after each prompt, with padding after the token `end`.
 
-    It stops as soon as all rows of all devices have ended. The transformer has one expert. Keys and values of the
-    prompt are made once, and those of a token when it is there.
+    Stops as soon as all rows of all devices have ended. The transformer has one expert. Keys and values of the prompt
+    are computed once, and those of each token when it is decoded.
     """
     (name,) = transformer.names
     outputs, known = transformer.with_keys_and_values({name: prompt.tokens}, prompt.positions, prompt.mask)

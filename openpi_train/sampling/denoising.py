@@ -1,4 +1,4 @@
-"""Actions of a diffusion policy: a walk of DDPM or DDIM from noise. Read next: `noise_schedule.py`."""
+"""Samplers of diffusion policies: DDPM and DDIM. Read next: `noise_schedule.py`."""
 
 import dataclasses
 from typing import Literal
@@ -13,7 +13,7 @@ from openpi_train.sampling.noise_schedule import NoiseSchedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenoisingSampler(ActionSampler):
-    """The steps of `kind` through a schedule. DDPM draws fresh noise from the keys, one for each row."""
+    """The sampler `kind` for a noise schedule. DDPM draws fresh noise from the keys, one per row."""
 
     noise_schedule: NoiseSchedule
     kind: Literal["ddpm", "ddim"]
@@ -27,7 +27,7 @@ class DenoisingSampler(ActionSampler):
             return network.denoise(context, noisy[:, None], step[:, None])[:, 0].astype(jnp.float32)
 
         def draw(index):
-            assert keys is not None, "DDPM draws noise: it needs one key per row"
+            assert keys is not None, "DDPM draws noise and needs one key per row"
             at_step = jax.vmap(lambda key: jax.random.fold_in(key, index))(for_purpose(keys, "denoising"))
             return draw_noise(at_step, *noise.shape[1:])
 

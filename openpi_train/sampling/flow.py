@@ -1,6 +1,6 @@
-"""Actions that a flow leads to from noise, by Euler steps; freely, or guided (`real_time_chunking.py`).
+"""Sampler of flow-matching policies: Euler steps from noise to actions, optionally guided (`real_time_chunking.py`).
 
-Another solver is a function beside `euler` and a choice in `FlowSampler`, which the objectives make (`action_sampler`).
+To add a solver, write a function beside `euler` and a choice in `FlowSampler`, made by objectives (`action_sampler`).
 Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
 """
 
@@ -17,7 +17,7 @@ from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_vel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlowSampler(ActionSampler):
-    """Euler steps of the model's velocity, corrected towards the target of `guide` where there is one."""
+    """Euler steps of the model's velocity, corrected towards the target of `guide` if there is one."""
 
     guide: Guide | None = None
 
@@ -53,10 +53,10 @@ def flow_times(num_steps: int) -> Float[np.ndarray, " steps"]:
 
 
 def as_flow(sampler: ActionSampler) -> FlowSampler:
-    """The sampler, where a flow is to be guided. Raises UsageError where it follows none."""
+    """Check that `sampler` is a flow, which can be guided; returns it. Raises UsageError if not."""
     if not isinstance(sampler, FlowSampler):
         raise UsageError(
-            f"real-time chunking guides a flow by its velocity, and {type(sampler).__name__}, which this policy's "
-            "objective needs, follows none; leave out --real-time-delay, or join chunks with --ensemble"
+            f"real-time chunking guides the velocity of a flow, but {type(sampler).__name__}, which this policy's "
+            "objective needs, has none; omit --real-time-delay, or use --ensemble to join chunks"
         )
     return sampler

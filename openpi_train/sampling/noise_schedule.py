@@ -1,6 +1,6 @@
-"""How noise is added to actions and taken away again: schedules and the steps of DDPM and DDIM.
+"""Noise schedules of diffusion policies, and the sampling steps of DDPM and DDIM.
 
-Numbers are those of diffusers' `DDPMScheduler` and `DDIMScheduler` (0.42.1; Ho et al. 2020, Nichol & Dhariwal 2021,
+Results equal those of diffusers' `DDPMScheduler` and `DDIMScheduler` (0.42.1; Ho et al. 2020, Nichol & Dhariwal 2021,
 Song et al. 2021) with diffusion_policy's settings: `variance_type` fixed_small, `timestep_spacing` leading, offset
 0, `set_alpha_to_one`, eta 0. Read next: `denoising.py`, and `objectives/diffusion.py`, which trains with it.
 """
@@ -18,9 +18,9 @@ from openpi_train.sampling.action_sampler import Chain, walk
 Numbers = Float[Array | np.ndarray, "..."]
 Prediction = Literal["epsilon", "sample", "v_prediction"]
 
-# The most of the signal's variance that one step may take away in squaredcos_cap_v2.
+# Maximum beta in squaredcos_cap_v2: the share of the signal's variance that one step removes.
 _MOST_BETA = 0.999
-# Of squaredcos_cap_v2: keeps the first steps from being too small (Nichol & Dhariwal 2021, section 3.2).
+# For squaredcos_cap_v2: prevents too small first steps (Nichol & Dhariwal 2021, section 3.2).
 _COSINE_OFFSET = 0.008
 
 
@@ -32,9 +32,9 @@ class NoiseSchedule:
     actions that are normalised by their minimum and maximum, wrong for others.
     """
 
-    # Diffusion steps in training.
+    # Number of diffusion steps in training.
     num_train_timesteps: int = 100
-    # How the noise grows.
+    # Schedule of the noise level.
     beta_schedule: Literal["squaredcos_cap_v2", "linear"] = "squaredcos_cap_v2"
     # First and last beta of the linear schedule.
     beta_start: float = 0.0001
@@ -43,7 +43,7 @@ class NoiseSchedule:
     prediction_type: Prediction = "epsilon"
     # Limit estimates of the clean actions while sampling.
     clip_sample: bool = True
-    # To how much.
+    # Limit of these estimates.
     clip_sample_range: float = 1.0
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ class NoiseSchedule:
 
     @property
     def betas(self) -> np.ndarray:
-        """The share of the variance that each step replaces by noise, float64 [num_train_timesteps]."""
+        """The fraction of the variance that each step replaces by noise, float64 [num_train_timesteps]."""
         count = self.num_train_timesteps
         if self.beta_schedule == "linear":
             return np.linspace(self.beta_start, self.beta_end, count)
@@ -66,20 +66,20 @@ class NoiseSchedule:
 
     @functools.cached_property
     def alphas_cumprod(self) -> np.ndarray:
-        """The share of the clean actions' variance that is left at each step, float64 [num_train_timesteps]."""
+        """The fraction of the clean actions' variance that remains at each step, float64 [num_train_timesteps]."""
         return np.cumprod(1 - self.betas)
 
     def add_noise(
         self, actions: Float[Array, "b ..."], noise: Float[Array, "b ..."], step: Int[Array, "b ..."]
     ) -> Float[Array, "b ..."]:
-        """`actions` at a diffusion step; `step` has fewer axes, the first ones."""
+        """`actions` with the noise of a diffusion step; `step` has their leading axes."""
         signal, spread = self._scales(step, noise.ndim)
         return signal * actions + spread * noise
 
     def target(
         self, actions: Float[Array, "b ..."], noise: Float[Array, "b ..."], step: Int[Array, "b ..."]
     ) -> Float[Array, "b ..."]:
-        """What the network is to predict at this step."""
+        """The training target of the network at this step."""
         signal, spread = self._scales(step, noise.ndim)
         match self.prediction_type:
             case "epsilon":
@@ -90,23 +90,23 @@ class NoiseSchedule:
                 return signal * noise - spread * actions
 
     def _scales(self, step: Array, ndim: int) -> tuple[Array, Array]:
-        """What actions and noise are multiplied by at each step."""
+        """The factors of actions and noise at each step."""
         kept = jnp.asarray(self.alphas_cumprod, jnp.float32)[step]
         left = jnp.asarray(1 - self.alphas_cumprod, jnp.float32)[step]
         shape = (*step.shape, *[1] * (ndim - step.ndim))
         return jnp.sqrt(kept).reshape(shape), jnp.sqrt(left).reshape(shape)
 
     def steps(self, num_steps: int) -> np.ndarray:
-        """The diffusion steps that a sampler of so many visits, int32, falling, evenly spread. Raises ValueError."""
+        """The diffusion steps of a sampler of `num_steps`, int32, descending, evenly spread. Raises ValueError."""
         if not 1 <= num_steps <= self.num_train_timesteps:
             raise ValueError(
-                f"{num_steps} sampling steps (--eval.num-sample-steps) of a schedule with {self.num_train_timesteps}: "
+                f"{num_steps} sampling steps (--eval.num-sample-steps) for a schedule with {self.num_train_timesteps}: "
                 f"give 1 to {self.num_train_timesteps}"
             )
         return (np.arange(num_steps, dtype=np.int32) * (self.num_train_timesteps // num_steps))[::-1]
 
     def ddpm(self, num_steps: int) -> "Walk":
-        """DDPM's walk from noise to actions in so many steps: each adds noise again, but the last."""
+        """DDPM's walk from noise to actions in `num_steps` steps; each except the last adds noise again."""
         kept, before, back = self._kept(num_steps)
         ratio = kept / before
         variance = np.where(back >= 0, np.maximum((1 - before) / (1 - kept) * (1 - ratio), 1e-20), 0.0)
@@ -114,13 +114,13 @@ class NoiseSchedule:
         return self._walk(num_steps, kept, clean, noisy, np.zeros_like(kept), np.sqrt(variance))
 
     def ddim(self, num_steps: int) -> "Walk":
-        """DDIM's: without noise, along the line through the present estimate of actions and noise."""
+        """DDIM's walk: deterministic, along the line given by the current estimates of actions and noise."""
         kept, before, _ = self._kept(num_steps)
         zeros = np.zeros_like(kept)
         return self._walk(num_steps, kept, np.sqrt(before), zeros, np.sqrt(1 - before), zeros)
 
     def _kept(self, num_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`alphas_cumprod` at each step and after it, and the step after it, negative where there is none."""
+        """`alphas_cumprod` at each step and at the next one, and the next step, negative if there is none."""
         steps = self.steps(num_steps)
         back = steps - self.num_train_timesteps // num_steps
         kept = self.alphas_cumprod
@@ -142,11 +142,11 @@ class NoiseSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The steps of a sampler, each linear in the noisy actions and the prediction but for the limit.
+    """The steps of a sampler, each linear in the noisy actions and the prediction except for clipping.
 
-    Columns of `table` [steps, 8]: of noisy actions and of the prediction in the estimate of the actions, and in that of
-    the noise; of the limited estimate of the actions, of the noisy actions, of the estimate of the noise, and of fresh
-    noise in what comes next.
+    Columns of `table` [steps, 8] are coefficients: of the noisy actions and the prediction in the estimate of the
+    actions, and in that of the noise; then, in the next actions, of the clipped estimate of the actions, the noisy
+    actions, the estimate of the noise, and fresh noise.
     """
 
     steps: np.ndarray
@@ -154,7 +154,7 @@ class Walk:
     limit: float | None
 
     def step(self, row: Numbers, noisy: Numbers, prediction: Numbers, noise: Numbers) -> Numbers:
-        """The actions after the step of this row of `table`. The estimate of the noise goes by the unlimited one."""
+        """The actions after the step of this row of `table`. The estimate of the noise is not affected by clipping."""
         clean = row[0] * noisy + row[1] * prediction
         if self.limit is not None:
             clean = clean.clip(-self.limit, self.limit)
@@ -164,7 +164,7 @@ class Walk:
     def walk(self, predict: Any, start: Float[Array, "b h a"], draw: Any, keep: bool = False) -> Chain:
         """The chain of all steps from `start`; without `keep` only its end.
 
-        `predict(noisy, step)` asks the network, `draw(index)` gives fresh noise.
+        `predict(noisy, step)` calls the network, `draw(index)` returns fresh noise.
         """
         table, fresh = jnp.asarray(self.table, jnp.float32), self.table[:, 7].any()
 

@@ -1,9 +1,9 @@
-"""Real-time chunking: a new chunk goes on where the one that is being carried out is, by guided flow sampling.
+"""Real-time chunking: guided flow sampling that makes a new chunk continue the one being executed.
 
 Black, Galliker, Levine 2025, "Real-Time Execution of Action Chunking Flow Policies" (arXiv:2506.07339): while a chunk
-is computed, `delay` actions of the one before are carried out. The new chunk is inpainted: its first `delay` actions
-are to be those, and the overlap behind them counts less and less, so that it neither jumps nor ignores what it sees.
-The flow's velocity is corrected by the gradient of the weighted distance between where it leads and that target
+is computed, `delay` actions of the previous one are executed. The new chunk is inpainted: its first `delay` actions
+should equal those, and the rest of the overlap has decreasing weight, so that the motion is continuous but reactive.
+The flow's velocity is corrected by the gradient of the weighted distance between its predicted result and that target
 (equations 2 to 5). Time runs from 1 (noise) to 0 (actions) here: the paper's tau is 1 - t. Read next: `flow.py`.
 """
 
@@ -16,25 +16,25 @@ from jaxtyping import Array, Float
 
 from openpi_train.types import pytree
 
-# Noisy actions [b, h, a] and times [b] to velocities [b, h, a].
+# (noisy actions [b, h, a], times [b]) -> velocities [b, h, a].
 Velocity = Callable[[Float[Array, "b h a"], Float[Array, " b"]], Float[Array, "b h a"]]
-# The paper's clip of the guidance: with few denoising steps more of it diverges.
+# The paper's clip of the guidance: larger values diverge with few denoising steps.
 MAX_GUIDANCE = 5.0
 
 
 @pytree
 class Guide:
-    """Where chunks are to lead, and how much each of their numbers is to be the target's (`prefix_weights`)."""
+    """Target chunks, and the weight of each of their values (`prefix_weights`)."""
 
     target: Float[Array, "b h a"]
     weights: Float[Array, "b h a"]
 
 
 def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, " h"]:
-    """How much each action of the new chunk is to be that of the old one: the soft mask (equation 5), float32.
+    """Weight of the old chunk for each action of the new one: the soft mask (equation 5), float32.
 
-    1 for the first `delay`; then falling, for actions that the old chunk plans too; 0 for the last `execute`, of which
-    it knows nothing. Raises ValueError where delay, execute and horizon do not fit.
+    1 for the first `delay`; then decreasing over the actions that the old chunk also has; 0 for the last `execute`,
+    which it does not have. Raises ValueError if delay, execute and horizon do not fit.
     """
     if not 0 <= delay <= horizon - execute or execute < 1:
         raise ValueError(
@@ -54,7 +54,7 @@ def guided_velocity(
     guide: Guide,
     max_guidance: float = MAX_GUIDANCE,
 ) -> Float[Array, "b h a"]:
-    """The velocity, corrected towards where the flow would lead to the target (equations 2 to 4)."""
+    """The velocity, corrected so that the flow leads towards the target (equations 2 to 4)."""
     t = time[:, None, None]
 
     def destination(actions):

@@ -1,4 +1,4 @@
-"""Requests of several clients as one batch for the device: a bounded queue and one worker. Read next: `server.py`."""
+"""Batching of requests from several clients for the device: a bounded queue and one worker. Read next: `server.py`."""
 
 import asyncio
 import collections
@@ -15,10 +15,10 @@ class Busy(Exception):
 
 
 class Batching:
-    """Hands what is submitted to `answer`, at most `max_batch` at a time, in a thread of its own.
+    """Passes submitted requests to `answer`, at most `max_batch` at a time, in a separate thread.
 
-    While one batch runs the next one gathers. A batch that is not full waits up to `wait_s` for the other clients:
-    those `num_clients` that are connected have mostly been answered together, and come back together.
+    While one batch runs, the next one is collected. A batch that is not full waits up to `wait_s` for other clients:
+    the `num_clients` connected ones were usually answered together, so their next requests come together.
     """
 
     def __init__(
@@ -33,25 +33,25 @@ class Batching:
         self._worker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to work, in the running event loop."""
+        """Start the worker in the running event loop."""
         self._worker = asyncio.create_task(self._work())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no batch has taken yet."""
+        """Number of requests that are not yet in a batch."""
         return len(self._waiting)
 
     async def submit(self, request: Any) -> Any:
-        """The answer to the request. Raises Busy at once where the queue is full, and what `answer` raised."""
+        """The answer to the request. Raises Busy at once if the queue is full, and whatever `answer` raises."""
         if len(self._waiting) >= self._max_queue:
-            raise Busy(f"busy: {len(self._waiting)} requests are waiting, which is the most; ask again later")
+            raise Busy(f"busy: {len(self._waiting)} requests are waiting, which is the limit; try again later")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._arrived.set()
         return await future
 
     async def close(self) -> None:
-        """End the worker at once: Busy for whoever has no answer yet. What runs on the device is not waited for."""
+        """Stop the worker at once: unanswered requests raise Busy. Does not wait for the running batch."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
@@ -66,13 +66,13 @@ class Batching:
             requests, self._running = zip(*await self._gather(), strict=True)
             try:
                 answers = await loop.run_in_executor(self._device, self._answer, requests)
-            except Exception as error:  # whoever asked is told; the next batch may be well again
+            except Exception as error:  # passed to the callers; the next batch may succeed
                 for future in self._running:
                     if not future.done():
                         future.set_exception(error)
                 continue
             finally:
-                del requests  # they are large, and the next may be long in coming
+                del requests  # they are large, and the next batch may come much later
             for future, answer in zip(self._running, answers, strict=True):
                 if not future.done():  # the client may have left
                     future.set_result(answer)
@@ -85,7 +85,7 @@ class Batching:
         return [(request, future) for request, future in taken if not future.done()] or await self._gather()
 
     async def _until(self, count: int, deadline: float | None) -> None:
-        """Wait until so many requests are waiting, or the deadline is over."""
+        """Wait until `count` requests are waiting, or until the deadline."""
         while len(self._waiting) < count:
             self._arrived.clear()
             left = None if deadline is None else deadline - time.monotonic()

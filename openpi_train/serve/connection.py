@@ -1,6 +1,6 @@
-"""What a server bounds on its connections: how many there are, and what one may send that is no request.
+"""Limits of a server's connections: their number, and what a client may send besides requests.
 
-A client has its place from its handshake until its connection is gone, so that no two are given the same one.
+A client has its place from its handshake until its connection is closed, so no place is given to two clients.
 Read next: `server.py`.
 """
 
@@ -12,17 +12,17 @@ from websockets.asyncio.server import Server, ServerConnection
 from websockets.frames import Frame
 from websockets.server import ServerProtocol
 
-# Of what has been read: between two slices the frames are counted. The smallest frame has six bytes.
+# Received data is parsed in slices, and frames are counted between slices. The smallest frame has six bytes.
 _SLICE_BYTES = 1 << 13
-# Frames since the last request; each costs the event loop some ten microseconds.
+# Maximum frames since the last request; each costs the event loop about ten microseconds.
 _MOST_FRAMES = 2_500
 _FRAMES_PER_S = 10.0
-# What may come while a request is under way: pongs, not the next requests.
+# Maximum bytes received during a request: enough for pongs, not for further requests.
 _MOST_AHEAD_BYTES = 1 << 16
 
 
 class Places:
-    """Who is connected: at most `max_clients` clients, and at most `max_opening` whose handshake is not over."""
+    """The connected clients: at most `max_clients`, and at most `max_opening` connections in their handshake."""
 
     def __init__(self, max_clients: int, max_opening: int):
         self._max_clients, self._max_opening = max_clients, max_opening
@@ -31,11 +31,11 @@ class Places:
 
     @property
     def num_clients(self) -> int:
-        """Clients that have a place."""
+        """Number of clients that have a place."""
         return len(self._clients)
 
     def came(self, connection: ServerConnection) -> None:
-        """Somebody connected. Of too many without a handshake the oldest goes: whoever means it needs no second."""
+        """Register a connection. If too many are in their handshake, drop the oldest: real clients are faster."""
         self._opening[connection] = None
         if len(self._opening) > self._max_opening:
             oldest = next(iter(self._opening))
@@ -43,7 +43,7 @@ class Places:
             oldest.transport.abort()
 
     def take(self, connection: ServerConnection) -> bool:
-        """Give a client a place, which it has until `left`; False where there is none, or the client is gone."""
+        """Give a client a place until `left`; returns False if there is none or the client is gone."""
         if len(self._clients) >= self._max_clients or connection not in self._opening:
             return False
         del self._opening[connection]
@@ -51,13 +51,13 @@ class Places:
         return True
 
     def left(self, connection: ServerConnection) -> None:
-        """The connection is gone."""
+        """Unregister a closed connection."""
         self._opening.pop(connection, None)
         self._clients.discard(connection)
 
 
 class Connection(ServerConnection):
-    """One connection. Who sends frame after frame and no request is cut off; the next request waits in the network."""
+    """One connection. Clients that send many frames without a request are dropped; requests are read one at a time."""
 
     def __init__(self, protocol: ServerProtocol, server: Server, *, places: Places, **options: Any):
         super().__init__(protocol, server, **options)
@@ -66,12 +66,12 @@ class Connection(ServerConnection):
         self._busy, self._ahead_bytes = False, 0
 
     def begin_request(self) -> None:
-        """A request has come, and is worked on."""
+        """Mark the start of a request: further requests are not read."""
         self._frames, self._since_s = 0, self.loop.time()
         self._busy, self._ahead_bytes = True, 0
 
     def end_request(self) -> None:
-        """It is answered: the next may come."""
+        """Mark the request as answered: the next one may be read."""
         self._busy = False
         if not self.transport.is_closing():
             self.transport.resume_reading()
@@ -86,14 +86,14 @@ class Connection(ServerConnection):
 
     def process_event(self, event: Any) -> None:
         self._frames += 1
-        if isinstance(event, Frame):  # the library keeps a frame until the next has come: that one has no data
+        if isinstance(event, Frame):  # the library keeps a frame until the next one; the kept one has no data
             event, kept = dataclasses.replace(event), event
             kept.data = b""
         super().process_event(event)
 
     def send_data(self) -> None:
         pieces = self.protocol.writes
-        if len(pieces) > 1:  # thousands of pongs, for each of which asyncio would log that nobody takes it
+        if len(pieces) > 1:  # join thousands of pongs: asyncio would log a warning for each if the client does not read
             self.protocol.writes = [b"".join(pieces), *(end for end in pieces[-1:] if not end)]
         super().send_data()
 

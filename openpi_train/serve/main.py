@@ -1,4 +1,4 @@
-"""The `serve` verb: load, bind, warm up, serve until SIGTERM. Read next: `server.py`."""
+"""The `serve` command: load, bind, warm up, serve until SIGTERM. Read next: `server.py`."""
 
 import asyncio
 import contextlib
@@ -23,24 +23,24 @@ from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest
 
 logger = logging.getLogger(__name__)
 
-# glibc's M_MMAP_THRESHOLD, and the size from which a block is given back to the system as soon as it is free. Else
-# glibc raises that size to the largest block seen, and keeps as much as a picture for the next request.
+# glibc's M_MMAP_THRESHOLD, and the size from which freed blocks are returned to the system at once. By default glibc
+# raises that size to the largest block seen, and keeps memory of the size of a picture for the next request.
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 1 << 20
 
 
 def run(flags: ServeRequest) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0."""
     _start()
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library than glibc
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     try:
         import openpi_train.serve.server  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve]'") from error
     if flags.record and not Path(flags.record).absolute().parent.is_dir():
-        raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; make it first")
+        raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; create it first")
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
-    with _bind(flags.host, flags.port) as listener:  # bound, not listening: until then clients are refused, and wait
+    with _bind(flags.host, flags.port) as listener:  # bound, not listening: clients are refused, and retry
         return _serve(flags, listener, key, tls)
 
 
@@ -73,7 +73,7 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
         logger.info(
             "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
             *(time.monotonic() - started, policy.checkpoint, "wss" if tls else "ws", host, port),
-            "with an API key" if key else "open to everybody who reaches it",
+            "with an API key" if key else "without authentication",
         )
         finished = await server.run(listener, tls)
         logger.info("stopped; %s", server.measures.summary())
@@ -90,7 +90,7 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
 
 
 def replay(flags: ServeRequest, file: str) -> int:
-    """Ask again what the record in `file` holds; print what came of it. Returns 0 where all answers are the same."""
+    """Replay the record in `file` and print the result. Returns 0 if all answers are equal."""
     _start()
     from openpi_train.policy.record import read_record
 
@@ -101,7 +101,7 @@ def replay(flags: ServeRequest, file: str) -> int:
         shown = ", ".join(map(str, found.different[:10]))
         print(f"{len(found.different)} of {found.answers} answers differ: draws {shown}")
         return NUMBERS
-    print(f"all {found.answers} answers are the same, bit for bit")
+    print(f"all {found.answers} answers are equal, bit for bit")
     return DONE
 
 
@@ -129,7 +129,7 @@ def _load(flags: ServeRequest, batch_sizes: list[int]) -> Policy:
 
 
 def _api_key(file: str | None) -> str | None:
-    """The key that clients must have; None where everybody may come."""
+    """The API key that clients must send; None for no authentication."""
     try:
         key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -164,9 +164,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(listener: socket.socket) -> tuple[str, int]:
-    """Let clients in, at the address that comes back; who connects before the server runs waits for it.
+    """Start to listen, and return the address; clients that connect before the server runs wait for it.
 
-    Raises UsageError where another program that had bound the port, too, was faster.
+    Raises UsageError if another program that had also bound the port was faster.
     """
     host, port = listener.getsockname()[:2]
     try:

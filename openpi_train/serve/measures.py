@@ -1,4 +1,4 @@
-"""What the server counts and times, as Prometheus reads it at `/metrics`. Read next: `server.py`."""
+"""Metrics of the server, for Prometheus at `/metrics`. Read next: `server.py`."""
 
 import collections
 import math
@@ -11,16 +11,16 @@ _RECENT = 1000
 
 
 class Measures:
-    """Counts and times of one server; the quantiles are exact, over the last `_RECENT` answers."""
+    """Counters and timings of one server; the quantiles are exact, over the last `_RECENT` answers."""
 
     def __init__(self, num_waiting: Callable[[], int], num_clients: Callable[[], int]):
         self._registry = CollectorRegistry()
         options = {"namespace": "openpi_train", "registry": self._registry}
-        self.requests = Counter("requests", "Requests by what became of them.", ["outcome"], **options)
-        self._latency = Histogram("request_seconds", "From a whole request to its answer.", buckets=_SECONDS, **options)
+        self.requests = Counter("requests", "Requests by outcome.", ["outcome"], **options)
+        self._latency = Histogram("request_seconds", "Time from request to answer.", buckets=_SECONDS, **options)
         self._inference = Histogram(
             "inference_seconds",
-            "A batch on the device, until its numbers are on the host.",
+            "Time of a batch on the device, until its results are on the host.",
             buckets=_SECONDS,
             **options,
         )
@@ -34,23 +34,23 @@ class Measures:
                 quantiles.labels(name, str(quantile)).set_function(
                     lambda times=times, quantile=quantile: _quantile(times, quantile)
                 )
-        Gauge("queue_requests", "Requests that wait for the device.", **options).set_function(num_waiting)
+        Gauge("queue_requests", "Requests waiting for the device.", **options).set_function(num_waiting)
         Gauge("clients", "Open connections.", **options).set_function(num_clients)
 
     def answered(self, latency_s: float) -> None:
-        """Note an answer."""
+        """Record an answer."""
         self.requests.labels("answered").inc()
         self._latency.observe(latency_s)
         self._recent["request"].append(latency_s)
 
     def ran(self, rows: int, seconds: float) -> None:
-        """Note a batch."""
+        """Record a batch."""
         self._batch.observe(rows)
         self._inference.observe(seconds)
         self._recent["inference"].append(seconds)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def summary(self) -> str:
@@ -63,6 +63,6 @@ class Measures:
 
 
 def _quantile(times: collections.deque[float], quantile: float) -> float:
-    """The smallest of the times that so large a share does not exceed; NaN where there are none."""
+    """The smallest time that at least this fraction of the times does not exceed; NaN if there are none."""
     ordered = sorted(times)
     return ordered[math.ceil(quantile * len(ordered)) - 1] if ordered else math.nan

@@ -1,12 +1,12 @@
-"""A policy behind openpi's websocket protocol: connections, health, metrics, and an orderly end.
+"""Policy server with openpi's websocket protocol: connections, health, metrics, and graceful shutdown.
 
     connect                 -> one binary message: the policy's metadata
     binary message          -> binary message: `actions`, `state`, `draw`, `policy_timing`, `server_timing`
-    a bad request           -> text message with what is wrong; the connection goes on (openpi's client raises its text)
+    a bad request           -> text message with the error; the connection stays open (openpi's client raises the text)
     GET /healthz, /metrics  -> 200, on the same port, while requests run
 
-Messages are `policy/wire.py`'s; one request at a time on a connection, several connections make a batch. Decoding and
-images are worked on in threads, so that the event loop is free for all others.
+Messages are in the format of `policy/wire.py`; a connection has one request at a time, several connections make a
+batch. Decoding and image processing run in threads, to keep the event loop free.
 Read next: `connection.py`, `batching.py`, `main.py`.
 """
 
@@ -45,7 +45,7 @@ _MOST_BAD_IN_A_ROW = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server takes on; all times in seconds."""
+    """Limits of a server; all times in seconds."""
 
     max_batch: int = 16
     max_queue: int = 64
@@ -62,24 +62,24 @@ class Limits:
 
 @runtime_checkable
 class Served(Protocol):
-    """What the server asks of a policy; `policy/policy.py: Policy` says what each is."""
+    """Interface of a served policy; see `policy/policy.py: Policy`."""
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What clients are told."""
+        """The metadata sent to clients."""
         ...
 
     def prepare(self, observation: Mapping[str, Any]) -> Any:
-        """In any thread: an observation made ready for the device."""
+        """Prepare an observation for the device; called in any thread."""
         ...
 
     def answer(self, prepared: Sequence[Any]) -> list[dict[str, Any]]:
-        """In one thread: the answers to a batch."""
+        """The answers to a batch; called in one thread."""
         ...
 
 
 class PolicyServer:
-    """Serves `policy`, which should be warm. `api_key` None lets all in; `recorder` notes all that is answered."""
+    """Serves `policy`, which should be warmed up. `api_key` None: no authentication; `recorder` records all answers."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class PolicyServer:
         self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._places.num_clients)
 
     def stop(self) -> None:
-        """Have `run` take no more requests, finish those under way and return."""
+        """Make `run` refuse new requests, finish the running ones and return."""
         self._stopping.set()
 
     async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> bool:
-        """Serve on the bound socket until `stop`; returns whether all that was under way could be finished."""
+        """Serve on the bound socket until `stop`; returns whether all running requests were finished."""
         limits = self._limits
         self._batching.start()
         async with serve(
@@ -122,7 +122,7 @@ class PolicyServer:
             ssl=tls,
             create_connection=functools.partial(Connection, places=self._places),  # pyright: ignore[reportArgumentType]
             process_request=self._admit,
-            compression=None,  # a small message could become a large one
+            compression=None,  # decompression could make a small message large
             max_size=limits.max_message_bytes,
             max_queue=0,
             open_timeout=limits.open_s,
@@ -139,7 +139,7 @@ class PolicyServer:
         return finished
 
     async def _finish(self, server: Server) -> bool:
-        logger.info("stopping: no new requests; %d clients wait for an answer", self._busy_clients)
+        logger.info("stopping: no new requests; %d clients are waiting for an answer", self._busy_clients)
         server.close(close_connections=False)
         try:
             await asyncio.wait_for(self._idle.wait(), self._limits.drain_s)
@@ -149,7 +149,7 @@ class PolicyServer:
         return True
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """The answer to what is no websocket, or to who may not come in; None for who may."""
+        """The response to plain HTTP requests and to refused clients; None for accepted clients."""
         if "Origin" in request.headers:
             self.measures.requests.labels("unauthorized").inc()
             return _respond(http.HTTPStatus.FORBIDDEN, _FROM_A_PAGE)
@@ -168,7 +168,7 @@ class PolicyServer:
         if self._stopping.is_set() or not self._places.take(connection):
             self.measures.requests.labels("turned away").inc()
             number = self._places.num_clients
-            why = "is stopping" if self._stopping.is_set() else f"has {number} clients, which is the most"
+            why = "is stopping" if self._stopping.is_set() else f"has {number} clients, which is the limit"
             return _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"the server {why}\n".encode())
         return None
 
@@ -188,7 +188,7 @@ class PolicyServer:
             started = time.perf_counter()
             with self._under_way(connection):
                 answer = await self._reply(message, started, previous_s)
-                del message  # it is as large as what comes next
+                del message  # it may be as large as the next message
                 await self._send(connection, answer)
             previous_s = time.perf_counter() - started
             bad = bad + 1 if isinstance(answer, str) else 0
@@ -198,8 +198,8 @@ class PolicyServer:
                 return await connection.close(_POLICY_VIOLATION, f"{bad} bad requests in a row")
 
     async def _next(self, connection: ServerConnection) -> bytes | None:
-        """The next message; None where there is to be none, the connection being closed."""
-        receive = asyncio.ensure_future(connection.recv(decode=False))  # text could take four times its bytes
+        """The next message; None if the connection was closed instead."""
+        receive = asyncio.ensure_future(connection.recv(decode=False))  # decoded text could take four times its bytes
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait({receive, stop}, timeout=self._limits.idle_s, return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +214,7 @@ class PolicyServer:
         return None
 
     async def _reply(self, message: bytes, started: float, previous_s: float | None) -> str | bytes:
-        """The answer to a message: bytes, or the text of what is wrong with it."""
+        """The answer to a message: bytes, or the text of an error."""
         if self._stopping.is_set():
             return self._refused("turned away", "the server is stopping")
         loop = asyncio.get_running_loop()
@@ -237,14 +237,14 @@ class PolicyServer:
         return wire.encode({**answer, "policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
 
     def _read(self, message: bytes) -> tuple[Any, Any]:
-        """In a thread: the observation of a message, and what `Policy.prepare` makes of it."""
+        """The observation of a message, and the result of `Policy.prepare` on it; runs in a thread."""
         observation = wire.decode(message)
         if not isinstance(observation, dict):
-            raise wire.WireError(f"a request is a map of keys to values, not a {type(observation).__name__}")
+            raise wire.WireError(f"a request must be a map of keys to values, not a {type(observation).__name__}")
         return observation, self._policy.prepare(observation)
 
     def _run_batch(self, asked: Sequence[tuple[Any, Any]]) -> list[tuple[Any, float, int]]:
-        """In the device's thread: the answers, with the seconds until they were on the host."""
+        """The answers, with the seconds until they were on the host; runs in the device's thread."""
         started = time.perf_counter()
         answers = self._policy.answer([prepared for _, prepared in asked])
         seconds = time.perf_counter() - started
@@ -253,16 +253,16 @@ class PolicyServer:
         return [(answer, seconds, len(asked)) for answer in answers]
 
     def _record(self, observations: Sequence[Any], answers: Sequence[Any]) -> None:
-        """Note a batch; where that cannot be done, the clients are answered all the same, and the log says so."""
+        """Record a batch; if that fails, log it and still answer the clients."""
         if self._recorder is None:
             return
         try:
             self._recorder.write(observations, answers)
         except OSError as error:
             self._recorder = None
-            logger.error("the record ends here, serving goes on: it cannot be written: %s", error.strerror)
+            logger.error("the record cannot be written (%s): it ends here, serving continues", error.strerror)
         except (TypeError, ValueError) as error:
-            logger.warning("a batch of %d requests is left out of the record: %s", len(answers), error)
+            logger.warning("a batch of %d requests is missing from the record: %s", len(answers), error)
 
     def _refused(self, outcome: str, text: str) -> str:
         self.measures.requests.labels(outcome).inc()
@@ -271,7 +271,7 @@ class PolicyServer:
     async def _send(self, connection: ServerConnection, message: str | bytes) -> None:
         try:
             await asyncio.wait_for(connection.send(message), self._limits.send_s)
-        except TimeoutError:  # it does not read, nor would it say good-bye
+        except TimeoutError:  # it does not read, so it would not answer a close either
             connection.transport.abort()
             raise
 
@@ -289,13 +289,13 @@ class PolicyServer:
                 self._idle.set()
 
 
-_INTERNAL = "internal error: the server's log says more"
+_INTERNAL = "internal error: see the server's log"
 _FROM_A_PAGE = (
     b"requests with the header Origin are a browser's: no page may move the robot "
     b"(the package websocket-client sends none with suppress_origin=True)\n"
 )
-_NOT_FINITE = "the policy's actions hold NaN or infinity: no robot may be given them"
-# The library logs every handshake that fails, with a traceback: clients could fill the disk.
+_NOT_FINITE = "the policy's actions hold NaN or infinity and are not sent"
+# The library logs every failed handshake with a traceback: clients could fill the disk.
 _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.CRITICAL)
 

@@ -72,12 +72,12 @@ def test_a_lerobot_dataset_goes_through_every_format_and_comes_back_as_it_was(tm
 
 
 def test_what_an_rlds_dataset_has_and_the_others_have_not_is_named(rlds, tmp_path):
-    with pytest.raises(ValueError, match=r"does not say its control rate.*give --control-hz"):
+    with pytest.raises(ValueError, match=r"does not give its control rate.*give --control-hz"):
         convert(rlds, tmp_path / "toy", "lerobot", pictures="as-stored")
     with pytest.raises(ValueError, match=r"the control rate is 16\.7 Hz.*give --control-hz 17"):
         convert(rlds, tmp_path / "toy", "lerobot", pictures="as-stored", control_hz=16.7)
     for none in (0, -5, float("nan")):
-        with pytest.raises(ValueError, match="is no rate"):
+        with pytest.raises(ValueError, match="is not a valid rate"):
             convert(rlds, tmp_path / "toy", "lerobot", pictures="as-stored", control_hz=none)
     text = convert(rlds, tmp_path / "toy", "lerobot", pictures="as-stored", control_hz=5).text()
     for name in ("embedding", "observation/depth", "episode_metadata/seed", "episode_metadata/task"):

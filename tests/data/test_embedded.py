@@ -135,7 +135,7 @@ def test_a_complete_dataset_is_reused_with_a_message(made, caplog):
     stamps = {path: path.stat().st_mtime_ns for path in made.dataset.iterdir()}
     with caplog.at_level(logging.INFO):
         assert prepare(made.dataset.parent.parent, **ARGUMENTS) == made
-    assert "is complete already: reused" in caplog.text
+    assert "is already complete: reusing it" in caplog.text
     assert stamps == {path: path.stat().st_mtime_ns for path in made.dataset.iterdir()}
 
 

@@ -118,7 +118,7 @@ def test_transformers_reads_a_saved_tokenizer(tmp_path, fast):
 
 
 def test_fitting_says_what_it_cannot_do():
-    with pytest.raises(ValueError, match="vocab_size 256 leaves no tokens beside the 256 bytes"):
+    with pytest.raises(ValueError, match="vocab_size 256 leaves no tokens besides the 256 bytes"):
         fit_fast(smooth_chunks(3), vocab_size=256)
     with pytest.raises(ValueError, match=r"chunks of shape \(0, 8, 3\)"):
         fit_fast(smooth_chunks(0))
@@ -137,8 +137,8 @@ def test_what_is_no_processor_is_refused_with_what_to_do(tmp_path, fast, monkeyp
         load_fast("nowhere")
     for name, text, problem in (
         ("processor_config.json", "{}", "is not a FAST processor's: KeyError: 'scale'"),
-        ("tokenizer.json", "{}", "is no tokenizer of the library"),
-        ("tokenizer.json", tokenizers.Tokenizer(tokenizers.models.BPE()).to_str(), "does not write bytes"),
+        ("tokenizer.json", "{}", "is not a tokenizer of the library"),
+        ("tokenizer.json", tokenizers.Tokenizer(tokenizers.models.BPE()).to_str(), "is not a byte-level tokenizer"),
     ):
         directory = fast.save(tmp_path / problem[:12])
         (directory / name).write_text(text)

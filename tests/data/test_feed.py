@@ -194,7 +194,7 @@ def test_more_workers_while_training_change_no_batch(rows, feed_of, caplog):
         if step == 4:  # a log line that tells of slow reading
             feed._read_s = lambda: 30.0
             feed.tune(step_s=25.0, wait_s=20.0)
-    assert "2 worker processes read from here on (before: 0)" in caplog.text
+    assert "reading in 2 worker processes from now on (before: 0)" in caplog.text
     assert feed.position()["step"] == 9
 
 
@@ -210,7 +210,7 @@ def test_bad_records_are_counted_and_logged_when_skipped(open_small, feed_of, ca
     for _ in range(3):
         feed.next()
     assert feed.bad_records >= 3
-    assert caplog.text.count("its row replaced: fake data (seed 0), record") == feed.bad_records
+    assert caplog.text.count("row replaced: fake data (seed 0), record") == feed.bad_records
 
 
 def test_bad_records_end_the_run_otherwise_and_the_position_stays(open_small, feed_of):

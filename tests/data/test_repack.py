@@ -105,10 +105,10 @@ def test_missing_torn_and_flipped_files_are_named(source, tmp_path):
     with pytest.raises(BadRecord, match=r"steps-00001\.array_record, record 3, episode 7, step \d of 5.*hash mismatch"):
         damaged.frames(np.array([33]), "observation/wrist")
     file.write_bytes(data[:-10])
-    with pytest.raises(ValueError, match=r"steps-00001\.array_record is torn or missing"):
+    with pytest.raises(ValueError, match=r"steps-00001\.array_record is truncated or missing"):
         StepArray(path=str(path)).open()
     file.unlink()
-    with pytest.raises(ValueError, match=r"steps-00001\.array_record is torn or missing \(None of"):
+    with pytest.raises(ValueError, match=r"steps-00001\.array_record is truncated or missing \(None of"):
         StepArray(path=str(path)).open()
 
 

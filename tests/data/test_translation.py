@@ -27,7 +27,7 @@ def test_another_robots_camera_is_black_and_masked():
 
 
 def test_what_is_no_camera_must_be_there_and_fit():
-    with pytest.raises(ValueError, match="there is no force, which the model reads"):
+    with pytest.raises(ValueError, match="the model reads force, which is missing"):
         seeing(force=((2,), "float32")).row({}, np.zeros(2), "")
     with pytest.raises(ValueError, match=r"state has shape \[3\]; the model takes \[5\]"):
         seeing(state=((5,), "float32")).row({}, np.zeros(2), "")

@@ -31,7 +31,7 @@ def test_processes_that_would_be_no_faster_are_not_started_and_that_is_said_once
     caplog.set_level("INFO")
     # One core reads a batch in 2 s; the threads together give one every 0.9 s.
     assert looks(WorkerTuner(1), *[(20, 0.9, 0.5, 2.0)] * 3) == [0] * 3
-    assert caplog.text.count("6 processes (most: 1) would not be faster") == 1
+    assert caplog.text.count("6 processes (at most 1) would not be faster") == 1
     assert looks(WorkerTuner(0), (20, 0.9, 0.5, 2.0)) == [0]
     assert looks(WorkerTuner(15), (20, 0.9, 0.5, 0.3)) == [0], "one core would do: it is the storage"
 

@@ -141,7 +141,7 @@ def test_windows_of_diffusion_policy_are_those_of_its_sampler(horizon, history, 
 
 
 def test_a_present_step_outside_the_episode_is_refused():
-    with pytest.raises(ValueError, match=r"pad_after 12 must lie in 0\.\.11"):
+    with pytest.raises(ValueError, match=r"pad_after 12 must be in 0\.\.11"):
         WindowShape(horizon=16, history=5, first_action=-4, pad_after=12)
-    with pytest.raises(ValueError, match=r"first_action 1 must lie in -7\.\.0"):
+    with pytest.raises(ValueError, match=r"first_action 1 must be in -7\.\.0"):
         WindowShape(horizon=8, first_action=1)

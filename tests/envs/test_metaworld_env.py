@@ -82,7 +82,7 @@ def test_rollout_counts_steps_to_the_success():
 def test_states_that_were_stepped_before_are_refused():
     states = ENV.reset(keys(1), np.array([0]))
     ENV.step(states, np.ones((1, 4)))
-    with pytest.raises(RuntimeError, match="stepped before, and a simulator cannot go back: keep the newest states"):
+    with pytest.raises(RuntimeError, match="already stepped, and a simulator cannot go back: keep the newest states"):
         ENV.step(states, np.ones((1, 4)))
 
 
@@ -118,8 +118,8 @@ def test_without_opengl_states_are_all_there_is(monkeypatch, caplog):
     states = ENV.reset(keys(1), np.array([0]))
     assert ENV.observe(states).images == {} and ENV.observe(states).state.shape == (1, 39)
     assert [ENV.pictures(states, np.array([0])) for _ in range(2)] == [{}, {}]
-    assert caplog.text.count("shown to nobody: nothing here can draw pictures without a display (no_such_backend") == 1
-    with pytest.raises(RuntimeError, match="install libegl1 or libosmesa6, or leave the environment's image_size out"):
+    assert caplog.text.count("renders no pictures: this machine cannot render without a display (no_such_backend") == 1
+    with pytest.raises(RuntimeError, match="install libegl1 or libosmesa6, or omit the environment's image_size"):
         dataclasses.replace(ENV, image_size=48).observe(states)
     for cache in caches:
         cache.cache_clear()

@@ -52,7 +52,7 @@ def test_there_are_ten_tasks_and_more_each_with_its_own_name_and_words():
 
 
 def test_a_task_with_an_unknown_or_unfitting_colour_is_refused():
-    with pytest.raises(ValueError, match="no block has the colour 'pink'; colours are red, green"):
+    with pytest.raises(ValueError, match="unknown block colour 'pink'; colours are red, green"):
         Task(Kind.PICK, "pink")
     with pytest.raises(ValueError, match="second, different colour"):
         Task(Kind.STACK, "red", "red")

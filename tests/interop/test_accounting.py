@@ -60,8 +60,8 @@ def test_long_lists_are_counted():
     [
         ({**WANTED, **FACTORS}, WANTED, "these 2 are LoRA factors and the model has none"),
         (FACTORS, {**WANTED, **FACTORS}, "holds LoRA factors only"),
-        (WANTED, {**WANTED, **FACTORS}, "no LoRA factors, the model wants them"),
-        ({"conv/kernel": WANTED[NAMES[0]]}, WANTED, "another model's checkpoint"),
+        (WANTED, {**WANTED, **FACTORS}, "no LoRA factors, but the model has"),
+        ({"conv/kernel": WANTED[NAMES[0]]}, WANTED, "a checkpoint of another model"),
     ],
 )
 def test_it_says_what_to_do_about_what_happens_often(found, expected, says):

@@ -100,9 +100,9 @@ def be_another_models(params):
         (have_another_shape, TINY, TINY, f"{KEY} is (8, 7), the model wants (7, 8)"),
         (have_whole_numbers, TINY, TINY, f"{KEY} is int32, the model wants float32"),
         (be_factors_only, WITH_LORA, WITH_LORA, "holds LoRA factors only"),
-        (be_another_models, TINY, TINY, "another model's checkpoint"),
+        (be_another_models, TINY, TINY, "a checkpoint of another model"),
         (None, WITH_LORA, TINY, "are LoRA factors and the model has none"),
-        (None, TINY, WITH_LORA, "no LoRA factors, the model wants them"),
+        (None, TINY, WITH_LORA, "no LoRA factors, but the model has"),
         (None, TINY, tiny(pi05=True), "the checkpoint is pi0's and the model pi0.5"),
         (None, tiny(pi05=True), TINY, "the checkpoint is pi0.5's and the model pi0"),
         (None, TINY, FAST, "the checkpoint has an action expert, as pi0 and pi0.5 have"),
@@ -214,21 +214,21 @@ def be_a_run_without_a_step(step):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (tear_a_shard, "torn or damaged"),
-        (lose_all_shards, "torn or damaged"),
-        (tear_the_index, "torn or damaged"),
+        (tear_a_shard, "truncated or damaged"),
+        (lose_all_shards, "truncated or damaged"),
+        (tear_the_index, "truncated or damaged"),
         (tear_the_names, "_METADATA is damaged"),
         (forget_the_names, "_METADATA is damaged"),
-        (have_another_top, "its top level holds ['parameters'], not 'params'"),
-        (tear_the_norm_stats, "norm_stats.json is no JSON"),
+        (have_another_top, "it holds ['parameters'] at the top, not 'params'"),
+        (tear_the_norm_stats, "norm_stats.json is not JSON"),
         (widen_the_norm_stats, "the norm stats 'robot' hold 46 dims for 'state', the model takes 7"),
-        (be_empty, "the directory is empty; was its copy cut off?"),
+        (be_empty, "the directory is empty; was its copy interrupted?"),
         (be_absent, "there is no such directory"),
         (be_a_file, "it is a file"),
-        (be_something_else, "it holds notes.txt. What is read:"),
-        (be_half_saved, "params.orbax-checkpoint-tmp-1 is half a checkpoint, its save was cut off"),
+        (be_something_else, "it holds notes.txt. Supported formats:"),
+        (be_half_saved, "params.orbax-checkpoint-tmp-1 is incomplete, its save was interrupted"),
         (be_half_a_step_of_ours, "manifest.json, which is written last, is missing"),
-        (be_a_run_without_a_step, "is a run without a checkpoint"),
+        (be_a_run_without_a_step, "has no checkpoint yet"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
@@ -244,7 +244,7 @@ def test_files_that_are_not_what_they_should_be(copy, tmp_path, spoil, says):
     [
         ({"source_format": "theirs"}, "unknown format 'theirs'; allowed: big_vision, ours, openpi, "),
         ({"target_format": "theirs"}, "unknown format 'theirs'"),
-        ({"source_format": "ours"}, "is not of the format ours"),
+        ({"source_format": "ours"}, "is not in the format ours"),
         ({"merge_lora": True}, "has no LoRA factors; leave the flag out"),
         ({"norm_stats": "absent.json"}, "--norm-stats needs --asset-id"),
         ({"norm_stats": "absent.json", "asset_id": "robot"}, "--norm-stats: no norm stats at absent.json"),
@@ -261,7 +261,7 @@ def test_norm_stats_to_rename_must_be_one_set(copy, tmp_path):
 
 
 def test_an_address_of_an_unknown_kind(tmp_path):
-    assert "addresses of ftp:// are not read; allowed: a path, or one of gs://" in refused(
+    assert "addresses with ftp:// are not supported; allowed: a path, or one of gs://" in refused(
         "ftp://x/y", tmp_path / "out"
     )
 
@@ -272,7 +272,7 @@ def test_a_directory_that_may_not_be_read(copy, tmp_path, monkeypatch):
 
     target = tmp_path / "out"
     monkeypatch.setattr(Path, "iterdir", forbid)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; give yourself the right"):
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; check its permissions"):
         convert(copy, target)
 
 

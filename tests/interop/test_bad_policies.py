@@ -117,7 +117,7 @@ def test_integers_are_no_parameters(folder):
 def test_a_torn_file_says_so(folder, left):
     content = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(content[:left])
-    assert {4: "its first bytes are lost", 200: "is torn", -1: "is torn"}[left] in refused(folder)
+    assert {4: "its first bytes are lost", 200: "is truncated", -1: "is truncated"}[left] in refused(folder)
 
 
 def test_a_pointer_of_git_lfs_is_no_file(folder):
@@ -180,7 +180,7 @@ def test_a_fast_processor_of_ones_own_is_named_in_the_policy(tmp_path, caplog):
 
 def test_a_config_that_is_no_json(folder):
     (folder / "config.json").write_text("{")
-    assert "is no JSON" in refused(folder)
+    assert "is not JSON" in refused(folder)
 
 
 def test_a_processor_whose_stats_are_missing(folder):

@@ -52,7 +52,7 @@ def test_a_big_chunk_that_is_damaged_is_named(item):
     leaf = orbax_item.open_item(Place.of(item))["w"]
     data = max(item.rglob("d/*"), key=lambda path: path.stat().st_size)
     data.write_bytes(bytes(data.stat().st_size))
-    with pytest.raises(CheckpointError, match="torn or damaged: its leaf w cannot be read"):
+    with pytest.raises(CheckpointError, match="truncated or damaged: its leaf w cannot be read"):
         leaf.whole()
 
 

@@ -204,7 +204,7 @@ def test_without_accumulation_it_follows_from_the_devices(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "devices", "message"),
     [
-        ({"train_batch_size": 33}, None, "train_batch_size 33 is no multiple of train_micro_batch_size_per_gpu 4 x"),
+        ({"train_batch_size": 33}, None, "train_batch_size 33 is not a multiple of train_micro_batch_size_per_gpu 4 x"),
         ({}, 8, "train_batch_size 32 = .* x 1 devices, not 8; for 8 set train_batch_size 256"),
         ({"train_batch_size": 0}, None, "train_batch_size is 0; it must be a whole number of at least 1"),
         ({"train_batch_size": "32"}, None, 'train_batch_size is "32"; it must be a number, or "auto"'),
@@ -218,8 +218,8 @@ def test_without_accumulation_it_follows_from_the_devices(tmp_path):
         ({"scheduler.type": "WarmupDecayLR"}, None, "scheduler.params.total_num_steps is missing"),
         ({"zero_optimization.overlap_com": True}, None, "unknown key .*overlap_com; did you mean .*overlap_comm?"),
         ({"train_batchsize": 3}, None, "unknown key train_batchsize; did you mean train_batch_size?"),
-        ({"optimizer.params.foo": 1}, None, "unknown key optimizer.params.foo; DeepSpeed has none of that name"),
-        ({"qqqqqq": 3}, None, "unknown key qqqqqq; DeepSpeed has none of that name"),
+        ({"optimizer.params.foo": 1}, None, "unknown key optimizer.params.foo; DeepSpeed has no such key"),
+        ({"qqqqqq": 3}, None, "unknown key qqqqqq; DeepSpeed has no such key"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, devices, message):
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused(changes, devices, message):
 def test_a_file_that_is_none_is_said_to_be_none(text, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"ds.json(:| is no DeepSpeed config)"):
+    with pytest.raises(UsageError, match=r"ds.json(:| is not a DeepSpeed config)"):
         translate_file(file)
     with pytest.raises(UsageError, match=r"the DeepSpeed config .*absent.json cannot be read: No such file"):
         translate_file(tmp_path / "absent.json")
@@ -240,8 +240,8 @@ def test_a_file_that_is_none_is_said_to_be_none(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch_size": 32, "train_batch_size": 64}', "train_batch_size stands in it more than once"),
-        ('{"gradient_clipping": NaN}', "NaN is no value that a setting can have"),
+        ('{"train_batch_size": 32, "train_batch_size": 64}', "train_batch_size appears in it more than once"),
+        ('{"gradient_clipping": NaN}', "NaN is not a valid setting"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(text, message, tmp_path):

@@ -42,7 +42,7 @@ def test_every_process_sees_that_a_file_is_torn_or_missing(tmp_path):
         content = file.read_bytes()
         file.write_bytes(content[:-1])
         for share in range(3):
-            assert f"{file.name} is torn" in find_damage(tmp_path, share=share, shares=3)
+            assert f"{file.name} is truncated" in find_damage(tmp_path, share=share, shares=3)
         file.unlink()
         for share in range(3):
             assert f"{file.name} is missing" in find_damage(tmp_path, share=share, shares=3)

@@ -178,7 +178,7 @@ def test_rows_that_fill_up_the_vocabulary_are_left_out_and_said(tmp_path, caplog
     filled = in_memory(np.concatenate([table, np.full((64, table.shape[1]), 7, np.float32)]))
     caplog.set_level("INFO")
     assert_same(load(write(tmp_path / "m", {**tensors(), TABLE: filled})), loaded())
-    assert "the last 64 rows of the token table, beyond the model's 64, are left out" in caplog.text
+    assert "the last 64 rows of the embedding table, beyond the model's 64, are left out" in caplog.text
     more = in_memory(np.concatenate([filled.whole(), table[:1]]))
     with pytest.raises(CheckpointError, match=r"--model.vocab-size"):
         load(write(tmp_path / "more", {**tensors(), TABLE: more}))
@@ -235,7 +235,7 @@ def test_a_damaged_npz_is_refused(tmp_path):
         load(whole)
     with pytest.raises(CheckpointError, match=r"compressed.*numpy\.savez"):
         load(packed)
-    with pytest.raises(CheckpointError, match=r"not in big_vision's form.*params/"):
+    with pytest.raises(CheckpointError, match=r"not in big_vision's format.*params/"):
         load(other)
     with pytest.raises(CheckpointError, match=r"copy it to one that all hosts share"):
         load("gs://bucket/pt_224.npz")

@@ -68,12 +68,12 @@ def test_params_that_are_a_link_keep_the_norm_stats_beside_the_link(saved, tmp_p
 
 
 def test_a_run_of_openpi_is_no_step_of_it(saved):
-    with pytest.raises(CheckpointError, match=f"name one of its steps, such as {saved}"):
+    with pytest.raises(CheckpointError, match=f"give one of its steps, such as {saved}"):
         open_checkpoint(saved.parent)
 
 
 def test_the_file_of_a_folder_is_not_the_folder(saved):
-    with pytest.raises(CheckpointError, match=f"it is a file; name the directory, {saved / 'params'}"):
+    with pytest.raises(CheckpointError, match=f"it is a file; give the directory, {saved / 'params'}"):
         open_checkpoint(saved / "params/_METADATA")
 
 
@@ -209,7 +209,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_to_take_for_a_checkpoint(sa
     (left,) = tmp_path.iterdir()
     assert (left / "params/_METADATA").is_file() and left.name.startswith(".out.partial-")
     for found in (left, left / "params"):
-        with pytest.raises(CheckpointError, match="a conversion was cut off, or still runs"):
+        with pytest.raises(CheckpointError, match="a conversion was interrupted, or still runs"):
             open_checkpoint(found)
     convert(saved, target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

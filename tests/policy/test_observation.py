@@ -77,7 +77,7 @@ def test_droids_state_comes_in_parts():
     np.testing.assert_array_equal(row["image/left_wrist_0_rgb"], sent["observation/wrist_image_left"])
     with pytest.raises(ObservationError, match="lacks 'observation/gripper_position'"):
         form(Droid()).row({key: value for key, value in sent.items() if "gripper" not in key})
-    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[6\].*expected is \[8\]: joint_1_rad"):
+    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[6\].*expected \[8\]: joint_1_rad"):
         form(Droid()).row({**sent, "observation/joint_position": np.zeros(6)})
 
 
@@ -108,7 +108,7 @@ def test_a_request_can_be_built_from_the_spec_alone(robot, history):
 
 @pytest.mark.parametrize("value", [memoryview(bytes(7)), bytes(7), [b"a"] * 7, "1234567"])
 def test_a_state_of_bytes_or_text_is_none(value):
-    with pytest.raises(ObservationError, match=r"'state' is .*; expected are numbers"):
+    with pytest.raises(ObservationError, match=r"'state' is .*; expected numbers"):
         form(Bridge()).row({"observation/image_0": image(6, 8, 3), "state": value, "prompt": "go"})
 
 
@@ -127,7 +127,7 @@ def test_a_state_of_bytes_or_text_is_none(value):
 )
 def test_lists_of_unlike_values_are_refused_before_they_are_joined(value):
     tracemalloc.start()
-    with pytest.raises(ObservationError, match="'state' is a list; expected are numbers"):
+    with pytest.raises(ObservationError, match="'state' is a list; expected numbers"):
         ask(form(Bridge()), state=value)
     held = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -157,8 +157,8 @@ def nested(depth, key="a"):
         (nested(900), "more than 8 deep"),
         (nested(5, "b" * 100_000), "has 100000 characters"),
         ({f"observation/imag{number}": 0 for number in range(2000)}, "more than 1000 keys"),
-        ({"prompt": "\udcff"}, "'prompt' is no text"),
-        ({"prompt": np.array("\udcff")}, "'prompt' is no text"),
+        ({"prompt": "\udcff"}, "'prompt' is not valid text"),
+        ({"prompt": np.array("\udcff")}, "'prompt' is not valid text"),
     ],
     ids=["deep", "long key", "many keys", "no unicode", "no unicode in an array"],
 )
@@ -174,7 +174,7 @@ def ask(form, **changes):
 
 def test_a_picture_with_an_endless_side_is_refused_before_it_is_scaled():
     for shape in ((1, 8193, 3), (8193, 1, 3), (3, 1, 8193)):
-        with pytest.raises(ObservationError, match="no side may exceed 8192"):
+        with pytest.raises(ObservationError, match="sides are at most 8192"):
             ask(form(Bridge()), **{"observation/image_0": np.zeros(shape, np.uint8)})
     row, _ = ask(form(Bridge()), **{"observation/image_0": np.zeros((1, 8192, 3), np.uint8)})
     assert row["image/base_0_rgb"].shape == (1, 8192, 3)
@@ -202,7 +202,7 @@ def test_fractions_become_bytes_row_by_row_as_openpi_rounds_them():
 def test_parts_of_a_state_that_are_too_large_are_not_joined():
     sent = droid() | {"observation/joint_position": np.zeros(1 << 20, np.float32)}
     tracemalloc.start()
-    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[1048576\].*expected is \[8\]"):
+    with pytest.raises(ObservationError, match=r"'observation/joint_position' \[1048576\].*expected \[8\]"):
         form(Droid()).row(sent)
     held = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -210,7 +210,7 @@ def test_parts_of_a_state_that_are_too_large_are_not_joined():
 
 
 def test_a_key_that_is_no_text_is_told_in_few_words():
-    with pytest.raises(ObservationError, match="is a bytes; keys are strings") as refused:
+    with pytest.raises(ObservationError, match="is a bytes; keys must be strings") as refused:
         ask(form(Bridge()), more={bytes(250): 1})
     assert len(str(refused.value)) < 100
 
@@ -221,5 +221,5 @@ def test_history_is_stacked_as_training_pads_it():
     assert stacked["state"][:, 0].tolist() == [0, 0, 1] and stacked["prompt"] == "go"
     assert stack_history(steps, 3)["nested/image"][:, 0, 0, 0].tolist() == [1, 2, 3]
     assert stack_history(steps, 1)["state"].tolist() == [3, 3]
-    with pytest.raises(ObservationError, match="no observation to stack"):
+    with pytest.raises(ObservationError, match="no observations to stack"):
         stack_history([], 3)

@@ -120,7 +120,7 @@ def test_a_diffusion_policy_sees_the_last_steps_and_answers_from_the_present_one
     np.testing.assert_array_equal(policy.prepare(stacked)[0]["state"], policy.prepare(whole)[0]["state"])
     first = policy.prepare(stack_history(steps[:1], 3))[0]["state"]
     np.testing.assert_array_equal(first[0], first[2])
-    with pytest.raises(ObservationError, match=r"expected is \[3, height, width, 3\]: the last 3 control steps"):
+    with pytest.raises(ObservationError, match=r"expected \[3, height, width, 3\]: the last 3 control steps"):
         policy.prepare(steps[-1])
     chunk = policy.sampler.sample([policy.prepare(whole)[0]], [4])[0]
     answer = policy.infer(whole, draw=4)

@@ -79,17 +79,17 @@ BAD = {
         "lacks 'observation/image_0'.*expected are observation/image_0, prompt",
     ),
     "missing prompt": ({"prompt": None}, "lacks 'prompt'"),
-    "narrow state": ({"state": np.zeros(6)}, r"shape of 'state' \[6\]; expected is \[7\]: x_m"),
-    "state of text": ({"state": "zeros"}, "'state' is a str; expected are numbers"),
-    "state of objects": ({"state": [None, {}]}, "'state' is a list; expected are numbers"),
+    "narrow state": ({"state": np.zeros(6)}, r"shape of 'state' \[6\]; expected \[7\]: x_m"),
+    "state of text": ({"state": "zeros"}, "'state' is a str; expected numbers"),
+    "state of objects": ({"state": [None, {}]}, "'state' is a list; expected numbers"),
     "state of NaN": ({"state": np.full(7, np.nan)}, "NaN or infinity"),
-    "state without a number": ({"state": np.full(7, 3e38, np.float32)}, "so far from all.* that it has no number"),
+    "state without a number": ({"state": np.full(7, 3e38, np.float32)}, "so far outside .* value overflows"),
     "grey image": (
         {"observation/image_0": np.zeros((32, 32), np.uint8)},
-        r"shape \[32, 32\]; expected is \[height, width, 3\]",
+        r"shape \[32, 32\]; expected \[height, width, 3\]",
     ),
-    "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected is uint8"),
-    "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected is a str"),
+    "wide image values": ({"observation/image_0": np.full((32, 32, 3), 7.0)}, "from 7.0 to 7.0; expected uint8"),
+    "prompt of bytes": ({"prompt": b"go"}, "'prompt' is a bytes; expected a str"),
     "long prompt": ({"prompt": "go " * 50}, "the model reads 48: shorten it.*cut_prompts=True"),
     "number as key": ({3: 1}, "the key 3 is a int"),
 }
@@ -145,7 +145,7 @@ def test_a_run_its_step_and_its_best_are_the_same_checkpoint(run, policy):
         ({"dataset": 1}, UsageError, "has no dataset 1"),
         ({"experiment": "nothing"}, registry.UnknownName, "unknown experiment 'nothing'"),
         ({"tokenizer": "/no/where.model"}, FileNotFoundError, "no tokenizer at /no/where.model"),
-        ({"num_sample_steps": 0}, UsageError, "0 denoising steps are none"),
+        ({"num_sample_steps": 0}, UsageError, "0 denoising steps are too few"),
         ({"directory": "assets"}, CheckpointError, "no checkpoint at"),
     ],
 )
@@ -158,5 +158,5 @@ def test_what_cannot_be_loaded_is_told(run, options, error, says):
 
 def test_another_tokenizer_than_the_runs_is_refused(run, tmp_path):
     train_tokenizer(["pick up the cup"] * 3, tmp_path / "other.model", 300)
-    with pytest.raises(CheckpointError, match=r"--data.tokenizer has .*the same words would be other tokens"):
+    with pytest.raises(CheckpointError, match=r"--data.tokenizer has .*the same words would give other tokens"):
         load_policy(run.directory, tokenizer=str(tmp_path / "other.model"))

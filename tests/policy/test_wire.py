@@ -83,7 +83,7 @@ def maps_in_maps(count):
     return b"\xdd" + count.to_bytes(4, "big") + b"\x81\xa0\x00" * count
 
 
-# What a message says that it holds is refused before a value of it is looked at: the rest is no msgpack at all.
+# What a message says that it holds is refused before a value of it is looked at: the rest is not msgpack at all.
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -98,9 +98,9 @@ def maps_in_maps(count):
         (b"\x92" + (b"\xdb" + (1 << 17).to_bytes(4, "big") + b"a" * (1 << 17)) * 2, ""),
         (b"\x92" + (b"\xdb" + ((1 << 17) + 1).to_bytes(4, "big") + b"a" * ((1 << 17) + 1)) * 2, "bytes of text"),
         (b"\xdb" + ((1 << 18) + 1).to_bytes(4, "big"), "more than 262144 bytes of text"),
-        (b"\x81\xc5\x01\x01" + bytes(257) + b"\x00", "no key; keys are text, or at most 256 bytes"),
-        (b"\x81\x01\x00", "a int is no key"),
-        (b"\x81\x90\x00", "a list is no key"),
+        (b"\x81\xc5\x01\x01" + bytes(257) + b"\x00", "not a key; keys are text, or at most 256 bytes"),
+        (b"\x81\x01\x00", "a int is not a key"),
+        (b"\x81\x90\x00", "a list is not a key"),
         (b"\xd4\x05\x00", "no value begins with 0xd4"),
         (b"\xd6\xff\x00\x00\x00\x00", "no value begins with 0xd6"),
         (b"{}", "1 bytes follow its end"),
@@ -243,5 +243,5 @@ def test_reading_takes_no_more_than_the_message_and_as_much_as_its_bounds_say(ca
 
 @pytest.mark.parametrize("value", [np.array([None]), np.zeros(2, complex), np.zeros(1, "V4"), object()])
 def test_what_has_no_form_is_not_sent(value):
-    with pytest.raises(TypeError, match="no form on the wire"):
+    with pytest.raises(TypeError, match="cannot be sent"):
         wire.encode({"x": value})

@@ -115,7 +115,7 @@ CASES = [
         f"{ARM} {SOURCE}.path HERE/torn",
         DATA,
         "3 episodes of",
-        "record 5 (episode 5 of that file): the file is torn",
+        "record 5 (episode 5 of that file): the file is truncated",
         "--data.on-bad-record skip",
     ),
     case(
@@ -154,7 +154,7 @@ CASES = [
         "debug --data.datasets.0.norm-stats HERE/narrow.json",
         DATA,
         "mismatched norm stats: 2 dims for 7 named (x_m",
-        "leave --data.datasets.N.norm-stats out",
+        "omit --data.datasets.N.norm-stats",
     ),
     case("norm stats NaN", "debug --data.datasets.0.norm-stats HERE/nan.json", DATA, "nan.json: mean or std of state"),
     case("no norm stats", "debug --data.datasets.0.norm-stats HERE/none.json", DATA, "no norm stats at", "or none to"),
@@ -227,7 +227,7 @@ def test_a_torn_file_of_the_bridge_sample_is_named(here, tmp_path, bridge_sample
     shard.chmod(0o644)
     os.truncate(shard, 2_000_000)
     arguments = (f"{here}/bad_input_experiments.py:arm", f"{SOURCE}.path", tmp_path / "bridge", *places(tmp_path))
-    check(openpi_train(*arguments), DATA, shard.name, "record 14", "the file is torn", "--data.on-bad-record skip")
+    check(openpi_train(*arguments), DATA, shard.name, "record 14", "the file is truncated", "--data.on-bad-record skip")
 
 
 @pytest.mark.parametrize("verb", ["data index PATH", f"stats {ARM} {SOURCE}.path PATH"], ids=["data", "stats"])

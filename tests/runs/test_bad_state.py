@@ -88,7 +88,11 @@ def test_when_all_checkpoints_are_damaged_each_is_named(copy):
     os.truncate(run_of(copy) / "2" / "meta.json", 10)
     (run_of(copy) / "4" / "manifest.json").unlink()
     done = openpi_train(*RUN, *places(copy), "--resume")
-    says = ("2: meta.json is torn", "4: manifest.json is missing", "Put a copy back, or start anew with --overwrite")
+    says = (
+        "2: meta.json is truncated",
+        "4: manifest.json is missing",
+        "Put a copy back, or start anew with --overwrite",
+    )
     check(done, CHECKPOINT, "all 2 checkpoints in", *says)
 
 
@@ -104,7 +108,7 @@ def test_torn_files_that_can_be_made_anew_are_only_warned_of(copy, finished):
     os.truncate(copy / "assets" / "debug" / "fake" / "norm_stats.details.json", 10)
     (run_of(copy) / "best.json").write_text('{"step"')
     longer = [word if word != "4" else "6" for word in RUN]
-    check(openpi_train(*longer, *places(copy), "--resume"), DONE, "best.json cannot be read", "they are computed anew")
+    check(openpi_train(*longer, *places(copy), "--resume"), DONE, "best.json cannot be read", "computing them again")
     before, after = losses(finished[0]), losses(copy)
     assert {step: after[step] for step in before} == before
     assert len(after) == 6

@@ -172,6 +172,6 @@ def test_a_model_that_samples_itself_has_no_chain_and_no_guide():
     with pytest.raises(UsageError, match="LinearPolicy samples its actions itself"):
         OwnSampler().chain(toy.LinearConfig().build(nnx.Rngs(0)), toy.batch(2).observation, NOISE, None, STEPS)
     for objective in (NextToken(), Diffusion()):
-        with pytest.raises(UsageError, match=r"guides a flow by its velocity, and \w+Sampler, which .* follows none"):
+        with pytest.raises(UsageError, match=r"guides the velocity of a flow, but \w+Sampler, which .* has none"):
             as_flow(objective.action_sampler)
     assert as_flow(FlowMatching().action_sampler).augmentation == FlowMatching().augmentation

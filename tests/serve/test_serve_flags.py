@@ -131,18 +131,18 @@ def test_times_are_finite_and_may_be_zero(parsed, refusal, name):
     assert getattr(parsed(f"{option(name)}=0")[1], name) == 0
     assert getattr(parsed(f"{option(name)}=1e9")[1], name) == 1e9
     for number in ("-0.001", "inf", "-inf", "nan"):
-        assert f"{option(name)} {float(number)} is no time" in refusal(f"{option(name)}={number}")
+        assert f"{option(name)} {float(number)} is not a valid time" in refusal(f"{option(name)}={number}")
 
 
 def test_ports_are_0_to_65535(parsed, refusal):
     assert [parsed("--port", port)[1].port for port in (0, 65535)] == [0, 65535]
     for port in (-1, 65536):
-        assert f"--port {port} is none: ports are 0" in refusal(f"--port={port}")
+        assert f"--port {port} is not a port: give 0" in refusal(f"--port={port}")
 
 
 @pytest.mark.parametrize("name", ["tls_cert", "tls_key"])
 def test_a_certificate_and_its_key_go_together(refusal, name):
-    assert "--tls-cert and --tls-key go together" in refusal(option(name), "file.pem")
+    assert "--tls-cert and --tls-key must both be given" in refusal(option(name), "file.pem")
 
 
 def test_each_of_certificate_and_key_is_its_own(parsed):
@@ -163,7 +163,7 @@ def test_parameters_are_held_in_two_types(parsed, refusal):
 def test_a_pose_is_numbers_with_commas(parsed, refusal):
     assert parsed("--reset-pose=-1")[1].reset_pose == (-1.0,)
     for text in ("1,,2", "1 2", "1,x", ""):
-        assert f"{text!r} is not numbers with commas between them" in refusal("--reset-pose", text)
+        assert f"{text!r} is not a list of numbers separated by commas" in refusal("--reset-pose", text)
 
 
 def test_a_flag_is_written_in_full_and_others_are_unknown(refusal):

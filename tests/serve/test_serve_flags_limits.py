@@ -164,7 +164,7 @@ def stopped_meanwhile(server):
 def test_an_end_waits_for_answers_under_way():
     def talk(server):
         with stopped_meanwhile(server) as connection:
-            wait_for(lambda: "stopping: no new requests; 1 clients wait for an answer" in server.log)
+            wait_for(lambda: "stopping: no new requests; 1 clients are waiting for an answer" in server.log)
             with pytest.raises(TimeoutError):
                 connection.recv(timeout=0.3)
             server.policy.gate.set()

@@ -155,7 +155,7 @@ def refused(run, capsys, *words):
 
 def test_a_run_with_classes_of_its_own_needs_its_experiment(run, plain, capsys):
     said = refused(run, capsys, "--dataset=second")
-    assert "is a Mine, which openpi_train has not" in said and "--experiment my_runs.py:NAME" in said
+    assert "is a Mine, which openpi_train does not have" in said and "--experiment my_runs.py:NAME" in said
     assert plain.metadata["robot"] == "Mine" and plain.metadata["experiment"] == "mine"
     assert plain.policy.sampler.seed == 42  # the file says 99 by now
 
@@ -175,7 +175,7 @@ def test_the_robot_and_its_norm_stats_are_the_datasets_by_name_or_number(run, pl
         for given in one.answers[1:3]:
             np.testing.assert_array_equal(given["actions"], np.tile(mean, (4, 1)))
     said = refused(run, capsys, run.own)
-    assert "say which robot's policy this is to be" in said and "0 (first, Bridge), 1 (second, Mine)" in said
+    assert "choose the one whose robot is used with `dataset`" in said and "0 (first, Bridge), 1 (second, Mine)" in said
     for none in ("2", "third", "-1"):
         assert "the run has no dataset" in refused(run, capsys, run.own, f"--dataset={none}")
 
@@ -197,7 +197,7 @@ def test_denoising_steps_are_those_of_the_flag_or_of_the_runs_evaluation(run, pl
     assert (plain.policy.sampler.num_steps, flagged.policy.sampler.num_steps) == (2, 3)
     for number in ("0", "-1"):
         said = refused(run, capsys, run.own, "--dataset=0", f"--num-sample-steps={number}")
-        assert f"{number} denoising steps are none; give 1 or more" in said
+        assert f"{number} denoising steps are too few; give 1 or more" in said
 
 
 def test_the_seed_is_that_of_the_flag_or_of_the_run(plain, flagged):

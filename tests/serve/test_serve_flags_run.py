@@ -48,7 +48,7 @@ def test_only_the_whole_key_comes_in_from_a_file_or_the_environment(source, tmp_
 
 def test_without_a_key_everybody_comes_in_and_the_log_says_so():
     def talk(server):
-        assert server.log[-1].endswith("open to everybody who reaches it")
+        assert server.log[-1].endswith("without authentication")
         assert admitted(server) and admitted(server, "any")
 
     assert serve("run", "--port=0", talk=talk).code == 0
@@ -261,7 +261,7 @@ def test_what_was_recorded_is_asked_again_as_it_was_sampled(recorded, capsys):
         recorded[0],
         load=lambda *given, **options: loaded.append(options) or LoadedStub(*given, **options),
     )
-    assert ended.code == 0 and capsys.readouterr().out == "all 3 answers are the same, bit for bit\n"
+    assert ended.code == 0 and capsys.readouterr().out == "all 3 answers are equal, bit for bit\n"
     (options,) = loaded
     assert (options["seed"], options["num_sample_steps"], options["batch_sizes"]) == (9, 4, [1, 3])
 

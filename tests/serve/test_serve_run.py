@@ -110,11 +110,11 @@ def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_pat
     ("flags", "says"),
     [
         (("/nowhere",), "no checkpoint at /nowhere: there is no such directory"),
-        (("/nowhere", "--port", "99999"), "--port 99999 is none: ports are 0"),
+        (("/nowhere", "--port", "99999"), "--port 99999 is not a port: give 0"),
         (("/nowhere", "--host", "203.0.113.1"), "--host 203.0.113.1 --port 8000 cannot be listened on"),
         (("/nowhere", "--api-key-file", "/no/key"), "--api-key-file /no/key cannot be read"),
         (("/nowhere", "--record", "/no/folder/record"), "there is no folder /no/folder"),
-        (("/nowhere", "--tls-cert", "x"), "--tls-cert and --tls-key go together"),
+        (("/nowhere", "--tls-cert", "x"), "--tls-cert and --tls-key must both be given"),
         (("/nowhere", "--max-batch", "0"), "--max-batch 0 must be at least 1"),
         (("/nowhere", "--replay", "/no/file"), "/no/file cannot be read"),
     ],

@@ -57,10 +57,10 @@ def test_a_conversation_as_openpis_client_has_it():
     ("message", "says"),
     [
         ({"prompt": "go"}, "lacks 'state'"),
-        (b"\xc1", "no msgpack"),
+        (b"\xc1", "not msgpack"),
         ("text", "bytes follow its end (is it text?)"),
-        (wire.encode([1, 2]), "a request is a map"),
-        (wire.encode({"state": np.zeros(2)})[:-1], "no msgpack"),
+        (wire.encode([1, 2]), "a request must be a map"),
+        (wire.encode({"state": np.zeros(2)})[:-1], "not msgpack"),
     ],
 )
 def test_a_bad_request_is_answered_with_text_and_the_connection_goes_on(message, says):
@@ -114,7 +114,7 @@ def test_robots_are_answered_when_the_records_disk_is_full_and_what_it_holds_is_
 @pytest.mark.parametrize("flag", ["--idle-s=nan", "--drain-s=-1", "--batch-wait-ms=inf"])
 def test_times_that_are_none_are_refused(flag, capsys):
     assert cli.run(["serve", "nowhere", flag]) == 2
-    assert "is no time" in capsys.readouterr().err
+    assert "is not a valid time" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_shows_no_traceback_and_ends_the_connection():

@@ -1,6 +1,6 @@
 """LeRobot's dataset format.
 
-Read next: `lerobot_source.py` reads, `lerobot_writer.py` writes, `lerobot_layout.py` says what lies where.
+Read next: `lerobot_source.py` reads, `lerobot_writer.py` writes, `lerobot_layout.py` describes the files.
 """
 
 from openpi_train.data.lerobot.lerobot_index import LeRobot

@@ -1,10 +1,10 @@
-"""The files of a LeRobot dataset, made of its episodes' folders.
+"""Assembles the files of a LeRobot dataset from its episodes' folders.
 
-Read next: `lerobot_layout.py`, which reads what this writes.
+Read next: `lerobot_layout.py`, which reads them.
 
-    episodes/000000/data.parquet  <camera>.mp4  episode.json     what `lerobot_writer.py` left
+    episodes/000000/data.parquet  <camera>.mp4  episode.json     the output of `lerobot_writer.py`
 
-Format 2.1 keeps a file per episode; 3.0 joins them, up to so many megabytes, without touching a pixel.
+Format 2.1 keeps one file per episode; 3.0 joins them up to a size limit, without encoding again.
 """
 
 import json
@@ -43,7 +43,7 @@ def assemble(
     plan: Mapping[str, Any],
     schema: Any,
 ) -> None:
-    """Write the dataset `out` of the folders in `episodes`, whose `records` are in order."""
+    """Write the dataset `out` from the folders in `episodes`; `records` has an entry for each, in order."""
     folders = [episodes / f"{number:06d}" for number in range(len(records))]
     features = {name: dict(feature) for name, feature in plan["features"].items()}
     videos = cameras(features, "video")
@@ -137,7 +137,7 @@ def _write_joined(
 
 
 def _files(paths: Sequence[Path], limit_mb: int) -> list[tuple[dict[str, int], list[int]]]:
-    """Which of the episodes' files go together in one, by number, with that one's place."""
+    """The groups of episodes' files to join: the place of each joined file, and the numbers of its episodes."""
     groups: list[list[int]] = [[]]
     size = 0
     for number, path in enumerate(paths):
@@ -167,7 +167,7 @@ def _write_episodes(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_tasks(out: Path, tasks: Sequence[str]) -> None:
-    """The tasks as pandas writes a frame whose index they are: lerobot looks them up there."""
+    """Write the tasks as pandas writes a frame with the tasks as its index, which is how lerobot looks them up."""
     pa, parquet = require("pyarrow"), require("pyarrow.parquet")
 
     def column(name: str | None, field: str | None, kind: str, numpy_kind: str, metadata: Any = None) -> dict[str, Any]:

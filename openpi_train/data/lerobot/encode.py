@@ -1,8 +1,7 @@
-"""Videos as lerobot writes them: an episode encoded, and several episodes' videos in one file.
+"""Video encoding equal to lerobot's: encodes an episode, and joins several episodes' videos into one file.
 
-Read next: `lerobot_writer.py`; `lerobot_video.py` decodes them. A key frame every second frame, as lerobot has it, so
-that any frame costs two to decode. Encoding is the encoder's own threads' work; joining copies packets, no pixel is
-touched again.
+Read next: `lerobot_writer.py`; `lerobot_video.py` decodes them. Every second frame is a key frame, as in lerobot, so
+reading any frame decodes at most two. The encoder runs in its own threads; joining copies packets, without encoding again.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ _ENCODERS = {
 
 
 def encode(path: Path, frames: Iterable[np.ndarray], size: tuple[int, int], *, fps: int, codec: Codec) -> int:
-    """Write frames, uint8 [height, width, 3], as one video at `path`, on disk when this returns; how many there were.
+    """Write frames, uint8 [height, width, 3], as one video at `path` and sync it to disk; returns their number.
 
-    Raises ValueError for a size that the codec does not take.
+    Raises ValueError for a size that the codec does not support.
     """
     av = require("av")
     encoder, options = _ENCODERS[codec]
@@ -55,12 +54,12 @@ def encode(path: Path, frames: Iterable[np.ndarray], size: tuple[int, int], *, f
 
 
 def open_encoders(container: Any) -> None:
-    """Start encoding the container's streams, with all threads as urgent as this one was.
+    """Open the encoders of the container's streams, keeping the scheduling policy of all threads.
 
-    Run by root, as in most containers, SVT-AV1 makes this thread and its own real-time ones (SCHED_FIFO, 99): on a
-    machine whose cores they fill nothing else has its turn, and every process started later inherits it.
+    As root, which is usual in containers, SVT-AV1 makes this thread and its own threads real-time (SCHED_FIFO, 99):
+    they starve everything else on the cores that they use, and every process started later inherits the policy.
     """
-    # It also tells the terminal twenty lines of its settings for every video unless it may only report errors.
+    # It also prints twenty lines of settings for every video unless its log level is "errors only".
     os.environ.setdefault("SVT_LOG", "1")
     if sys.platform != "linux":
         container.start_encoding()
@@ -71,7 +70,7 @@ def open_encoders(container: Any) -> None:
         container.start_encoding()
     finally:
         for thread in {this} | _threads() - others:
-            with contextlib.suppress(ProcessLookupError):  # one that has ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setscheduler(thread, policy, priority)
 
 
@@ -80,9 +79,9 @@ def _threads() -> set[int]:
 
 
 def join(paths: Sequence[Path], lengths: Sequence[int], out: Path, *, fps: int) -> None:
-    """One video of several, each with its number of frames; an episode begins where the one before it ends.
+    """Join videos with `lengths` frames each into one at `out`; an episode begins where the previous one ends.
 
-    Raises ValueError where their encoders were set differently.
+    Raises ValueError if they were encoded with different settings.
     """
     av = require("av")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def join(paths: Sequence[Path], lengths: Sequence[int], out: Path, *, fps: int) 
                     stream.time_base = part.time_base
                     header = part.codec_context.extradata
                 if part.codec_context.extradata != header:
-                    raise ValueError(f"{path} and {paths[0]} were encoded with other settings: they cannot be one file")
+                    raise ValueError(f"{path} and {paths[0]} were encoded differently: they cannot be joined")
                 shift = Fraction(frames_before, fps) / part.time_base
                 if shift.denominator != 1:
                     raise ValueError(f"{path} counts time in {part.time_base} s, which {fps} Hz does not divide")
@@ -112,7 +111,7 @@ def join(paths: Sequence[Path], lengths: Sequence[int], out: Path, *, fps: int) 
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What `info.json` says of a camera's videos."""
+    """The entry of a camera's videos in `info.json`."""
     with require("av").open(str(path)) as container:
         stream = container.streams.video[0]
         return {

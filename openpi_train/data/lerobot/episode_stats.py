@@ -1,9 +1,9 @@
-"""Statistics of a LeRobot episode, and of several, as the format keeps them beside the data.
+"""Statistics of LeRobot episodes and datasets, as the format stores them.
 
-Read next: `lerobot_writer.py`. By the rules of lerobot 0.4.4 (`datasets/compute_stats.py`): quantiles come from a
-histogram of 5000 bins between an episode's extremes, a dataset's are the episodes' means weighted by their steps;
-pictures are sampled and thinned, and count by their frames. One difference: lerobot squares pictures in 8 bits, so that
-the standard deviations of pictures that it writes are wrong (0, often); here they are right, as in its format 2.1.
+Read next: `lerobot_writer.py`. Same rules as lerobot 0.4.4 (`datasets/compute_stats.py`): quantiles come from a
+histogram of 5000 bins between an episode's extremes; a dataset's quantiles are the episodes' means weighted by their
+steps; pictures are sampled and downsampled, and counted by frames. One difference: lerobot squares pictures in 8 bits,
+so its standard deviations of pictures are wrong (often 0); here they are correct, as in its format 2.1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 _BINS = 5000
-# At least so many of an episode's pictures are looked at (all of a shorter one), at most so many.
+# Minimum number of pictures sampled per episode (all of a shorter one), and maximum.
 _FEWEST_PICTURES, _MOST_PICTURES = 100, 10_000
-# A picture with a longer side than the first is thinned to about the second.
+# A picture whose longer side exceeds the first is downsampled to about the second.
 _LARGE, _THINNED = 300, 150
 
-# By statistic: arrays of one shape, and `count`.
+# Arrays of the same shape by statistic, and `count`.
 Stats = dict[str, np.ndarray]
 
 
 def of_column(values: np.ndarray) -> Stats:
-    """The statistics of a column [n, ...], each [...] (of single numbers [1])."""
+    """The statistics of a column [n, ...], each [...] (for single numbers [1])."""
     values = values[:, None] if values.ndim == 1 else values
     wide = values.reshape(len(values), -1)
     shape = values.shape[1:]
@@ -40,7 +40,7 @@ def of_column(values: np.ndarray) -> Stats:
 
 
 class PictureStats:
-    """Adds up an episode's pictures while they pass; `num_frames` is how many there will be."""
+    """Accumulates the statistics of an episode's pictures; `num_frames` is their total number."""
 
     def __init__(self, num_frames: int):
         fewest = min(num_frames, _FEWEST_PICTURES)
@@ -50,7 +50,7 @@ class PictureStats:
         self._counts = np.zeros((3, 256), np.int64)
 
     def add(self, picture: np.ndarray) -> None:
-        """The next picture, uint8 [height, width, 3]."""
+        """Add the next picture, uint8 [height, width, 3]."""
         if self._seen in self._wanted:
             longer = max(picture.shape[:2])
             thin = longer // _THINNED if longer >= _LARGE else 1
@@ -59,7 +59,7 @@ class PictureStats:
         self._seen += 1
 
     def result(self) -> Stats:
-        """The statistics of all, in 0..1, each [3, 1, 1]."""
+        """The statistics of all pictures, in 0..1, each [3, 1, 1]."""
         levels = np.arange(256) / 255
         share = self._counts / self._counts.sum(axis=1, keepdims=True)
         mean = share @ levels
@@ -84,7 +84,7 @@ def of_all(episodes: Sequence[Mapping[str, Stats]]) -> dict[str, Stats]:
 
 
 def as_json(stats: Mapping[str, Stats], *, quantiles: bool) -> dict[str, dict[str, Any]]:
-    """By feature and statistic, as lists; format 2.1 has no quantiles."""
+    """The statistics as lists, by feature and name; format 2.1 has no quantiles."""
     return {
         name: {key: value.tolist() for key, value in entry.items() if quantiles or key not in QUANTILES}
         for name, entry in stats.items()
@@ -92,7 +92,7 @@ def as_json(stats: Mapping[str, Stats], *, quantiles: bool) -> dict[str, dict[st
 
 
 def from_json(stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Stats]:
-    """What `as_json` gave."""
+    """The inverse of `as_json`."""
     return {name: {key: np.array(value) for key, value in entry.items()} for name, entry in stats.items()}
 
 
@@ -119,7 +119,7 @@ def _joined(parts: Sequence[Stats]) -> Stats:
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray) -> list[float]:
-    """Interpolated in a histogram of the values, each counted `weights` times."""
+    """Quantiles interpolated in a histogram of the values, each counted `weights` times."""
     low, high = float(values.min()), float(values.max())
     if low == high:
         return [low] * len(QUANTILES)
@@ -130,7 +130,7 @@ def _quantiles(values: np.ndarray, weights: np.ndarray) -> list[float]:
         wanted = quantile * reached[-1]
         bin_ = min(int(np.searchsorted(reached, wanted)), _BINS - 1)
         before = reached[bin_] - histogram[bin_]
-        # In the first bin lerobot does not interpolate.
+        # lerobot does not interpolate in the first bin.
         part = 0.0 if bin_ == 0 or not histogram[bin_] else (wanted - before) / histogram[bin_]
         found.append(float(edges[bin_] + part * (edges[bin_ + 1] - edges[bin_])))
     return found

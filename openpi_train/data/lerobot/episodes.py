@@ -1,6 +1,6 @@
-"""One parquet file of a LeRobot dataset, and its episodes' videos, into small arrays; pictures in it are copied out.
+"""Scans one parquet file of a LeRobot dataset and its episodes' videos into small arrays, and copies pictures out.
 
-Read next: `lerobot_video.py` (where frames lie), `lerobot_index.py` (joins the files).
+Read next: `lerobot_video.py` (where frames are), `lerobot_index.py` (joins the files).
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ import numpy as np
 from openpi_train.data.lerobot.lerobot_layout import Clip, Episode, LeRobotLayout, require
 from openpi_train.data.lerobot.lerobot_video import Video
 
-# Relabelling changes these (`next.reward`, `next.done`) but not what was seen and done.
+# Relabelling changes these (`next.reward`, `next.done`) but not observations and actions.
 _RELABELLED = "next."
 _PICTURES_AT_ONCE = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """What the index holds of one episode. `problem` says why it cannot be used; the rest is then empty.
+    """The index entries of one episode. `problem` says why it cannot be used; the rest is then empty.
 
-    `spans` has, for each camera and step, two numbers: first and own packet among the video's, or offset and length
+    `spans` has two numbers for each camera and step: first and own packet in the video, or offset and length
     in the file of copied pictures.
     """
 
@@ -37,17 +37,17 @@ class Scanned:
 
 
 class ParquetScan:
-    """Reads a dataset's parquet files, each with the episodes that lie in it, looking up frames in scanned videos."""
+    """Reads the episodes of a dataset's parquet files, and looks up their frames in scanned videos."""
 
     def __init__(self, layout: LeRobotLayout, videos: Mapping[str, Video], tolerance_s: float):
         self.layout, self.videos, self.tolerance_s = layout, videos, tolerance_s
 
     def read(self, file: str, pictures: Path) -> list[Scanned]:
-        """All episodes of a file, the damaged ones with their problem; `pictures` is where its pictures are put."""
+        """All episodes of a file, damaged ones with their problem; its pictures are copied to `pictures`."""
         episodes = self.layout.data[file]
         try:
             rows = self._rows(file, pictures)
-        except (OSError, KeyError, ValueError) as error:  # what pyarrow raises for torn and damaged files
+        except (OSError, KeyError, ValueError) as error:  # what pyarrow raises for truncated and damaged files
             return [Scanned(episode, problem=f"the file cannot be read: {error}") for episode in episodes]
         result = []
         for episode in episodes:
@@ -58,14 +58,14 @@ class ParquetScan:
         return result
 
     def _rows(self, file: str, pictures: Path) -> dict[str, Any]:
-        """The columns of a file by feature name; of a picture its span and digest."""
+        """The columns of a file by feature name; for a picture, its span and digest."""
         details = dict.fromkeys(("episode_index", "frame_index", "task_index"), ("int64", ()))
         details |= {"timestamp": ("float64", ()), **self.layout.columns}
         with require("pyarrow.parquet").ParquetFile(self.layout.root / file) as parquet:
             names = [name for name, camera in self.layout.cameras.items() if not camera.is_video]
             lacking = {*details, *names} - set(parquet.schema_arrow.names)
             if lacking:
-                raise ValueError(f"it lacks {', '.join(sorted(lacking))}, which the dataset's metadata promise")
+                raise ValueError(f"it lacks {', '.join(sorted(lacking))}, which the dataset's metadata list")
             table = parquet.read(columns=list(details))
             rows: dict[str, Any] = {name: _numbers(table[name], *detail) for name, detail in details.items()}
             if names:
@@ -73,7 +73,7 @@ class ParquetScan:
         return rows
 
     def _episode(self, episode: Episode, rows: Mapping[str, Any]) -> Scanned:
-        """One episode. Raises ValueError where file, metadata and videos do not agree."""
+        """Scan one episode. Raises ValueError if file, metadata and videos do not agree."""
         mine = np.flatnonzero(rows["episode_index"] == episode.number)
         if len(mine) != episode.length:
             raise ValueError(f"the file has {len(mine)} of its steps; the metadata say {episode.length}")
@@ -99,7 +99,7 @@ class ParquetScan:
         )
 
     def _frames(self, clip: Clip, times: np.ndarray, digest: Any) -> np.ndarray:
-        """The packets of a clip's frames at these times (s), int64 [steps, 2]; their bytes go into the digest."""
+        """The packets of a clip's frames at these times (s), int64 [steps, 2]; adds their bytes to the digest."""
         video = self.videos[clip.file]
         if video.problem:
             raise ValueError(f"{clip.file}: {video.problem}")
@@ -121,7 +121,7 @@ class ParquetScan:
 
 
 def _numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A parquet column, nested or not, as [rows, *shape]. Raises ValueError where it holds something else."""
+    """A parquet column, nested or not, as [rows, *shape]. Raises ValueError if it holds something else."""
     num_rows, array = len(column), column.combine_chunks()
     while hasattr(array, "flatten") and hasattr(array.type, "value_type"):
         array = array.flatten()
@@ -131,9 +131,9 @@ def _numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _copy_pictures(parquet: Any, names: Sequence[str], out: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Copy all pictures to a file where each can be read alone; returns spans and digests by feature and row.
+    """Copy all pictures to a file in which each can be read alone; returns spans and digests by feature and row.
 
-    Parquet compresses them by the page, so that one of them would cost many.
+    Parquet compresses whole pages, so reading one picture from it would decompress many.
     """
     found: dict[str, list[tuple[int, int, bytes]]] = {name: [] for name in names}
     with out.open("wb") as file:
@@ -141,7 +141,7 @@ def _copy_pictures(parquet: Any, names: Sequence[str], out: Path) -> dict[str, t
             for name in names:
                 for picture in batch.column(batch.schema.names.index(name)).field("bytes"):
                     if not picture.is_valid:
-                        raise ValueError(f"{name} lies in files of its own, not in the parquet file")
+                        raise ValueError(f"{name} is stored in separate files, not in the parquet file")
                     data = picture.as_py()
                     found[name].append((file.tell(), len(data), hashlib.sha256(data).digest()))
                     file.write(data)

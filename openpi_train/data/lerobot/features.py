@@ -1,6 +1,6 @@
-"""A LeRobot dataset's features: checked, as `info.json` has them, and as columns of its parquet files.
+"""A LeRobot dataset's features: their check, their entries in `info.json`, and their columns in parquet files.
 
-Read next: `lerobot_writer.py`. The form is that of `LeRobotDataset.create`'s `features`; facts from lerobot 0.4.4
+Read next: `lerobot_writer.py`. The format is that of `LeRobotDataset.create`'s `features`, taken from lerobot 0.4.4
 (`datasets/utils.py`) and the datasets that it wrote (`tests/data/lerobot/fixtures`).
 """
 
@@ -13,26 +13,26 @@ import numpy as np
 from openpi_train.data.lerobot.lerobot_layout import require
 
 Version = Literal["v2.1", "v3.0"]
-# What every dataset has besides its own features.
+# Columns that every dataset has besides its own features.
 NUMBERING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
 _PICTURES = ("video", "image")
 _FIELDS = ("dtype", "shape", "names")
-# The word for a list of fixed length that the `datasets` package of each format's time reads.
+# The name of a fixed-length list in the `datasets` package that each format's lerobot uses.
 _LIST = {"v2.1": "Sequence", "v3.0": "List"}
 
 
 def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The features as `info.json` has them, with those that every dataset has. Raises ValueError, naming the feature.
+    """The features as in `info.json`, including those that every dataset has. Raises ValueError, naming the feature.
 
     Args: `features` by name, each with `dtype` ("float32", "bool", ..., or "video" or "image" for a camera), `shape`
-    per step (of a camera: height, width, 3; of a single number: (1,)) and `names`, one per number, or None.
+    per step (for a camera height, width, 3; for a single number (1,)) and `names`, one per number, or None.
     """
     result: dict[str, dict[str, Any]] = {}
     for name, feature in features.items():
         if "/" in name or name in NUMBERING:
-            raise ValueError(f"a feature cannot be called {name!r}: no slashes, and not {', '.join(NUMBERING)}")
+            raise ValueError(f"a feature cannot be named {name!r}: no slashes, and none of {', '.join(NUMBERING)}")
         if set(feature) - {*_FIELDS, "info"} or not {"dtype", "shape"} <= set(feature):
-            raise ValueError(f"feature {name!r} has {', '.join(feature)}; it takes {', '.join(_FIELDS)}")
+            raise ValueError(f"feature {name!r} has {', '.join(feature)}; it must have {', '.join(_FIELDS)}")
         dtype, shape, names = feature["dtype"], [int(size) for size in feature["shape"]], feature.get("names")
         if dtype in _PICTURES:
             names = names or ["height", "width", "channels"]
@@ -46,22 +46,22 @@ def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
             raise ValueError(f"feature {name!r} has shape {shape} and names {names}: give one name per number, or None")
         result[name] = {"dtype": dtype, "shape": shape, "names": list(names) if names is not None else None}
     if not set(cameras(result)) < set(result):
-        raise ValueError("the features have no column of numbers; a dataset needs `action` at least")
+        raise ValueError("the features have no numeric column; a dataset needs at least `action`")
     return result | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in NUMBERING.items()}
 
 
 def cameras(features: Mapping[str, Mapping[str, Any]], dtype: str | None = None) -> list[str]:
-    """The names of the cameras, or of those of one kind, in order."""
+    """The names of the cameras, or of those with this `dtype`, in order."""
     return [name for name, feature in features.items() if feature["dtype"] in ((dtype,) if dtype else _PICTURES)]
 
 
 def numbers(features: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the features that are numbers, in order."""
+    """The names of the numeric features, in order."""
     return [name for name, feature in features.items() if feature["dtype"] not in _PICTURES]
 
 
 def schema(features: Mapping[str, Mapping[str, Any]], version: Version) -> Any:
-    """The parquet files' arrow schema, with what the `datasets` package reads of it."""
+    """The arrow schema of the parquet files, with the metadata that the `datasets` package reads."""
     pa = require("pyarrow")
     fields, described = [], {}
     for name, feature in features.items():
@@ -87,12 +87,12 @@ def schema(features: Mapping[str, Mapping[str, Any]], version: Version) -> Any:
 
 
 def table(columns: Mapping[str, np.ndarray], pictures: Mapping[str, list[bytes]], described: Any) -> Any:
-    """An episode's rows. `columns` [n, ...] by feature, `pictures` encoded; `described` is what `schema` gave."""
+    """An episode's rows. `columns` [n, ...] by feature, `pictures` encoded; `described` is the result of `schema`."""
     pa = require("pyarrow")
     arrays = []
     for field in described:
         if field.name in pictures:
-            # The names that lerobot's own files had, which it keeps beside the bytes.
+            # The file names that lerobot stores beside the bytes.
             rows = [{"bytes": data, "path": f"frame-{row:06d}.png"} for row, data in enumerate(pictures[field.name])]
             arrays.append(pa.array(rows, type=field.type))
             continue

@@ -1,14 +1,14 @@
-"""A LeRobot dataset and its index: where every frame lies, and all that is small, as arrays.
+"""Index of a LeRobot dataset: the location of every frame, and all low-dimensional data, as arrays.
 
 Read next: `data/sidecar.py` (how an index is kept), `episodes.py` (reads one file), `lerobot_source.py` (the source).
 
-    manifest.json            besides what every index has: files with size and mtime, encodings of videos
+    manifest.json            in addition to every index's entries: files with size and mtime, encodings of videos
     tables-<key>/
-      records.npy int64 [episodes]           an episode's number in the dataset
-      data_files.npy int32 [episodes]        which file of the manifest holds its columns
-      files/<camera>.npy int32 [episodes]    which one holds its frames
+      records.npy int64 [episodes]           number of each episode in the dataset
+      data_files.npy int32 [episodes]        the file of the manifest that holds its columns
+      files/<camera>.npy int32 [episodes]    the file that holds its frames
       packets.npy int64 [packets, 3]         byte offset, size and presentation time of every packet of all videos
-      spans/<camera>.npy int64 [steps, 2]    first and own packet; of pictures byte offset and length
+      spans/<camera>.npy int64 [steps, 2]    first and own packet; for pictures byte offset and length
       pictures/<file>.bin                    the pictures of a parquet file, byte for byte
 """
 
@@ -32,16 +32,16 @@ from openpi_train.data.source import Source, column_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeRobot(IndexedConfig):
-    """A LeRobot dataset on a local or mounted disk. Dots in its features' names become slashes, as RLDS writes them.
+    """A LeRobot dataset on a local or mounted disk. Dots in feature names become slashes, as in RLDS.
 
-    Its index takes per frame 40 bytes, or its picture, and the columns.
+    Its index takes 40 bytes per video frame, or a copy of each picture, plus the columns.
     """
 
     # The folder that holds meta/, data/ and videos/.
     path: str
-    # How far a video frame's time may be from the time that its step says.
+    # Maximum difference between a video frame's time and its step's timestamp.
     tolerance_s: float = 1e-4
-    # Threads that build the index; 0 is one for each processor.
+    # Number of threads that build the index; 0: one per CPU.
     build_workers: int = 0
 
     def sidecar(self) -> "LeRobotIndex":
@@ -102,7 +102,7 @@ class LeRobotIndex(Sidecar):
     def _scan(
         self, layout: LeRobotLayout, pictures: Path, number: Mapping[str, int]
     ) -> tuple[dict[str, lerobot_video.Video], list[Scanned]]:
-        """All videos by file, and all episodes; pictures in parquet files are copied."""
+        """Scan all videos, by file, and all episodes; pictures in parquet files are copied."""
         pictures.mkdir()
         progress = Progress(self.label, len(layout.videos) + len(layout.data), "files")
         threads = self.config.build_workers or os.cpu_count() or 1

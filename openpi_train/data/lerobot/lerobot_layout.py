@@ -1,7 +1,7 @@
-"""What a LeRobot dataset directory says about itself: its features, episodes, tasks, and which files hold them.
+"""Metadata of a LeRobot dataset: its features, episodes, tasks, and the files that hold them.
 
-Read next: `lerobot_index.py`, which reads those files. Versions 2.0 and 2.1 keep an episode per file and its metadata
-in JSON lines, 3.0 keeps many episodes per file and its metadata in parquet:
+Read next: `lerobot_index.py`, which reads those files. Versions 2.0 and 2.1 store one episode per file and metadata
+in JSON lines, 3.0 stores many episodes per file and metadata in parquet:
 
     meta/info.json  meta/episodes.jsonl  meta/tasks.jsonl
     data/chunk-000/episode_000000.parquet               videos/chunk-000/<camera>/episode_000000.mp4
@@ -24,13 +24,13 @@ from openpi_train.data.source import WIDEST_COLUMN
 
 INFO_FILE = "meta/info.json"
 VERSIONS = ("v2.0", "v2.1", "v3.0")
-# They number the rows, and change when a dataset is cut or joined; the index numbers them itself.
+# Columns that number the rows and change when a dataset is cut or joined; the index has its own numbering.
 _NUMBERING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageFeature:
-    """An image feature: whether its pictures are a video's, else pictures in the parquet files; height and width."""
+    """An image feature: whether it is a video, or else pictures in the parquet files; height and width."""
 
     is_video: bool
     size: tuple[int, int]
@@ -38,7 +38,7 @@ class ImageFeature:
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """An episode's part of a video file: the file, and the time of the episode's beginning in it."""
+    """An episode's part of a video file: the file, and the episode's start time in it."""
 
     file: str
     start_s: float
@@ -56,13 +56,13 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True)
 class LeRobotLayout:
-    """A dataset's metadata. Files are relative to `root`; features have the names that LeRobot gives them.
+    """A dataset's metadata. Files are relative to `root`; features have their LeRobot names.
 
     Attributes:
         columns: dtype name and shape per step of each numeric feature.
         skipped: Features left out, each with the reason.
         tasks: The instruction texts by number.
-        metadata: The files that all this was read from.
+        metadata: The files that the metadata were read from.
     """
 
     root: Path
@@ -75,7 +75,7 @@ class LeRobotLayout:
 
     @property
     def videos(self) -> list[str]:
-        """Every video file, once."""
+        """All video files, without duplicates."""
         return list(dict.fromkeys(clip.file for episode in self.episodes for clip in episode.clips.values()))
 
     @property
@@ -88,7 +88,7 @@ class LeRobotLayout:
 
 
 def require(module: str) -> Any:
-    """The module `pyarrow.parquet` or `av`. Raises ValueError naming the extra that brings it where it is missing."""
+    """Import `pyarrow.parquet` or `av`. Raises ValueError naming the extra to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -96,24 +96,24 @@ def require(module: str) -> Any:
 
 
 def is_lerobot(path: str | Path) -> bool:
-    """Whether the directory holds a LeRobot dataset, of whatever version."""
+    """Whether the directory holds a LeRobot dataset, of any version."""
     return (Path(path).expanduser() / INFO_FILE).is_file()
 
 
 def read_layout(root: Path) -> LeRobotLayout:
-    """All of a dataset's metadata.
+    """Read a dataset's metadata.
 
-    Raises FileNotFoundError where there is none, ValueError for a version that is not read or metadata that do not fit.
+    Raises FileNotFoundError if there are none, ValueError for an unsupported version or inconsistent metadata.
     """
     if not is_lerobot(root):
         raise FileNotFoundError(
-            f"{root} holds no LeRobot dataset (no {INFO_FILE}); give the folder that holds meta/, data/ and videos/"
+            f"{root} holds no LeRobot dataset (no {INFO_FILE}); give the folder with meta/, data/ and videos/"
         )
     try:
         info = json.loads((root / INFO_FILE).read_text(encoding="utf-8"))
         if info["codebase_version"] not in VERSIONS:
             raise ValueError(
-                f"its codebase_version is {info['codebase_version']!r}; {', '.join(VERSIONS)} are read: "
+                f"its codebase_version is {info['codebase_version']!r}; supported are {', '.join(VERSIONS)}: "
                 "convert it with the lerobot package"
             )
         columns, cameras, skipped = _sort_features(info["features"])
@@ -135,7 +135,7 @@ def read_layout(root: Path) -> LeRobotLayout:
 
 
 def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict]:
-    """Columns, cameras and what is neither, by feature name."""
+    """Columns, cameras, and skipped features with the reason, by feature name."""
     columns, cameras, skipped = {}, {}, {}
     for name, feature in features.items():
         dtype, shape = feature["dtype"], tuple(feature["shape"])
@@ -159,7 +159,7 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict]:
 
 
 def _metadata_files(root: Path, version: str) -> list[str]:
-    """The file of the tasks, then those of the episodes."""
+    """The file of the tasks, then the files of the episodes."""
     if version != "v3.0":
         return ["meta/tasks.jsonl", "meta/episodes.jsonl"]
     episodes = sorted(str(path.relative_to(root)) for path in root.glob("meta/episodes/*/*.parquet"))
@@ -169,7 +169,7 @@ def _metadata_files(root: Path, version: str) -> list[str]:
 
 
 def _rows(root: Path, files: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of JSON lines or parquet files, without the statistics of episodes."""
+    """The rows of JSON lines or parquet files, without the episodes' statistics."""
     rows = []
     for file in files:
         if file.endswith(".jsonl"):
@@ -183,7 +183,7 @@ def _rows(root: Path, files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    """The instruction of a row of the tasks; in parquet it is pandas' index, whatever that is called."""
+    """The instruction in a row of the tasks; in parquet it is pandas' index, under any name."""
     texts = [value for value in row.values() if isinstance(value, str)]
     if len(texts) != 1:
         raise ValueError(f"task {row['task_index']} has {len(texts)} texts, not one")

@@ -1,6 +1,6 @@
-"""LeRobot datasets (2.0, 2.1 and 3.0) by random access: columns from the index, frames from video or copied pictures.
+"""Random access to LeRobot datasets (2.0, 2.1, 3.0): columns from the index, frames from video or copied pictures.
 
-Read next: `lerobot_layout.py` (what lies where), `lerobot_index.py` (built at the first opening), `lerobot_video.py`
+Read next: `lerobot_layout.py` (the files), `lerobot_index.py` (built at the first opening), `lerobot_video.py`
 (one frame of a video). Neither lerobot nor torch is needed; pyarrow reads the parquet files while indexing, PyAV the
 videos.
 """
@@ -41,14 +41,14 @@ class LeRobotSource(StoredSource):
         for positions in groups.values():
             decoded = self._decode(steps[positions], camera, (height, width, 3))
             frames |= zip(positions, decoded, strict=True)
-        # One frame, the usual case, is not copied again.
+        # A single frame, the usual case, is not copied again.
         return frames[0][None] if len(steps) == 1 else np.stack([frames[position] for position in range(len(steps))])
 
     def encoded(self, step: int, camera: str) -> bytes:
-        """The camera's picture at one step as stored. Raises ValueError where the camera's frames are a video."""
+        """The camera's picture at one step as stored. Raises ValueError if the camera's frames are a video."""
         self.check(step, camera)
         if self._encoding(step, camera) is not None:
-            raise ValueError(f"{camera} of {self._root} is a video, whose frames are not pictures of their own")
+            raise ValueError(f"{camera} of {self._root} is a video, whose frames are not stored as single pictures")
         file = self._file(step, camera)
         path = self.stored.root / self.stored.manifest["tables"] / "pictures" / f"{file}.bin"
         try:
@@ -57,7 +57,7 @@ class LeRobotSource(StoredSource):
             raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
 
     def about(self) -> About:
-        """See `Source.about`; names as the features have them."""
+        """See `Source.about`; names are those of the features."""
         info, layout = files.read_json(self._root / INFO_FILE), read_layout(self._root)
         names = {column_name(name): _flat(info["features"][name].get("names")) for name in layout.columns}
         return About(
@@ -73,7 +73,7 @@ class LeRobotSource(StoredSource):
         return f"{self._root / file}, record {int(self.stored.arrays['records'][episode])}, {self.place_of(step)}"
 
     def _decode(self, steps: np.ndarray, camera: str, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """The frames of these steps, which follow the same key frame of the same file."""
+        """Decode the frames of these steps, which must follow the same key frame of the same file."""
         first_step = int(steps[0])
         name, size, mtime_ns = self.stored.manifest["sources"][self._file(first_step, camera)]
         spans = self._spans[camera][steps]
@@ -93,17 +93,17 @@ class LeRobotSource(StoredSource):
         return [decoded[time] for time in times]
 
     def _file(self, step: int, camera: str) -> int:
-        """The number, among the manifest's files, of the one that holds a step's frame."""
+        """The index, in the manifest's files, of the file that holds a step's frame."""
         return int(self._files[camera][self.episode_of(step)])
 
     def _encoding(self, step: int, camera: str) -> lerobot_video.Encoding | None:
-        """The encoding of a step's video; None where the frame is a picture."""
+        """The encoding of a step's video; None if the frame is a picture."""
         number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
         return None if number is None else self._encodings[number]
 
 
 def _flat(names: Any) -> tuple[str, ...]:
-    """A feature's names, which lie in a mapping (`{"motors": [...]}`) in older datasets."""
+    """A feature's names as a tuple; older datasets have a mapping (`{"motors": [...]}`)."""
     if isinstance(names, dict):
         return tuple(name for part in names.values() for name in _flat(part))
     return tuple(map(str, names)) if isinstance(names, list) else ()

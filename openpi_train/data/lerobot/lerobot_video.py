@@ -1,8 +1,9 @@
-"""Where every frame of a video file lies, and single frames decoded from those bytes, without opening the file again.
+"""Index of a video file's frames, and decoding of single frames without opening the file again.
 
-Read next: `lerobot_source.py`, which asks for frames. A file's container is read once, while indexing. Afterwards a
-frame costs one read for each packet from its key frame on (LeRobot writes a key frame every second frame) and one
-decoding of those; a thread keeps one decoder for all files of one encoding. PyAV is imported by the first function that
+Read next: `lerobot_source.py`, which reads frames. A file's container is read once, while indexing. Afterwards a
+frame needs
+one read for each packet from its key frame on (every second frame of LeRobot's is a key frame) and decoding of these;
+a thread keeps one decoder for all files of one encoding. PyAV is imported by the first function that
 needs it.
 """
 
@@ -17,13 +18,13 @@ import numpy as np
 
 from openpi_train.data.lerobot.lerobot_layout import require
 
-# Encodings that one thread keeps a decoder for; a dataset has one or two.
+# Maximum number of decoders per thread, one per encoding; a dataset has one or two.
 _DECODERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """What a decoder must know before the first packet: FFmpeg's name for it, and the container's header values."""
+    """Parameters of a decoder: FFmpeg's codec name, and the container's header values."""
 
     decoder: str
     header: str
@@ -48,7 +49,7 @@ class Video:
     problem: str = ""
 
     def find(self, times: np.ndarray, tolerance_s: float) -> np.ndarray:
-        """The nearest frame of each time (s), int64 [n]; -1 where none is as near as `tolerance_s`."""
+        """The frame nearest to each time (s), int64 [n]; -1 if none is within `tolerance_s`."""
         if not len(self.times):
             return np.full(len(times), -1)
         after = np.clip(np.searchsorted(self.times, times), 1, max(1, len(self.times) - 1))
@@ -59,7 +60,7 @@ class Video:
 
 
 def scan(path: Path) -> Video:
-    """Index a file by its container alone, without decoding. A damaged file gives a `Video` with a `problem`."""
+    """Index a file from its container, without decoding. A damaged file gives a `Video` with a `problem`."""
     av = require("av")
     empty = (np.empty((0, 3), np.int64), np.empty(0), np.empty((0, 2), np.int64))
     try:
@@ -78,7 +79,7 @@ def scan(path: Path) -> Video:
                         _check_raw(path, packet)
                     rows.append((packet.pos, packet.size, packet.pts, packet.is_keyframe, packet.is_discard))
     except (av.FFmpegError, ValueError, OSError) as error:
-        return Video(None, *empty, problem=f"{path.name} is no readable video: {error}")
+        return Video(None, *empty, problem=f"{path.name} is not a readable video: {error}")
     table = np.array(rows, np.int64).reshape(-1, 5)
     table = table[np.cumsum(table[:, 3]) > 0]  # nothing can be decoded before the first key frame
     table = table[: _whole(table, path.stat().st_size)]
@@ -90,24 +91,24 @@ def scan(path: Path) -> Video:
 
 
 def _check_raw(path: Path, packet: Any) -> None:
-    """Raise ValueError where a packet does not lie in the file as it is given to a decoder."""
+    """Raise ValueError if the file's bytes of a packet differ from what a decoder needs."""
     with path.open("rb") as file:
         file.seek(max(packet.pos or 0, 0))
         if file.read(packet.size) != bytes(packet):
-            raise ValueError("its frames do not lie in it as they are; remux it as mp4")
+            raise ValueError("its packets are not stored unchanged; remux it as mp4")
 
 
 def _whole(table: np.ndarray, size: int) -> int:
-    """How many packets come before the first one that a truncated file has lost."""
+    """Number of packets before the first one that is missing from a truncated file."""
     lost = np.flatnonzero(table[:, 0] + table[:, 1] > size)
     return int(lost[0]) if len(lost) else len(table)
 
 
 def _starts(times: np.ndarray, is_key: np.ndarray) -> np.ndarray:
-    """The packet to begin with in order to decode each packet, int64 [packets].
+    """The packet at which decoding must begin for each packet, int64 [packets].
 
-    It is the key frame before it; the one before that for a packet which is shown before its key frame, since it may
-    refer to frames on both sides (an open group of pictures).
+    This is the preceding key frame; or the one before that, for a packet that is displayed before its key frame, since
+    it may refer to frames on both sides (an open group of pictures).
     """
     key = np.maximum.accumulate(np.where(is_key, np.arange(len(times)), 0))
     leading = times < times[key]
@@ -115,17 +116,17 @@ def _starts(times: np.ndarray, is_key: np.ndarray) -> np.ndarray:
 
 
 class _Decoders(threading.local):
-    """The decoders of one thread: they keep state between packets, so that two threads cannot share one."""
+    """The decoders of one thread. They keep state between packets, so threads cannot share them."""
 
     def __init__(self):
         self.opened: OrderedDict[Encoding, Any] = OrderedDict()
 
     def get(self, encoding: Encoding) -> tuple[Any, Any]:
-        """An idle decoder, and the converter of its frames to RGB, which has tables worth keeping."""
+        """An idle decoder, and its converter to RGB, which is kept because it caches tables."""
         if encoding not in self.opened:
             av = require("av")
             context = av.CodecContext.create(encoding.decoder, "r")
-            # The rows of a batch are read in parallel already.
+            # The rows of a batch are already read in parallel.
             context.thread_count = 1
             context.extradata = bytes.fromhex(encoding.header) or None
             context.colorspace, context.color_range = encoding.colorspace, encoding.color_range
@@ -143,13 +144,13 @@ def decode(encoding: Encoding, packets: Sequence[tuple[bytes, int]], wanted: set
     """The frames of these presentation times, uint8 [height, width, 3] (RGB, by FFmpeg's conversion).
 
     Args: `packets` in decoding order, each with its presentation time, from a key frame to the last wanted one.
-    Raises ValueError where they do not decode.
+    Raises ValueError if decoding fails.
     """
     av = require("av")
     decoder, converter = _decoders.get(encoding)
     found = {}
     try:
-        for data, time in (*packets, (None, 0)):  # None: hand over what was held back
+        for data, time in (*packets, (None, 0)):  # None flushes the decoder
             if len(found) == len(wanted):
                 break
             packet = None
@@ -164,5 +165,5 @@ def decode(encoding: Encoding, packets: Sequence[tuple[bytes, int]], wanted: set
     finally:
         decoder.flush_buffers()
     if len(found) < len(wanted):
-        raise ValueError(f"cannot decode the video: {len(wanted) - len(found)} of {len(wanted)} frames did not come")
+        raise ValueError(f"cannot decode the video: {len(wanted) - len(found)} of {len(wanted)} frames are missing")
     return found

@@ -1,13 +1,13 @@
-"""Writes LeRobot datasets, format 3.0 or 2.1, episode by episode, as a robot records or another format is converted.
+"""Writer of LeRobot datasets, format 3.0 or 2.1, episode by episode, for recording and conversion.
 
     writer = LeRobotWriter("datasets/my_arm", fps=10, features={...})
     writer.add_episode(columns, frames, task="open the drawer")
     writer.finish()
 
-Until `finish` all lies in `<name>.unfinished`: an episode is a folder there, renamed into place when it is whole, and a
-writer with the same settings goes on after the last one, in another process, on another day. What is killed costs the
-episode that was being written; nothing that is not whole ever has the dataset's name. Neither lerobot nor torch is
-needed. Read next: `assemble.py` (the files made of the episodes), `features.py`, `encode.py`, `episode_stats.py`.
+Until `finish` everything is in `<name>.unfinished`: each episode is a folder there, renamed into place when complete,
+and a new writer with the same settings continues after the last one, also in another process. A kill loses only the
+episode being written; an incomplete dataset never has the final name. Neither lerobot nor torch is needed. Read next:
+`assemble.py` (makes the files from the episodes), `features.py`, `encode.py`, `episode_stats.py`.
 """
 
 import logging
@@ -34,17 +34,17 @@ class LeRobotWriter:
 
     Args:
         path: The dataset's folder, which must not exist.
-        fps: Control steps per second, whole, as the format has it.
-        features: As `LeRobotDataset.create` takes them: by name `dtype`, `shape` per step and `names` of the numbers;
-            of cameras `dtype` "video" or "image" and `shape` (height, width, 3).
+        fps: Control steps per second, a whole number as the format requires.
+        features: As in `LeRobotDataset.create`: by name, `dtype`, `shape` per step and `names` of the dims; for
+            cameras `dtype` "video" or "image" and `shape` (height, width, 3).
         robot_type: The robot's name, or None.
-        version: The format.
-        codec: Of videos.
-        identity: What else the episodes depend on, as JSON; where it differs nothing is continued.
+        version: The format's version.
+        codec: Codec of the videos.
+        identity: What else the episodes depend on, as JSON; a writer with another identity does not continue.
 
     Raises:
         FileExistsError: `path` exists.
-        ValueError: Features that cannot be, a missing extra, or what was begun there has other settings.
+        ValueError: Invalid features, a missing extra, or an unfinished dataset with other settings.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LeRobotWriter:
         identity: Mapping[str, Any] | None = None,
     ):
         if fps != int(fps) or fps < 1:
-            raise ValueError(f"fps {fps} is not a whole number of 1 or more; LeRobot's format knows no other rates")
+            raise ValueError(f"fps {fps} is not a whole number of 1 or more, as LeRobot's format requires")
         self.path, self.fps, self.features = Path(path).expanduser(), int(fps), complete(features)
         self.version: Version = version
         self.codec: Codec = codec
@@ -83,11 +83,11 @@ class LeRobotWriter:
             files.read_json(folder / EPISODE_FILE) for folder in sorted((self._work / "episodes").glob("[0-9]*"))
         ]
         if self.episodes:
-            logger.info("%s: going on after %d episodes that are there", self._work, len(self.episodes))
+            logger.info("%s: continuing after %d existing episodes", self._work, len(self.episodes))
 
     @property
     def num_episodes(self) -> int:
-        """Episodes that are written, those of earlier writers included."""
+        """Number of written episodes, including those of earlier writers."""
         return len(self.episodes)
 
     @property
@@ -105,12 +105,12 @@ class LeRobotWriter:
         """Write one episode; it is on disk when this returns.
 
         Args:
-            columns: [n, ...] for every feature that is numbers, those of single numbers [n] or [n, 1].
-            frames: For every camera n pictures, uint8 [height, width, 3]; of an "image" feature also JPEG or PNG bytes,
-                stored as they are. Consumed one by one.
-            task: The instruction, one or one per step.
+            columns: [n, ...] for every numeric feature; [n] or [n, 1] for single numbers.
+            frames: n pictures for every camera, uint8 [height, width, 3]; for "image" features also JPEG or PNG bytes,
+                stored unchanged. Consumed one by one.
+            task: The instruction, a single one or one per step.
 
-        Raises ValueError naming feature and step where something does not fit, OSError where it cannot be written.
+        Raises ValueError naming feature and step if the data do not fit, OSError if it cannot be written.
         """
         number = self.num_episodes
         columns = self._checked(columns)
@@ -134,15 +134,15 @@ class LeRobotWriter:
         self.episodes.append(episode)
 
     def finish(self) -> Path:
-        """Make the dataset of its episodes, under its name; returns its folder. Raises ValueError without episodes."""
+        """Assemble the dataset from its episodes; returns its folder. Raises ValueError if there are no episodes."""
         if not self.episodes:
-            raise ValueError(f"{self.path} has no episodes yet: add one before it is finished")
+            raise ValueError(f"{self.path} has no episodes yet: add one before finish()")
         whole = self._work / "whole"
         with tables.explain_cache_errors(self._work, "the dataset's folder"):
             shutil.rmtree(whole, ignore_errors=True)
             assemble(self._work / "episodes", whole, self.episodes, self.tasks, self._plan, self._schema)
             if self.path.exists():
-                raise FileExistsError(f"{self.path} was made meanwhile; {self._work} has this one's episodes")
+                raise FileExistsError(f"{self.path} was created meanwhile; {self._work} holds this writer's episodes")
             whole.rename(self.path)
             shutil.rmtree(self._work)
         return self.path
@@ -160,7 +160,7 @@ class LeRobotWriter:
         return {name: np.asarray(values, NUMBERING[name]) for name, values in found.items()}
 
     def _checked(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The columns in their features' types and shapes."""
+        """The columns with their features' dtypes and shapes."""
         self._check_names("columns", columns, [name for name in numbers(self.features) if name not in NUMBERING])
         checked: dict[str, np.ndarray] = {}
         for name, given in columns.items():
@@ -175,11 +175,11 @@ class LeRobotWriter:
                 )
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 step = int(np.argwhere(~np.isfinite(values))[0][0])
-                raise ValueError(f"column {name!r} holds {values[step]} at step {step}: not a number to learn from")
+                raise ValueError(f"column {name!r} holds {values[step]} at step {step}: values must be finite")
             checked[name] = values.astype(feature["dtype"])
         lengths = {name: len(values) for name, values in checked.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise ValueError(f"an episode's columns need one length of at least 1; they have {lengths}")
+            raise ValueError(f"an episode's columns need the same length, at least 1; they have {lengths}")
         return checked
 
     def _check_names(self, what: str, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ class LeRobotWriter:
     def _write(
         self, folder: Path, columns: dict[str, np.ndarray], frames: Mapping[str, Iterable[Any]], length: int
     ) -> dict[str, Any]:
-        """Write an episode's files; returns what its metadata say."""
+        """Write an episode's files; returns its metadata."""
         found, pictures = {}, {}
         for name in self.features:
             if name not in frames:
@@ -214,7 +214,7 @@ class LeRobotWriter:
 def _as_given(
     frames: Iterable[Any], name: str, size: tuple[int, ...], seen: episode_stats.PictureStats
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """Each picture as it was given and as pixels, of which statistics are taken."""
+    """Each picture as given and as pixels; adds it to the statistics `seen`."""
     for number, given in enumerate(frames):
         frame = image.decode(given) if isinstance(given, bytes) else np.asarray(given)
         if frame.shape != (*size, 3) or frame.dtype != np.uint8:

@@ -1,4 +1,4 @@
-"""Any source as a LeRobot dataset. Read next: `lerobot_writer.py`."""
+"""Writes any source as a LeRobot dataset. Read next: `lerobot_writer.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,17 @@ _VIDEO = ("av1", "h264")
 
 
 def write(conversion: Conversion, out: Path, *, version: Version) -> None:
-    """Write it to `out`, going on after the last episode where an earlier attempt was ended.
+    """Write the conversion to `out`, continuing after the last episode of an interrupted attempt.
 
-    Raises ValueError where the control rate is not known or not whole, FileExistsError, OSError.
+    Raises ValueError if the control rate is unknown or not a whole number, FileExistsError, OSError.
     """
     about, is_video = conversion.about, conversion.pictures in _VIDEO
     if about.control_hz is None:
-        raise ValueError("the dataset does not say its control rate, which LeRobot's format needs: give --control-hz")
+        raise ValueError("the dataset does not give its control rate, which LeRobot's format needs: give --control-hz")
     if about.control_hz % 1:
         raise ValueError(
-            f"the control rate is {about.control_hz:g} Hz, but LeRobot's format has whole ones: give --control-hz "
-            f"{max(1, round(about.control_hz))} to have the steps' times told so"
+            f"the control rate is {about.control_hz:g} Hz, but LeRobot's format needs a whole one: give --control-hz "
+            f"{max(1, round(about.control_hz))} to write the steps' times at that rate"
         )
     features: dict[str, dict[str, Any]] = {}
     for name, column in conversion.columns.items():

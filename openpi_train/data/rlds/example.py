@@ -1,9 +1,9 @@
-"""Reads a serialized `tf.train.Example` by its protobuf wire format, so that the place of every byte string is known.
+"""Parser of serialized `tf.train.Example` messages that also gives the byte offsets of their values.
 
-Read next: `rlds_index.py` (turns the places into an index of images).
+Read next: `rlds_index.py` (makes an index of images from the offsets).
 
-The proto classes give values but not byte offsets; and without them a process that reads needs neither TensorFlow
-nor tensorflow-datasets. The messages (tensorflow/core/example/example.proto, feature.proto):
+The proto classes give values but not byte offsets, and they would need TensorFlow or tensorflow-datasets in every
+reading process. The messages (tensorflow/core/example/example.proto, feature.proto):
 
     Example.features = 1 -> Features.feature = 1 (map entries: key = 1, value = 2)
     Feature: one of bytes_list = 1, float_list = 2, int64_list = 3; each holds a repeated value = 1
@@ -22,7 +22,7 @@ Span = tuple[int, int]  # start and end in the record's payload
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """One feature of a record: its kind ("bytes", "float", "int" or "empty") and where its pieces lie.
+    """One feature of a record: its kind ("bytes", "float", "int" or "empty") and the spans of its values.
 
     For "bytes" every span is one value. For numbers a span is a run of packed values.
     """
@@ -36,7 +36,7 @@ class Feature:
         return [self.payload[start:end] for start, end in self.spans]
 
     def numbers(self) -> np.ndarray:
-        """The numbers, flat: float32 of a "float" feature, int64 of an "int" feature."""
+        """The numbers, flat: float32 for a "float" feature, int64 for an "int" feature."""
         packed = b"".join(self.values())
         if self.kind == "float":
             return np.frombuffer(packed, "<f4")
@@ -46,7 +46,7 @@ class Feature:
 def read_example(payload: bytes) -> dict[str, Feature]:
     """All features of a serialized Example, by name.
 
-    Raises ValueError where the bytes are not an Example.
+    Raises ValueError if the bytes are not an Example.
     """
     features: dict[str, Feature] = {}
     for number, _, start, end in _fields(payload, 0, len(payload)):
@@ -74,7 +74,7 @@ def _feature(payload: bytes, start: int, end: int) -> Feature:
     if not lists:
         return Feature("empty", payload, ())
     if len(lists) > 1 or lists[0][0] not in _KINDS:
-        raise ValueError("a feature of the record is not one list of bytes, floats or integers")
+        raise ValueError("a feature of the record is not a list of bytes, floats or integers")
     number, _, list_start, list_end = lists[0]
     spans = tuple((first, last) for item, _, first, last in _fields(payload, list_start, list_end) if item == 1)
     return Feature(_KINDS[number], payload, spans)
@@ -113,7 +113,7 @@ def _varint(payload: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _decode_varints(raw: np.ndarray) -> np.ndarray:
-    """The int64 values of a run of varints (seven bits a byte, lowest first, top bit set while more follow)."""
+    """The int64 values of a run of varints (seven bits per byte, lowest first, top bit set if more follow)."""
     ends = np.flatnonzero(raw < 0x80)
     if len(ends) == len(raw):
         return raw.astype(np.int64)

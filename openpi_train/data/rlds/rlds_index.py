@@ -1,11 +1,11 @@
-"""An RLDS split and its index: where every encoded image lies, and all that is small, as arrays.
+"""Index of an RLDS split: the location of every encoded image, and all low-dimensional data, as arrays.
 
 Read next: `data/sidecar.py` (how an index is kept), `shard_scan.py` (reads one shard), `rlds_source.py` (the source).
 
-    manifest.json             besides what every index has: the shards with size and mtime
-    parts/<shard>-<key>.npz   one per shard, kept: a killed build goes on, a changed shard costs only itself
+    manifest.json             in addition to every index's entries: the shards with size and mtime
+    parts/<shard>-<key>.npz   one per shard, kept: a killed build continues, and only changed shards are read again
     tables-<key>/
-      records.npy int64 [episodes]           shard_ends.npy int64 [shards], steps up to and with each shard
+      records.npy int64 [episodes]           shard_ends.npy int64 [shards], steps up to and including each shard
       spans/<camera>.npy int64 [steps, 2]    byte offset and length
 """
 
@@ -48,15 +48,15 @@ class Rlds(IndexedConfig):
 
     # <data_dir>/<name>/<version>, or <data_dir>/<name> for its newest version; or a directory that `repack` wrote.
     path: str
-    # A split that dataset_info.json names; join several as "train+val".
+    # A split named in dataset_info.json, or several joined, as "train+val".
     split: str = "train"
-    # Threads that build the index; 0 is one for each processor.
+    # Number of threads that build the index; 0: one per CPU.
     build_workers: int = 0
-    # Verify the records' checksums while indexing and the index's when it is opened.
+    # Verify the records' checksums while indexing, and the index's when it is opened.
     check_crc: bool = True
-    # The instruction's text feature ("language_instruction", "episode_metadata/task"), "auto" or "none".
+    # The text feature with the instruction ("language_instruction", "episode_metadata/task"), "auto" or "none".
     prompt_feature: str = "auto"
-    # Numeric features to keep although they are wider than 256 numbers, e.g. "language_embedding".
+    # Numeric features to keep although they have more than 256 dims, e.g. "language_embedding".
     wide_columns: tuple[str, ...] = ()
 
     def sidecar(self) -> "RldsIndex":
@@ -110,7 +110,7 @@ class RldsIndex(Sidecar):
         return builder, shards, [(size, mtime_ns) for _, size, mtime_ns in stats]
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """Read the shards that have no part yet, and join all parts."""
+        """Read the shards that have no part yet, then join all parts."""
         builder, shards, stats = self.survey()
         schema = read_schema(builder, self.config.prompt_feature, self.config.wide_columns)
         parts = self._read_shards(shards, stats, schema)
@@ -134,7 +134,7 @@ class RldsIndex(Sidecar):
         return hashlib.sha256(b"".join(p.read_bytes() if p.is_file() else b"missing" for p in paths)).hexdigest()
 
     def _read_shards(self, shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
-        """A part for every shard, of which those that an earlier build left are not read again."""
+        """The part of every shard; parts of an earlier build are reused."""
         content = [FORMAT, dataclasses.asdict(schema), self.config.check_crc]
         parts = [
             self.place / "parts" / f"{shard.name}-{_key([*content, shard.num_episodes, stat])}.npz"
@@ -152,14 +152,14 @@ class RldsIndex(Sidecar):
             with files.replacing(parts[index]) as file:
                 np.savez(file, allow_pickle=False, **arrays)
 
-        # Their time goes into reads, checksums and hashes, which release Python's lock.
+        # The threads spend their time on reads, checksums and hashes, which release the GIL.
         progress.in_threads(scan, missing, self.config.build_workers or os.cpu_count() or 1)
         return parts
 
     def _join(
         self, directory: Path, parts: list[Path], shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema
     ) -> dict[str, Any]:
-        """Write the tables from all parts; returns what the manifest says about them."""
+        """Write the tables from all parts; returns their entries of the manifest."""
         texts: dict[str, int] = {}
         heads, dropped = [], []
         for path in parts:
@@ -201,7 +201,7 @@ class RldsIndex(Sidecar):
 
 
 def _is_whole(part: Path) -> bool:
-    """Whether an earlier build left this part, and it reads as it was written."""
+    """Whether an earlier build left this part undamaged."""
     try:
         with zipfile.ZipFile(part) as archive:
             damaged = archive.testzip()

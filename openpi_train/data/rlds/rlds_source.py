@@ -1,9 +1,9 @@
-"""The native dataset format: RLDS as tensorflow-datasets publishes it, read by random access over its TFRecord shards.
+"""Random access to RLDS datasets in the TFRecord shards of tensorflow-datasets, the native dataset format.
 
-Read next: `rlds_index.py` (the cached index that says where each image lies), `data/windows.py` (rows out of a source).
+Read next: `rlds_index.py` (the cached index of image locations), `data/windows.py` (samples from a source).
 
-One image costs one `pread` and one decode. Neither TensorFlow nor a copy of the dataset is needed; columns, prompts and
-episode ends come from the index as memory-mapped arrays.
+Reading an image takes one `pread` and one decode. Neither TensorFlow nor a copy of the dataset is needed; columns,
+prompts and episode ends come from the index as memory-mapped arrays.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Writes episodes as a genuine RLDS dataset directory: TFRecord shards, dataset_info.json and features.json.
+"""Writer of RLDS dataset directories: TFRecord shards, dataset_info.json and features.json.
 
 Read next: `rlds_source.py` (reads it back), `tfrecord.py` (framing).
 
-tensorflow-datasets encodes the episodes and writes its own metadata, so that its readers accept the result; TensorFlow
-is not needed. Everything is written under a temporary name and renamed at the end: a torn write is never taken for a
-dataset. Episodes are streamed, one in memory at a time.
+tensorflow-datasets encodes the episodes and writes its own metadata, so its readers accept the result; TensorFlow is
+not needed. Everything is written under a temporary name and renamed at the end, so an interrupted write is never taken
+for a dataset. Episodes are streamed, one in memory at a time.
 """
 
 import logging
@@ -44,16 +44,16 @@ def write_rlds(
 
     Args:
         features: A `tfds.features.FeaturesDict` with `steps` (a `Dataset` feature) and optionally `episode_metadata`.
-            Nothing else, and every image feature with an `encoding_format`.
-        splits: The episodes of each split. An episode is a mapping as `features` says; its `steps` are an iterable of
+            No other entries; every image feature needs an `encoding_format`.
+        splits: The episodes of each split. An episode is a mapping that fits `features`; its `steps` are an iterable of
             step mappings, or one mapping of arrays whose first axis is the step. Images are uint8 arrays, or bytes
-            that are already encoded, which are stored as they are.
-        about: What `Source.about` is to say of the dataset, kept beside it.
-        shard_size_mb: Where a shard is closed; it holds whole episodes.
+            that are already encoded, which are stored unchanged.
+        about: The result of `Source.about` for the new dataset, stored beside it.
+        shard_size_mb: Size at which a shard is closed; shards hold whole episodes.
 
     Raises:
         FileExistsError: The version exists; nothing is ever overwritten.
-        ValueError: An episode does not fit `features`, or a split has none. Names split, episode and feature.
+        ValueError: An episode does not fit `features` (names split, episode and feature), or a split is empty.
         OSError: The disk is full or not writable.
     """
     from tensorflow_datasets.core.example_serializer import ExampleSerializer
@@ -83,7 +83,7 @@ def write_rlds(
 
 
 def _write_split(directory: Path, prefix: str, payloads: Iterator[bytes], shard_bytes: float) -> tuple[list[int], int]:
-    """Write one split's shards; returns the episodes in each shard, and the payload bytes."""
+    """Write one split's shards; returns the number of episodes in each shard, and the payload bytes."""
     lengths: list[int] = []
     total, last_report = 0, time.monotonic()
     file: BinaryIO | None = None
@@ -98,12 +98,12 @@ def _write_split(directory: Path, prefix: str, payloads: Iterator[bytes], shard_
             total += len(payload)
             if time.monotonic() - last_report > _REPORT_S:
                 last_report = time.monotonic()
-                logger.info("%s: %.1f MB written, %d of the episodes", prefix, total / 1e6, sum(lengths))
+                logger.info("%s: %.1f MB written, %d episodes so far", prefix, total / 1e6, sum(lengths))
     finally:
         _close(file)
     if not lengths:
         raise ValueError(f"{prefix} has no episodes; leave an empty split out")
-    # The number of shards is part of every shard's name, and known only now.
+    # Every shard's name includes the number of shards, which is known only now.
     for index in range(len(lengths)):
         path = directory / f"{prefix}-{index:05d}"
         path.rename(f"{path}-of-{len(lengths):05d}")
@@ -128,14 +128,14 @@ def _serialize(episode: Episode, features: Any, serializer: Any, jpeg_quality: i
             _check_names(step, features["steps"].feature, f"steps[{index}]/")
         encoded_steps = [_encode_images(step, features["steps"].feature, jpeg_quality) for step in steps]
         example = features.encode_example({**episode, "steps": encoded_steps})
-        # Protobuf writes maps in a random order unless told otherwise; equal episodes must give equal bytes.
+        # Protobuf writes maps in random order by default; equal episodes must give equal bytes.
         return serializer.get_tf_example(example).SerializeToString(deterministic=True)
     except Exception as error:
         raise ValueError(f"{where} does not fit {FEATURES_FILE}: {error}") from error
 
 
 def _iterate_steps(steps: Any, where: str) -> Iterator[Mapping[str, Any]]:
-    """Step mappings, also out of one mapping of arrays whose first axis is the step."""
+    """Step mappings, also from one mapping of arrays whose first axis is the step."""
     if not isinstance(steps, Mapping):
         yield from steps
         return
@@ -161,7 +161,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _check_names(example: Mapping[str, Any], features: Any, prefix: str) -> None:
-    """Compare an example's names with the features', nested. Raises ValueError naming what is missing or unknown."""
+    """Compare an example's names with the features', recursively. Raises ValueError for missing or unknown names."""
     missing, unknown = sorted(set(features) - set(example)), sorted(set(example) - set(features))
     if missing or unknown:
         raise ValueError(f"{prefix or 'the episode'}: missing features {missing}, unknown features {unknown}")
@@ -177,7 +177,7 @@ def _is_branch(feature: Any) -> bool:
 
 
 def _encode_images(example: Any, features: Any, jpeg_quality: int) -> Any:
-    """The example with image arrays replaced by their encoded bytes, each as its feature says."""
+    """The example with image arrays replaced by encoded bytes, in their features' formats."""
     encoded = {}
     for name, value in example.items():
         feature = features[name]
@@ -203,7 +203,7 @@ def _write_metadata(
     written: Mapping[str, tuple[list[int], int]],
     description: str,
 ) -> None:
-    """dataset_info.json and features.json, both by tensorflow-datasets itself."""
+    """Write dataset_info.json and features.json, both with tensorflow-datasets."""
     import tensorflow_datasets as tfds
     from etils import epath
     from tensorflow_datasets.core import dataset_info, naming, splits

@@ -1,4 +1,4 @@
-"""What an RLDS dataset directory says about itself: where it lies, its shards, and which features its steps have.
+"""Metadata of an RLDS dataset directory: its location, its shards, and the features of its steps.
 
 Read next: `rlds_index.py` (builds the index from it).
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 INFO_FILE = "dataset_info.json"
 FEATURES_FILE = "features.json"
-# Beside them where `data convert` wrote the dataset: what `About.as_json` gives, which the others have no place for.
+# File that `data convert` adds, with `About.as_json`, for which the other files have no place.
 ABOUT_FILE = "openpi_train.json"
-# Relabelling changes these but not what was seen and done, so they are no part of an episode's identity.
+# Relabelling changes these but not observations and actions, so they are not part of an episode's identity.
 _RELABELLED = ("reward", "discount")
 
 
@@ -35,9 +35,9 @@ class Schema:
 
     Attributes:
         columns: dtype name and shape per step of each numeric feature, by name (`observation/state`).
-        cameras: Height and width of each image feature; 0 where the dataset leaves it open.
-        prompt: The record's key of the instruction text (`steps/language_instruction`); empty where there is none.
-        identity: The columns that, with the images, make up an episode's digest.
+        cameras: Height and width of each image feature; 0 if the dataset does not specify them.
+        prompt: The key of the instruction text in a record (`steps/language_instruction`); empty if there is none.
+        identity: The columns that are hashed into an episode's digest, with the images.
         skipped: Features left out, each with the reason.
     """
 
@@ -50,7 +50,7 @@ class Schema:
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """One TFRecord file of a split and the number of episodes that dataset_info.json promises in it."""
+    """One TFRecord file of a split, and its number of episodes according to dataset_info.json."""
 
     name: str
     num_episodes: int
@@ -59,7 +59,7 @@ class ShardFile:
 def find_version(path: str) -> Path:
     """The directory with `dataset_info.json` at or below `path`: itself, or its newest version.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if there is none.
     """
     directory = Path(path).expanduser()
     if (directory / INFO_FILE).is_file():
@@ -85,7 +85,7 @@ def _version_infos(directory: Path) -> Iterator[Path]:
 
 
 def load_builder(directory: Path) -> Any:
-    """The tensorflow-datasets builder of a dataset directory. Raises ValueError where its metadata will not parse."""
+    """The tensorflow-datasets builder of a dataset directory. Raises ValueError if its metadata cannot be parsed."""
     import tensorflow_datasets as tfds
 
     if not (directory / FEATURES_FILE).is_file():
@@ -124,15 +124,15 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
     Args:
         builder: From `load_builder`.
         prompt_feature: A text feature's name, "auto" (the one `*instruction*`) or "none".
-        wide_columns: Columns wider than `WIDEST_COLUMN` to keep all the same.
+        wide_columns: Columns to keep although they are wider than `WIDEST_COLUMN`.
 
-    Raises ValueError for a dataset without steps, or where a feature that was named is not there.
+    Raises ValueError for a dataset without steps, or if a named feature does not exist.
     """
     import tensorflow_datasets as tfds
 
     features = builder.info.features
     if "steps" not in features or not hasattr(features["steps"], "feature"):
-        raise ValueError(f"{builder.data_dir} is no RLDS dataset: {FEATURES_FILE} has no `steps` dataset feature")
+        raise ValueError(f"{builder.data_dir} is not an RLDS dataset: {FEATURES_FILE} has no `steps` dataset feature")
     columns, cameras, texts, skipped, wide = {}, {}, [], {}, []
     for name, leaf in _leaves(features["steps"].feature, tfds.features.FeaturesDict):
         kind, detail = _classify(leaf, tfds.features)
@@ -150,7 +150,7 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
     unknown = sorted(set(wide_columns) - set(columns))
     if unknown:
         raise ValueError(
-            f"wide_columns {unknown} are no numeric features of {builder.data_dir}; it has {sorted(columns)}"
+            f"wide_columns {unknown} are not numeric features of {builder.data_dir}; it has {sorted(columns)}"
         )
     prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
     identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
@@ -158,7 +158,7 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
 
 
 def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> About:
-    """What a dataset directory says of itself; `prompt` is the record's key of the instruction."""
+    """The description of a dataset directory; `prompt` is the key of the instruction in a record."""
     import tensorflow_datasets as tfds
 
     features = load_builder(directory).info.features
@@ -170,7 +170,7 @@ def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> Abou
         names = (
             f"episode_metadata/{name}" for name, _ in _leaves(features["episode_metadata"], tfds.features.FeaturesDict)
         )
-        left_out |= {name: "said once for an episode, not for its steps" for name in names if name != prompt}
+        left_out |= {name: "given once per episode, not per step" for name in names if name != prompt}
     kept = directory / ABOUT_FILE
     return About.from_json(files.read_json(kept) if kept.is_file() else {}, left_out)
 
@@ -180,7 +180,7 @@ def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def _leaves(feature: Any, branch: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    # Sorted: tfds hands features over in the order of a protobuf map, which differs from process to process.
+    # Sorted: tfds returns features in the order of a protobuf map, which differs between processes.
     for name, child in sorted(feature.items()):
         if isinstance(child, branch):
             yield from _leaves(child, branch, f"{prefix}{name}/")
@@ -204,7 +204,7 @@ def _classify(leaf: Any, kinds: Any) -> tuple[str, Any]:
 
 
 def _is_text(leaf: Any) -> bool:
-    """Whether a feature is one string; a number stored compressed is not, though its stored form is."""
+    """Whether a feature is a string; compressed numbers, which are stored as a string, do not count."""
     return leaf.shape == () and np.dtype(leaf.np_dtype).kind in "OSU"
 
 
@@ -219,7 +219,7 @@ def _metadata_texts(features: Any, kinds: Any) -> list[str]:
 
 
 def _choose_prompt(wanted: str, texts: list[str], of_episode: list[str], where: Any) -> str:
-    """The record's key of the instruction feature; empty for "none". Raises ValueError where the choice is open."""
+    """The key of the instruction feature in a record; empty for "none". Raises ValueError if it is ambiguous."""
     if wanted == "none":
         return ""
     every = [*(f"steps/{name}" for name in texts), *of_episode]

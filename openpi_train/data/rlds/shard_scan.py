@@ -1,4 +1,4 @@
-"""Reads one shard of an RLDS split into small arrays: episode lengths, digests, columns, prompts, places of images.
+"""Scans one shard of an RLDS split into small arrays: episode lengths, digests, columns, prompts, image offsets.
 
 Read next: `example.py` (the wire format of one record), `rlds_index.py` (joins the shards).
 """
@@ -20,10 +20,10 @@ from openpi_train.data.rlds.tfrecord import read_records
 def scan_shard(
     directory: Path, shard: ShardFile, schema: Schema, check_crc: bool, keep_going: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
-    """Everything that the index holds of one shard. Damaged records are left out and listed under `dropped`.
+    """The index entries of one shard. Damaged records are left out and listed under `dropped`.
 
     Args:
-        keep_going: Called with the bytes of each record read; raises to stop.
+        keep_going: Called with the number of bytes of each record read; raises to stop.
     """
     episodes, dropped, seen = [], [], 0
     for record in read_records(directory / shard.name, check_crc=check_crc):
@@ -45,7 +45,7 @@ def scan_shard(
 
 
 def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> dict[str, Any]:
-    """One record as arrays. Raises ValueError where it does not hold what features.json says."""
+    """One record as arrays. Raises ValueError if it does not match features.json."""
     features = read_example(payload)
     digest = hashlib.sha256()
     arrays: dict[str, Any] = {"records": number}
@@ -70,7 +70,7 @@ def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> 
             digest.update(values.tobytes())
     num_steps = max(lengths.values(), default=0)
     if num_steps == 0 or set(lengths.values()) != {num_steps}:
-        raise ValueError(f"the episode has no steps, or its features disagree on how many: {lengths}")
+        raise ValueError(f"the episode has no steps, or its features have different lengths: {lengths}")
     arrays["prompts"] = _episode_prompts(features, schema.prompt, num_steps)
     arrays["num_steps"], arrays["id"] = num_steps, digest.hexdigest()[:32]
     return arrays
@@ -78,14 +78,14 @@ def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> 
 
 def _feature(features: dict[str, Feature], key: str, kind: str) -> Feature:
     if key not in features:
-        raise ValueError(f"it lacks {key}, which {FEATURES_FILE} promises")
+        raise ValueError(f"it lacks {key}, which {FEATURES_FILE} lists")
     if features[key].kind not in (kind, "empty"):
         raise ValueError(f"{key} holds {features[key].kind} values, expected {kind}")
     return features[key]
 
 
 def _episode_prompts(features: dict[str, Feature], key: str, num_steps: int) -> list[str]:
-    """The instruction at every step; a text of the whole episode is repeated."""
+    """The instruction at every step; a text given once per episode is repeated."""
     if not key:
         return [""] * num_steps
     texts = [text.decode("utf-8", errors="replace").strip() for text in _feature(features, key, "bytes").values()]

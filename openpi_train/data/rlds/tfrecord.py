@@ -1,6 +1,6 @@
 """TFRecord framing: read records with their byte offsets, and write them, without TensorFlow.
 
-Read next: `example.py` (what is inside a record), `rlds_index.py` (who walks whole files).
+Read next: `example.py` (the content of a record), `rlds_index.py` (reads whole files).
 
 A record is: payload length (uint64, little endian), its masked CRC32C, the payload, the payload's masked CRC32C
 (tensorflow/core/lib/io/record_writer.h).
@@ -29,10 +29,10 @@ def masked_crc(data: bytes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One record of a file: its number, where its payload starts, and the payload or what is wrong with it.
+    """One record of a file: its number, the offset of its payload, and the payload or a problem.
 
-    `problem` is empty for a good record. When `lost` is True the framing itself is broken there, so that neither
-    this record nor any later one can be found.
+    `problem` is empty for a good record. If `lost` is True, the framing itself is damaged, so neither this record nor
+    any later one can be found.
     """
 
     number: int
@@ -43,11 +43,11 @@ class Record:
 
 
 def read_records(path: Path, *, check_crc: bool = True) -> Iterator[Record]:
-    """Yield the records of a file in order; a damaged one is yielded with its `problem`, never raised.
+    """Yield the records of a file in order; a damaged one is yielded with its `problem`, without raising.
 
     Args:
         path: A local or mounted TFRecord file.
-        check_crc: Verify the payloads' checksums. Lengths are always verified: they say where to read on.
+        check_crc: Verify the payloads' checksums. Lengths are always verified, as they locate the next record.
     """
     size = path.stat().st_size
     with open(path, "rb", buffering=1 << 20) as file:
@@ -78,10 +78,10 @@ def write_record(file: BinaryIO, payload: bytes) -> int:
 
 def _header_problem(header: bytes, remaining: int) -> str:
     if len(header) < HEADER_BYTES:
-        return "the file is torn in a record's header"
+        return "the file is truncated in a record's header"
     if masked_crc(header[: _LENGTH.size]) != _CRC.unpack_from(header, _LENGTH.size)[0]:
         return "a record's length does not match its checksum"
     (length,) = _LENGTH.unpack_from(header)
     if HEADER_BYTES + length + FOOTER_BYTES > remaining:
-        return f"the file is torn: a record needs {length} bytes"
+        return f"the file is truncated: a record needs {length} bytes"
     return ""

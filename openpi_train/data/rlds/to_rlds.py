@@ -1,4 +1,4 @@
-"""Any source as an RLDS dataset. Read next: `rlds_writer.py`."""
+"""Writes any source as an RLDS dataset. Read next: `rlds_writer.py`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ from openpi_train.data.rlds.rlds_writer import write_rlds
 
 PROMPT = "language_instruction"
 _PNG_MAGIC = b"\x89PNG"
-# What RLDS has of every step.
+# Fields that RLDS requires for every step.
 BOUNDARIES = ("is_first", "is_last")
 
 
 def write(conversion: Conversion, out: Path, *, split: str = "train") -> Path:
-    """Write it to `out`: `<data_dir>/<name>/<version>`, or `<data_dir>/<name>` for version 1.0.0; returns its folder.
+    """Write the conversion to `out`: `<data_dir>/<name>/<version>`, or `<data_dir>/<name>` for version 1.0.0.
 
-    Raises FileExistsError, ValueError where names cannot be nested as RLDS does, OSError.
+    Returns the dataset's folder. Raises FileExistsError, ValueError if names cannot be nested as in RLDS, OSError.
     """
     import tensorflow_datasets as tfds
 
@@ -62,7 +62,7 @@ def _steps(conversion: Conversion, steps: range) -> Iterator[Mapping[str, Any]]:
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Names with slashes as mappings in mappings. Raises ValueError where one is both a value and a group of values."""
+    """Nested mappings from names with slashes. Raises ValueError if a name is both a value and a group of values."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         branch, (*groups, name) = tree, path.split("/")
@@ -70,7 +70,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             branch = branch.setdefault(group, {})
         if not isinstance(branch, dict) or name in branch:
             raise ValueError(
-                f"{path!r} and another name, one the beginning of the other, cannot both be in RLDS: --leave-out one"
+                f"{path!r} and another name cannot both be in RLDS, as one is a prefix of the other: --leave-out one"
             )
         branch[name] = leaf
     return tree

@@ -1,4 +1,4 @@
-"""Zarr replay buffers. Read next: `zarr_source.py` reads, `store.py` says what lies where, `merge.py` joins several."""
+"""Zarr replay buffers. Read next: `zarr_source.py` reads, `store.py` describes the files, `merge.py` joins several."""
 
 from openpi_train.data.zarr.zarr_index import Zarr
 

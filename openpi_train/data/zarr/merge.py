@@ -1,4 +1,4 @@
-"""Several replay buffers in one: episodes in the order of the stores, and of each row the task that it belongs to.
+"""Merges several replay buffers into one: episodes in the order of the stores, with a task for each row.
 
 Read next: `zarr_writer.py`, which copies block by block; `zarr_layout.py`, which reads the tasks again.
 """
@@ -18,20 +18,20 @@ from openpi_train.data.zarr.zarr_writer import Contents, read_across, write_stor
 
 logger = logging.getLogger(__name__)
 
-# Blocks of the merged store begin and end inside the parts' chunks; these are kept from one block to the next.
+# Blocks of the merged store begin and end inside the parts' chunks, which are cached from one block to the next.
 _CACHE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreToMerge:
-    """A store to be merged: the name of its task, unless it has tasks of its own."""
+    """A store to be merged, with the name of its task, unless the store has its own tasks."""
 
     path: Path
     name: str
 
     @classmethod
     def parse(cls, text: str) -> "StoreToMerge":
-        """`NAME=PATH`, or a path alone: its task is the file's name up to the first `-` or `.`, as RoboTwin names."""
+        """Parse `NAME=PATH`, or a path alone: its task is the file name up to the first `-` or `.`, as in RoboTwin."""
         name, separator, path = text.partition("=")
         if separator and "/" not in name:
             return cls(Path(path).expanduser(), name)
@@ -42,12 +42,12 @@ class StoreToMerge:
 def merge(
     parts: Sequence[StoreToMerge], out: Path, *, prompts: Mapping[str, str], chunk_rows: int | None = None
 ) -> None:
-    """Write all episodes of the parts to the store `out`; interrupted, it goes on where it was when called again.
+    """Write all episodes of the parts to the store `out`; an interrupted call continues when called again.
 
-    Args: `prompts` by task name (default: the name in words); `chunk_rows` of every array (default: the first part's).
+    Args: `prompts` by task name (default: the name in words); `chunk_rows` of all arrays (default: the first part's).
 
-    Raises ValueError naming every difference between the parts, a task in `prompts` that none has, FileNotFoundError,
-    FileExistsError, BadChunk for damaged parts, OSError where it cannot be written.
+    Raises ValueError naming every difference between the parts or an unknown task in `prompts`, FileNotFoundError,
+    FileExistsError, BadChunk for damaged parts, OSError if it cannot be written.
     """
     stores = [_Opened(part, prompts) for part in parts]
     _check(stores)
@@ -55,7 +55,7 @@ def merge(
     names = [name for name, _ in tasks]
     if len(set(names)) < len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the parts give tasks of one name different prompts: {', '.join(repeated)}; see --prompt")
+        raise ValueError(f"the parts have different prompts for the same task: {', '.join(repeated)}; see --prompt")
     unknown = set(prompts) - set(names)
     if unknown:
         raise ValueError(f"--prompt {', '.join(sorted(unknown))}: no such task; there are {', '.join(names)}")
@@ -112,26 +112,26 @@ class _Opened:
 
 
 def _check(stores: Sequence[_Opened]) -> None:
-    """Raise ValueError naming everything that keeps the stores from being one."""
+    """Raise ValueError naming every reason why the stores cannot be merged."""
     places = [store.store.root.resolve() for store in stores]
     problems = [f"{place} is given twice" for place in dict.fromkeys(places) if places.count(place) > 1]
     first = stores[0]
     for store in stores:
         name = store.store.root.name
         if TASK_ID in store.arrays:
-            problems.append(f"{name} has a data/{TASK_ID}, but no {TASKS} among its attributes to say what it means")
+            problems.append(f"{name} has a data/{TASK_ID}, but its attributes have no {TASKS} to explain it")
         for array in sorted({*first.arrays, *store.arrays}):
             mine, other = store.arrays.get(array), first.arrays.get(array)
             if mine is None or other is None:
                 lacking, having = (name, first.store.root.name) if mine is None else (first.store.root.name, name)
-                problems.append(f"{lacking} has no data/{array}, {having} has one")
+                problems.append(f"{lacking} has no data/{array}, but {having} has one")
             elif mine.shape[0] != store.rows:
                 problems.append(f"{name}: data/{array} has {mine.shape[0]} rows for {store.rows} steps")
             elif _kind(mine) != _kind(other):
                 other_name = first.store.root.name
                 problems.append(f"data/{array} is {_kind(mine)} per step in {name}, {_kind(other)} in {other_name}")
     if problems:
-        raise ValueError("these stores cannot be one:\n  " + "\n  ".join(problems))
+        raise ValueError("these stores cannot be merged:\n  " + "\n  ".join(problems))
 
 
 def _kind(info: ArrayInfo) -> Any:

@@ -1,10 +1,10 @@
-"""RoboTwin's recordings, one HDF5 file per episode, as a replay buffer: what its `policy/DP/process_data.py` makes.
+"""Converts RoboTwin's recordings, one HDF5 file per episode, to a replay buffer, as its `policy/DP/process_data.py`.
 
     data/episode0.hdf5  joint_action/vector [n, dims]    observation/<camera>/rgb [n] pictures, JPEG
 
-The action of a step is the joint vector of the next one, so that an episode of n recorded steps has n - 1 rows.
-RoboTwin hands RGB to an encoder that takes BGR, so what its files decode to has red and blue the wrong way round; here,
-as in its own script, they are put right. Read next: `zarr_writer.py`, which writes the store.
+The action of a step is the joint vector of the next one, so an episode of n recorded steps has n - 1 rows.
+RoboTwin passes RGB to an encoder that takes BGR, so its decoded pictures have red and blue swapped; they are swapped
+back here, as in its script. Read next: `zarr_writer.py`, which writes the store.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _VECTOR = "joint_action/vector"
 def convert(
     recordings: Path, out: Path, *, cameras: Sequence[str], task: str, prompt: str, chunk_rows: int = 100
 ) -> None:
-    """Write all episodes in `recordings`, or in its folder data/, to the store `out`; interrupted, call it again.
+    """Write all episodes in `recordings`, or in its folder data/, to the store `out`; if interrupted, call it again.
 
-    Raises FileNotFoundError where there are none, ValueError for a missing extra, lacking cameras and episodes that do
-    not fit together, BadRecord for damaged files, FileExistsError, OSError where it cannot be written.
+    Raises FileNotFoundError if there are none, ValueError for a missing extra, missing cameras or inconsistent
+    episodes, BadRecord for damaged files, FileExistsError, OSError if it cannot be written.
     """
     episodes = [_Episode(path, cameras) for path in _files(recordings)]
     first, problems = episodes[0], []
@@ -39,7 +39,7 @@ def convert(
             if mine != other:
                 problems.append(f"{episode.path.name} has {what} {mine}, {first.path.name} {other}")
     if problems:
-        raise ValueError(f"the episodes in {recordings} cannot be one store:\n  " + "\n  ".join(problems))
+        raise ValueError(f"the episodes in {recordings} do not fit into one store:\n  " + "\n  ".join(problems))
     ends = np.cumsum([episode.rows for episode in episodes])
     joints = ArrayInfo((int(ends[-1]), first.dims), np.dtype(np.float32), chunk_rows)
     sizes = {name: (int(ends[-1]), 3, *first.sizes[name]) for name in cameras}
@@ -57,7 +57,7 @@ def convert(
 
 
 class _Episode:
-    """One file: rows are its recorded steps but the last, which has no action."""
+    """One file; its rows are the recorded steps except the last, which has no action."""
 
     def __init__(self, path: Path, cameras: Sequence[str]):
         self.path, found = path, path.stat()
@@ -67,14 +67,14 @@ class _Episode:
             lacking = [name for name in cameras if name not in recorded]
             if lacking:
                 raise ValueError(
-                    f"{path} has no pictures of {', '.join(lacking)}; it has those of {', '.join(recorded) or 'none'}: "
+                    f"{path} has no pictures of {', '.join(lacking)}; it has {', '.join(recorded) or 'none'}: "
                     "see --cameras"
                 )
             if _VECTOR not in file or file[_VECTOR].ndim != 2:
-                raise ValueError(f"{path} has no {_VECTOR} with a row per step; it has {', '.join(sorted(file))}")
+                raise ValueError(f"{path} has no {_VECTOR} with one row per step; it has {', '.join(sorted(file))}")
             steps, self.dims = file[_VECTOR].shape
             if steps < 2:
-                raise ValueError(f"{path} has {steps} steps; two are needed for one action")
+                raise ValueError(f"{path} has {steps} steps; at least two are needed for one action")
             for name in cameras:
                 pictures = file[f"observation/{name}/rgb"].shape[0]
                 if pictures != steps:
@@ -84,11 +84,11 @@ class _Episode:
 
     @property
     def shapes(self) -> tuple[Any, Any]:
-        """What all episodes of a store have in common."""
+        """The shapes that all episodes of a store must share."""
         return self.dims, {name: list(size) for name, size in self.sizes.items()}
 
     def read(self, name: str, first: int, end: int) -> np.ndarray:
-        """These rows of `state`, `action` or a camera's pictures, channels first."""
+        """Rows first..end-1 of `state`, `action` or a camera's pictures, channels first."""
         with _opened(self.path) as file:
             if name in ("state", "action"):
                 shift = int(name == "action")
@@ -111,11 +111,11 @@ class _Episode:
         try:
             return image.decode(data)[..., ::-1]
         except ValueError as error:
-            raise BadRecord(f"{self.path}: the picture of {name} at step {row} does not decode: {error}") from error
+            raise BadRecord(f"{self.path}: the picture of {name} at step {row} cannot be decoded: {error}") from error
 
 
 def is_recording(path: Path) -> bool:
-    """Whether RoboTwin's recordings lie there."""
+    """Whether the path holds RoboTwin's recordings."""
     return any(any(folder.glob("episode*.hdf5")) for folder in (path, path / "data"))
 
 

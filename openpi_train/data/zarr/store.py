@@ -1,4 +1,4 @@
-"""A zarr replay buffer as it lies on disk, formats 2 and 3, in a folder or a zip file: its arrays, read by rows.
+"""Zarr replay buffers on disk, formats 2 and 3, in a folder or a zip file: arrays that are read by rows.
 
 The layout is diffusion_policy's (`common/replay_buffer.py` of real-stanford/diffusion_policy) and RoboTwin's:
 
@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 
 EPISODE_ENDS = "meta/episode_ends"
-# A group's metadata files by format, and an array's.
+# Metadata files of a group and of an array, by format.
 _GROUP_FILES = (".zgroup", "zarr.json")
 _ARRAY_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _BLOCK_BYTES = 1 << 25
 
 
 class BadChunk(ValueError):
-    """A chunk of an array that is missing or does not decode."""
+    """Error for a chunk of an array that is missing or cannot be decoded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """An array's metadata; `chunk_rows` is how many rows one chunk holds that can be read alone."""
+    """An array's metadata; `chunk_rows` is the number of rows in the smallest chunk that can be read alone."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -46,7 +46,7 @@ class ArrayInfo:
         return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """All rows as (first, end) of blocks of whole chunks, each one chunk or some tens of MB."""
+        """Blocks (first, end) of rows that cover the array: whole chunks, each block one chunk or some tens of MB."""
         chunks = max(1, _BLOCK_BYTES // max(1, self.row_bytes * self.chunk_rows))
         step = chunks * self.chunk_rows
         for first in range(0, self.shape[0], step):
@@ -56,8 +56,8 @@ class ArrayInfo:
 class Store:
     """A store's arrays by name (`data/action`), opened at first use. Pickles as its path.
 
-    With `fill_missing` a chunk without a file is what zarr says it is, the array's fill value; otherwise it is missing.
-    `cache_bytes` of decompressed chunks are kept.
+    With `fill_missing` a chunk without a file has the array's fill value, as zarr defines it; otherwise it is an error.
+    `cache_bytes` is the size of the cache of decompressed chunks.
     """
 
     def __init__(self, root: Path, *, fill_missing: bool = False, cache_bytes: int = 0):
@@ -71,7 +71,7 @@ class Store:
 
     @functools.cached_property
     def drivers(self) -> dict[str, str]:
-        """tensorstore's driver for every array of the groups data and meta, by name in order."""
+        """tensorstore's driver for every array of the groups data and meta, sorted by name."""
         found = {}
         for group in ("data", "meta"):
             for name in self._children(group):
@@ -94,14 +94,14 @@ class Store:
         return {name: self._info(name) for name in self.drivers}
 
     def read(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Rows of an array; each chunk that holds some is decompressed once. Raises BadChunk naming its file."""
+        """Rows of an array; each chunk that they need is decompressed once. Raises BadChunk naming its file."""
         try:
             return np.asarray(self._opened(name)[rows].read().result())
         except (ValueError, OSError) as error:
             raise BadChunk(_plain(str(error))) from error
 
     def stamp(self) -> str:
-        """A digest of all files' names, sizes and times: another one, and the store was changed."""
+        """A digest of all files' names, sizes and times; it differs if the store was changed."""
         if self._is_zip:
             found = self.root.stat()
             return f"{found.st_size} {found.st_mtime_ns}"
@@ -129,7 +129,7 @@ class Store:
         except (ValueError, OSError) as error:
             raise ValueError(f"{self.root}: {name} cannot be opened: {_plain(str(error))}") from error
         if not opened.rank:
-            raise ValueError(f"{self.root}: {name} is a single number, not an array with a row per control step")
+            raise ValueError(f"{self.root}: {name} is a scalar, not an array with one row per control step")
         return ArrayInfo(
             tuple(opened.shape), np.dtype(opened.dtype.numpy_dtype), opened.chunk_layout.read_chunk.shape[0]
         )
@@ -159,7 +159,7 @@ class Store:
 
 
 def is_zarr(path: str | Path) -> bool:
-    """Whether a zarr group lies there: a folder with a group's metadata, or a zip file of one."""
+    """Whether the path is a zarr group: a folder with a group's metadata, or a zip file of one."""
     path = Path(path).expanduser()
     if path.is_file():
         if not zipfile.is_zipfile(path):
@@ -181,5 +181,5 @@ def _walk(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _plain(message: str) -> str:
-    """tensorstore's message without the internal trail that it appends."""
+    """tensorstore's message without the internal details that it appends."""
     return message.split(" [")[0].split("; at byte")[0]

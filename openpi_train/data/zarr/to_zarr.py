@@ -1,4 +1,4 @@
-"""Any source as a zarr replay buffer. Read next: `zarr_writer.py`."""
+"""Writes any source as a zarr replay buffer. Read next: `zarr_writer.py`."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from openpi_train.data.zarr.store import ArrayInfo
 from openpi_train.data.zarr.zarr_layout import ABOUT
 from openpi_train.data.zarr.zarr_writer import Contents, write_store
 
-# A chunk holds one picture, so that one can be read alone, and so many rows of a column.
+# Rows of a column in a chunk. A chunk of pictures holds one, so that it can be read alone.
 _COLUMN_ROWS = 4096
 
 
 def write(conversion: Conversion, out: Path) -> None:
-    """Write it to `out`, continuing where an earlier attempt was ended; pictures are kept as pixels, channels last.
+    """Write the conversion to `out`, continuing an interrupted attempt; pictures are stored as pixels, channels last.
 
-    Raises FileExistsError, ValueError for arrays that would read as something else, OSError.
+    Raises FileExistsError, ValueError for arrays that would be read as something else, OSError.
     """
     source = conversion.source
     rows, sizes = source.num_steps, conversion.sizes

@@ -1,11 +1,11 @@
-"""A replay buffer and its index: its columns as memory-mapped arrays, a digest of every episode, what is damaged.
+"""Index of a replay buffer: its columns as memory-mapped arrays, a digest of every episode, and damaged episodes.
 
 Read next: `data/sidecar.py` (how an index is kept), `zarr_source.py` (the reader).
 
-    manifest.json             besides what every index has: the store's stamp
+    manifest.json             in addition to every index's entries: the store's stamp
     tables-<key>/
       first_rows.npy int64 [episodes]    the store's row of each episode's first step
-      frames/<camera>.bin                the decoded copy: all rows' pictures, uint8, one after the other
+      frames/<camera>.bin                the decoded copy: the pictures of all rows in order, uint8
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from openpi_train.data.zarr.zarr_source import ZarrSource
 logger = logging.getLogger(__name__)
 
 _MOST_OF_FREE_DISK = 0.25
-# Decompressed chunks that a process keeps: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
+# Cache of decompressed chunks per process: a few of Push-T's largest (161 pictures of 96 x 96 in float32: 18 MB).
 _CACHE_BYTES = 1 << 28
 
 
@@ -40,19 +40,19 @@ _CACHE_BYTES = 1 << 28
 class Zarr(IndexedConfig):
     """A replay buffer of diffusion_policy or RoboTwin, zarr format 2 or 3, on a local or mounted disk.
 
-    Its index takes the columns, and the decoded copy.
+    The size of its index is that of the columns and the decoded copy.
     """
 
-    # The store: a folder, or a zip file.
+    # The store, a folder or a zip file.
     path: str
     # Keep all pictures decoded beside the index, memory-mapped: as fast as memory, and shared by all processes. None:
-    # where chunks hold several pictures, and the copy takes at most a quarter of the free disk.
+    # if chunks hold several pictures and the copy takes at most a quarter of the free disk space.
     decoded_copy: bool | None = None
-    # Chunks without a file hold the fill value (zarr 3 leaves such chunks out); else they count as lost.
+    # Treat chunks without a file as the fill value (zarr 3 omits such chunks); otherwise they count as lost.
     fill_missing: bool = False
 
     def store(self) -> Store:
-        """The store, of which nothing is kept in memory yet."""
+        """The store, not yet read."""
         return Store(Path(self.path).expanduser(), fill_missing=self.fill_missing, cache_bytes=_CACHE_BYTES)
 
     def sidecar(self) -> "ZarrIndex":
@@ -67,7 +67,7 @@ class Zarr(IndexedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ZarrIndex(Sidecar):
-    """The index of a store, and a decoded copy of its pictures where that is asked for, or worth it."""
+    """The index of a store, and a decoded copy of its pictures if requested or worthwhile."""
 
     config: Zarr
 
@@ -75,7 +75,7 @@ class ZarrIndex(Sidecar):
 
     @functools.cached_property
     def store(self) -> Store:
-        """What the index is made of."""
+        """The store that is indexed."""
         return self.config.store()
 
     @property
@@ -127,7 +127,7 @@ class ZarrIndex(Sidecar):
 
 
 class Scan:
-    """Reads whole arrays in blocks: a digest for every episode, and for which episodes that failed."""
+    """Reads whole arrays in blocks, computing a digest of every episode and recording unreadable ones."""
 
     def __init__(self, store: Store, layout: ZarrLayout):
         self._store, self._layout = store, layout
@@ -136,7 +136,7 @@ class Scan:
         self.problems: dict[int, str] = {}
 
     def episode_id(self, episode: int) -> str:
-        """The digest of what was read of an episode."""
+        """The digest of an episode's data read so far."""
         return self._digests[episode].hexdigest()[:32]
 
     def array(
@@ -146,7 +146,7 @@ class Scan:
         check: Callable[[np.ndarray], bool] = lambda block: True,
         digest: bool = True,
     ) -> None:
-        """Read `data/<name>`; `take` gets all its rows in blocks, with zeros for what cannot be read."""
+        """Read `data/<name>`; `take` gets all its rows in blocks, with zeros for unreadable rows."""
         info, camera = self._store.arrays[f"data/{name}"], self._layout.cameras.get(name)
         if digest:
             shape = (*camera.size, 3) if camera else self._layout.columns[name][1]
@@ -163,12 +163,12 @@ class Scan:
                 self._digests[episode].update(np.ascontiguousarray(block[mine]).data)
 
     def _touched(self, first: int, end: int) -> range:
-        """The episodes that have some of these rows."""
+        """The episodes that contain any of these rows."""
         low, high = np.searchsorted(self._layout.episode_ends, [first, end - 1], side="right").tolist()
         return range(low, high + 1)
 
     def _pieces(self, name: str, first: int, end: int, check: Callable[[np.ndarray], bool]) -> Iterator[np.ndarray]:
-        """The rows of a block, as a whole, or where that fails chunk by chunk."""
+        """The rows of a block, read at once, or chunk by chunk if that fails."""
         try:
             yield self._rows(name, first, end, check)
             return
@@ -186,13 +186,13 @@ class Scan:
         if camera is not None:
             return pictures(name, values, camera)
         if not check(values):
-            raise ValueError(f"it holds numbers from {values.min()} to {values.max()}, which cannot be")
+            raise ValueError(f"it holds numbers from {values.min()} to {values.max()}, which is invalid")
         return values
 
     def _failed(self, name: str, first: int, end: int, error: ValueError) -> np.ndarray:
         hint = ""
         if isinstance(error, BadChunk) and str(error).endswith("is missing"):
-            hint = " (if zarr left out chunks of nothing but fill values, set the source's --...fill-missing)"
+            hint = " (if zarr omitted chunks that hold only fill values, set the source's --...fill-missing)"
         for episode in self._touched(first, end):
             self.problems.setdefault(episode, f"data/{name}, rows {first}..{end - 1}: {error}{hint}")
         info, camera = self._store.arrays[f"data/{name}"], self._layout.cameras.get(name)
@@ -227,7 +227,7 @@ def _write_tables(directory: Path, store: Store, layout: ZarrLayout, scan: Scan,
 
 
 def _copy_is_worth_it(store: Store, layout: ZarrLayout, place: Path) -> bool:
-    """Whether reading a picture would decompress others with it, and a decoded copy leaves room on the disk."""
+    """Whether reading a picture would decompress others too, and the disk has room for a decoded copy."""
     pictures_of = {name: store.arrays[f"data/{name}"].chunk_rows for name in layout.cameras}
     together = max(pictures_of.values(), default=1)
     if together == 1:
@@ -236,9 +236,9 @@ def _copy_is_worth_it(store: Store, layout: ZarrLayout, place: Path) -> bool:
     free_bytes = shutil.disk_usage(place).free
     worth = copy_bytes <= _MOST_OF_FREE_DISK * free_bytes
     logger.info(
-        "%s: a picture lies in a chunk with %d others; %s (%.1f GiB of %.1f free in %s; --...decoded-copy True or "
-        "False decides)", store.root.name, together - 1,
-        "all are kept decoded beside the index" if worth else "each row decompresses them, too", copy_bytes / 2**30,
+        "%s: a picture shares its chunk with %d others; %s (%.1f GiB of %.1f free in %s; set --...decoded-copy True or "
+        "False to decide)", store.root.name, together - 1,
+        "all are kept decoded beside the index" if worth else "reading one decompresses all", copy_bytes / 2**30,
         free_bytes / 2**30, place,
     )  # fmt: skip
     return worth

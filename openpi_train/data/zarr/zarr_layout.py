@@ -1,4 +1,4 @@
-"""What the arrays of a replay buffer are: cameras, columns, episodes and tasks. Read next: `zarr_index.py`."""
+"""Roles of a replay buffer's arrays: cameras, columns, episodes and tasks. Read next: `zarr_index.py`."""
 
 import dataclasses
 import math
@@ -10,15 +10,15 @@ import numpy as np
 from openpi_train.data.source import WIDEST_COLUMN
 from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
 
-# What `merge.py` adds: which of the tasks in the root's attributes each row belongs to.
+# Added by `merge.py`: the index of each row's task in the root's attributes.
 TASK_ID, TASKS = "task_id", "tasks"
-# The attribute that holds what `About.as_json` gives.
+# The attribute that holds `About.as_json`.
 ABOUT = "about"
 
 
 @dataclasses.dataclass(frozen=True)
 class PictureArray:
-    """Pictures: height and width, and whether the channels come before them."""
+    """A camera: height and width of its pictures, and whether channels come first."""
 
     size: tuple[int, int]
     channels_first: bool
@@ -26,13 +26,13 @@ class PictureArray:
 
 @dataclasses.dataclass(frozen=True)
 class ZarrLayout:
-    """A replay buffer's arrays, without `data/` before their names.
+    """A replay buffer's arrays, named without the prefix `data/`.
 
     Attributes:
         columns: dtype name and shape per step.
         skipped: Arrays left out, each with the reason.
         episode_ends: int64 [episodes].
-        tasks: name and prompt of each task; empty where the store tells none.
+        tasks: name and prompt of each task; empty if the store has none.
     """
 
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -43,9 +43,9 @@ class ZarrLayout:
 
 
 def read_layout(store: Store) -> ZarrLayout:
-    """The layout, from metadata and `meta/episode_ends` alone.
+    """Read the layout, from metadata and `meta/episode_ends` alone.
 
-    Raises FileNotFoundError where there is no replay buffer, ValueError for arrays that do not fit together.
+    Raises FileNotFoundError if there is no replay buffer, ValueError for inconsistent arrays.
     """
     root = store.root
     require(store)
@@ -56,7 +56,7 @@ def read_layout(store: Store) -> ZarrLayout:
         if rows != ends[-1]:
             raise ValueError(
                 f"{root}: data/{name} has {rows} rows, but its last episode ends at {ends[-1]}: the store was not "
-                "written to its end, or not by diffusion_policy's rules"
+                "written completely, or does not follow diffusion_policy's layout"
             )
     tasks = tuple((str(task["name"]), str(task["prompt"])) for task in store.attributes.get(TASKS, ()))
     if tasks and columns.pop(TASK_ID, ("", None))[1] != ():
@@ -65,22 +65,20 @@ def read_layout(store: Store) -> ZarrLayout:
 
 
 def require(store: Store) -> None:
-    """Raise FileNotFoundError where the store is no replay buffer, ValueError where it is no finished one."""
+    """Raise FileNotFoundError if the store is not a replay buffer, ValueError if it is unfinished."""
     root = store.root
     if not is_zarr(root):
-        raise FileNotFoundError(
-            f"{root} holds no zarr store; give a folder with .zgroup or zarr.json in it, or a zip file"
-        )
+        raise FileNotFoundError(f"{root} holds no zarr store; give a folder with .zgroup or zarr.json, or a zip file")
     data = [name for name in store.drivers if name.startswith("data/")]
     if EPISODE_ENDS not in store.drivers or not data:
         raise ValueError(
-            f"{root} is a zarr store, but no replay buffer: it needs {EPISODE_ENDS} and arrays in data/, and has "
+            f"{root} is a zarr store, but not a replay buffer: it needs {EPISODE_ENDS} and arrays in data/, but has "
             f"{', '.join(store.drivers) or 'no arrays in data/ and meta/'}"
         )
 
 
 def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, PictureArray], dict[str, str]]:
-    """The arrays in data/ as columns, cameras and those left out, by name."""
+    """Columns, cameras, and skipped arrays with the reason, from the arrays in data/, by name."""
     columns: dict[str, tuple[str, tuple[int, ...]]] = {}
     cameras: dict[str, PictureArray] = {}
     skipped: dict[str, str] = {}
@@ -95,11 +93,11 @@ def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], d
             skipped[name] = f"of type {info.dtype}"
         elif len(shape) == 3 and 3 in (shape[0], shape[-1]):
             if shape[0] == shape[-1]:
-                raise ValueError(f"{store.root}: data/{name} is {list(shape)} per step: which axis is the channels'?")
+                raise ValueError(f"{store.root}: data/{name} is {list(shape)} per step: the channel axis is ambiguous")
             channels_first = shape[0] == 3
             cameras[name] = PictureArray(shape[1:] if channels_first else shape[:2], channels_first)
         elif info.shape[0] == episodes and len(rows) > 1:
-            skipped[name] = "a row per episode, not per step"
+            skipped[name] = "one row per episode, not per step"
         elif width > WIDEST_COLUMN:
             skipped[name] = f"{width} numbers wide"
         else:
@@ -108,14 +106,14 @@ def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], d
 
 
 def pictures(name: str, values: np.ndarray, camera: PictureArray) -> np.ndarray:
-    """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for numbers that are no pixels."""
+    """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for values that are not pixels."""
     if values.dtype != np.uint8:
-        # Push-T's are float32, of whole numbers.
+        # Push-T's pictures are whole numbers in float32.
         pixels = values.astype(np.uint8)
         if not np.array_equal(pixels, values):
             low, high = np.nanmin(values), np.nanmax(values)
             raise ValueError(
-                f"{name} holds numbers from {low:g} to {high:g} that are not all whole ones in 0..255: no pixels"
+                f"{name} holds numbers from {low:g} to {high:g} that are not all pixels, whole numbers in 0..255"
             )
         values = pixels
     return np.moveaxis(values, 1, -1) if camera.channels_first else values
@@ -128,7 +126,7 @@ def _episode_ends(store: Store) -> np.ndarray:
         raise ValueError(f"{store.root}: {EPISODE_ENDS} cannot be read: {error}") from error
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or not len(ends) or (np.diff(ends, prepend=0) <= 0).any():
         raise ValueError(
-            f"{store.root}: {EPISODE_ENDS} must be whole numbers that grow from episode to episode; it is "
+            f"{store.root}: {EPISODE_ENDS} must be integers that increase from episode to episode; it is "
             f"{ends.dtype} {list(ends.shape)}, beginning with {ends.reshape(-1)[:5].tolist()}"
         )
     return ends.astype(np.int64)

@@ -1,6 +1,6 @@
-"""Zarr replay buffers by random access: columns from the index, pictures from their chunks or from a decoded copy.
+"""Random access to zarr replay buffers: columns from the index, pictures from their chunks or from a decoded copy.
 
-Read next: `zarr_layout.py` (what the arrays are), `zarr_index.py` (built at the first opening), `store.py` (reads
+Read next: `zarr_layout.py` (the arrays' roles), `zarr_index.py` (built at the first opening), `store.py` (reads
 chunks).
 """
 
@@ -28,7 +28,7 @@ class ZarrSource(StoredSource):
             name: PictureArray((camera["size"][0], camera["size"][1]), camera["channels_first"])
             for name, camera in index.manifest["cameras"].items()
         }
-        # Mapped now: another process may build the index anew meanwhile.
+        # Mapped now: another process may rebuild the index later.
         folder = index.root / index.manifest["tables"] / "frames"
         copied = self._cameras if index.manifest["decoded"] else ()
         self._decoded = {
@@ -57,7 +57,7 @@ class ZarrSource(StoredSource):
             raise BadRecord(f"{self.describe(int(steps[0]))}, {camera}: {error}") from error
 
     def about(self) -> About:
-        """See `Source.about`; the store's attributes have it where `data convert` wrote it."""
+        """See `Source.about`; read from the store's attributes if `data convert` wrote it."""
         left_out = {column_name(name): why for name, why in read_layout(self._store).skipped.items()}
         return About.from_json(self._store.attributes.get(ABOUT, {}), left_out)
 
@@ -65,7 +65,7 @@ class ZarrSource(StoredSource):
         return f"{self._root}, row {int(self._rows(np.array([step]))[0])}, {self.place_of(step)}"
 
     def _rows(self, steps: np.ndarray) -> np.ndarray:
-        """The store's rows; they differ from the steps behind an episode that was left out."""
+        """The store's rows of these steps; they differ after an episode that was left out."""
         episodes = np.searchsorted(self.episode_ends, steps, side="right")
         starts = np.where(episodes > 0, self.episode_ends[episodes - 1], 0)
         return self.stored.arrays["first_rows"][episodes] + steps - starts

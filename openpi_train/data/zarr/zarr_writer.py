@@ -1,7 +1,7 @@
-"""Writes a replay buffer block by block, so that a kill costs a block, and reads it back before it counts as written.
+"""Writes a replay buffer block by block, so that a kill loses at most one block, and verifies it by reading it back.
 
-The store is zarr format 2, which every release of diffusion_policy and RoboTwin reads. Until it is whole it lies in
-`<name>.unfinished`, with a journal of the blocks that are there. Read next: `merge.py` and `robotwin_recordings.py`,
+The store is zarr format 2, which every release of diffusion_policy and RoboTwin reads. Until it is complete it is in
+`<name>.unfinished`, with a journal of the written blocks. Read next: `merge.py` and `robotwin_recordings.py`,
 the callers.
 """
 
@@ -30,15 +30,15 @@ _JOURNAL = "journal.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a store is to hold.
+    """The contents of a store to write.
 
     Attributes:
-        arrays: Those in data/, by name, without `task_id`.
-        read: Rows first..end-1 of an array by name, in its dtype. Asked in order, a block of whole chunks at a time.
+        arrays: The arrays in data/, by name, without `task_id`.
+        read: Returns rows first..end-1 of an array by name, in its dtype. Called in order, block by block.
         episode_ends: int64 [episodes].
-        tasks: name and prompt of each task; `task_ids` says for each episode, or for each row, which one.
-        identity: All that the contents depend on, as JSON by name: where it differs nothing is continued.
-        attributes: What the root says besides the tasks.
+        tasks: name and prompt of each task; `task_ids` has the task of each episode, or of each row.
+        identity: What the contents depend on, as JSON by name; only an attempt with an equal identity is continued.
+        attributes: The root's attributes besides the tasks.
     """
 
     arrays: Mapping[str, ArrayInfo]
@@ -52,7 +52,7 @@ class Contents:
 
 @runtime_checkable
 class ArrayPart(Protocol):
-    """A part of an array: some of its rows, which begin with 0 here."""
+    """A part of an array: some of its rows, numbered from 0."""
 
     rows: int
 
@@ -62,7 +62,7 @@ class ArrayPart(Protocol):
 
 
 def read_across(parts: Iterable[ArrayPart], name: str, first: int, end: int) -> np.ndarray:
-    """Rows first..end-1 of an array whose rows are those of all parts, one part after the other."""
+    """Rows first..end-1 of an array that is the concatenation of all parts."""
     pieces, begin = [], 0
     for part in parts:
         low, high = max(first - begin, 0), min(end - begin, part.rows)
@@ -73,13 +73,13 @@ def read_across(parts: Iterable[ArrayPart], name: str, first: int, end: int) -> 
 
 
 def write_store(contents: Contents, out: Path) -> None:
-    """Write the store `out`, continuing where an earlier attempt at the same was ended, and verify it by checksums.
+    """Write the store `out`, continuing an interrupted attempt, and verify it by checksums.
 
-    Raises FileExistsError where `out` is there, ValueError where it is being made from something else or does not
-    read back as it was written, OSError where it cannot be written.
+    Raises FileExistsError if `out` exists, ValueError if the unfinished store has another identity or does not read
+    back as it was written, OSError if it cannot be written.
     """
     if out.exists():
-        raise FileExistsError(f"{out} is there already: give another target, or remove it")
+        raise FileExistsError(f"{out} exists already: give another target, or remove it")
     work = out.with_name(f"{out.name}.unfinished")
     with tables.explain_cache_errors(work, "--out"), locks.held(work / tables.LOCK, f"writing {out.name}"):
         arrays = {name: [list(info.shape), info.dtype.str, info.chunk_rows] for name, info in contents.arrays.items()}
@@ -110,20 +110,20 @@ class _Writer:
         self.done = self._read_journal()
 
     def copy(self) -> None:
-        """Write what the journal does not have yet."""
+        """Write the blocks that the journal does not list yet."""
         progress = Progress(f"writing {self.work.stem}", self.total_mb, "MB")
         with (self.work / _JOURNAL).open("a", encoding="utf-8") as journal:
-            journal.write("\n")  # behind a line that a kill cut short
+            journal.write("\n")  # after a line that a kill may have cut short
             for name, info in self.arrays.items():
                 _write_array(self.work, f"data/{name}", info, self._missing(name, progress), self._note(journal, name))
 
     def verify(self) -> None:
-        """Read all back. Raises ValueError naming rows that are not what was written."""
+        """Read everything back. Raises ValueError naming rows that differ from what was written."""
         store, progress = Store(self.work), Progress(f"verifying {self.work.stem}", self.total_mb, "MB")
         for (name, first, end), crc in self.done.items():
             if _crc(store.read(f"data/{name}", slice(first, end))) != crc:
                 raise ValueError(
-                    f"{self.work}: rows {first}..{end - 1} of data/{name} are not what was written there; check the "
+                    f"{self.work}: rows {first}..{end - 1} of data/{name} differ from what was written; check the "
                     "disk, remove the folder and start again"
                 )
             progress.add((end - first) * self.arrays[name].row_bytes / 1e6)
@@ -174,7 +174,7 @@ def _write_array(
     blocks: Iterable[tuple[int, np.ndarray]],
     note: Callable[[int, np.ndarray], None] = lambda first, values: None,
 ) -> None:
-    """Write blocks (first row, values) of an array that is made where it is not there; `note` is told of each."""
+    """Write blocks (first row, values) of an array, creating it if needed; calls `note` after each."""
     import tensorstore
 
     metadata = {
@@ -189,7 +189,7 @@ def _write_array(
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": f"{work.resolve()}/{name}/"},
         "metadata": metadata,
-        # A chunk without a file is a lost one.
+        # Write every chunk, so that a chunk without a file is a lost one.
         "store_data_equal_to_fill_value": True,
     }
     with _disk_errors(work, name):
@@ -204,9 +204,9 @@ def _write_array(
 def _disk_errors(work: Path, name: str) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # tensorstore's word for a full disk, too
+    except ValueError as error:  # tensorstore raises it for a full disk, too
         raise OSError(
-            f"cannot write {work}/{name}: {error}. Make room or give another target; the same command goes on"
+            f"cannot write {work}/{name}: {error}. Make room or give another target; the same command continues"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The values of a DeepSpeed config by dotted key, and what became of each. Read next: `flags.py`."""
+"""Values of a DeepSpeed config by dotted key, and how each was translated. Read next: `flags.py`."""
 
 import difflib
 import json
@@ -12,9 +12,9 @@ Flag = tuple[str, ...]
 
 
 class ConfigFile:
-    """A config while it is translated: every key is asked for, and told what it became.
+    """A config during its translation, which reads every key and records its result.
 
-    `flags` are the flags so far, `missing` what the file leaves open, by flag, with the reason.
+    `flags` are the flags so far, `missing` the reasons, by flag, for values that the file does not determine.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -25,26 +25,26 @@ class ConfigFile:
         self._asked: set[str] = set()
 
     def has(self, section: str) -> bool:
-        """Whether there is anything at or below `section`."""
+        """Whether the file has the key `section` or any key below it."""
         return any(key == section or key.startswith(section + ".") for key in self.values)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number; the default where the key is absent or null, None where it is "auto"."""
+        """A number; the default if the key is absent or null, None if it is "auto"."""
         return self._get(key, default, (int, float), "a number")
 
     def count(self, key: str, default: int | None = None) -> int | None:
-        """A whole number of at least 1, as `number`."""
+        """An integer of at least 1, as `number`."""
         value = self.number(key, default)
         if value is not None and (value < 1 or not float(value).is_integer()):
             raise UsageError(f'{key} is {value}; it must be a whole number of at least 1, or "auto"')
         return None if value is None else int(value)
 
     def boolean(self, key: str, default: bool | None = None) -> Any:
-        """True or false, as `number`."""
+        """A boolean, as `number`."""
         return self._get(key, default, bool, "true or false")
 
     def text(self, key: str, default: str | None = None) -> Any:
-        """A word, as `number`."""
+        """A string, as `number`."""
         return self._get(key, default, str, "a word")
 
     def pair(self, key: str, default: tuple[float, float]) -> Any:
@@ -60,14 +60,14 @@ class ConfigFile:
         if value is None:
             return default
         if value == "auto":
-            self.note(key, "auto: as the experiment has it")
+            self.note(key, "auto: the experiment's own value")
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UsageError(f'{key} is {json.dumps(value)}; it must be {in_words}, or "auto"')
         return value
 
     def flag(self, name: str, value: Any, *keys: str) -> None:
-        """`--name value` comes from `keys`; nothing where the value is None."""
+        """Record that `keys` give `--name value`; does nothing if the value is None."""
         if value is None:
             return
         self.flags[name] = value
@@ -76,23 +76,23 @@ class ConfigFile:
                 self._meaning.setdefault(key, []).append(" ".join(words(name, value)))
 
     def becomes(self, key: str, name: str, read: Callable[["ConfigFile", str, Any], Any], default: Any = None) -> None:
-        """`--name` comes from what `read`, one of the methods above, finds at `key`."""
+        """Record that `key` gives `--name`, with the value that `read`, one of the methods above, returns."""
         self.flag(name, read(self, key, default), key)
 
     def note(self, key: str, text: str) -> None:
-        """What became of a key that gives no flag; nothing where the file does not have it."""
+        """Record a text for a key that gives no flag; does nothing if the file does not have it."""
         self._asked.add(key)
         if key in self.values:
             self._meaning.setdefault(key, []).append(text)
 
     def note_all(self, section: str, text: str) -> None:
-        """`note` for all of a section of which nothing is known yet."""
+        """`note` for all keys of a section that have no record yet."""
         for key in self.values:
             if key.startswith(section + ".") and key not in self._meaning and reason(key) is None:
                 self.note(key, text)
 
     def lines(self) -> tuple[str, ...]:
-        """A line per key that became something, then one per reason for those that did not.
+        """One line per translated key, then one per reason for the others.
 
         Raises UsageError for keys that DeepSpeed does not have.
         """
@@ -112,7 +112,7 @@ class ConfigFile:
 
 
 def words(name: str, value: Any) -> Flag:
-    """A flag as words of a command line."""
+    """A flag as command-line arguments."""
     if isinstance(value, bool):
         head, _, last = name.rpartition(".")
         return (f"--{name}",) if value else (f"--{head}.no-{last}" if head else f"--no-{name}",)
@@ -132,4 +132,4 @@ def _unknown(key: str, known: list[str]) -> str:
     beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     close = [f"{section}.{one}" if section else one for one in difflib.get_close_matches(name, beside, n=1)]
     close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.9)
-    return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "DeepSpeed has none of that name")
+    return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "DeepSpeed has no such key")

@@ -1,7 +1,7 @@
-"""A DeepSpeed JSON config as flags of ours, key by key: mapped, or named with the reason. Read next: `unmapped.py`.
+"""Translates a DeepSpeed JSON config to our flags; unmapped keys are listed with a reason. Read next: `unmapped.py`.
 
-What the file does not say stays the experiment's, and so does what is "auto". In a section that is there, DeepSpeed's
-defaults fill what is left out.
+Absent sections and "auto" values keep the experiment's settings. In a section that is present, omitted keys have
+DeepSpeed's defaults.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedFlags:
-    """What became of a file: flags, a line per key, and by flag what is still to be given."""
+    """A translated file: flags, a line per key, and by flag the values still to give."""
 
     flags: tuple[Flag, ...]
     lines: tuple[str, ...]
     missing: Mapping[str, str]
 
     def report(self) -> str:
-        """Every key with what it becomes, what is missing, and all flags as one line."""
+        """A report of every key and its result, missing values, and all flags in one line."""
         missing = [f"still to give: {flag} N: {why}" for flag, why in self.missing.items()]
         return "\n".join([*self.lines, *missing, f"the same as: {self.command_line}"])
 
     @property
     def command_line(self) -> str:
-        """The flags as they would be typed."""
+        """The flags as a command line."""
         return " ".join(word for flag in self.flags for word in flag)
 
     def before(self, given: Sequence[str]) -> list[str]:
-        """The words to put before the `given` ones, which win. Raises UsageError where something is still missing.
+        """The arguments to put before the `given` ones, which win. Raises UsageError if something is still missing.
 
-        Where another optimizer is given, what the file says of its own is left out.
+        If another optimizer is given, the file's optimizer settings are left out.
         """
         names = {word.partition("=")[0].replace("_", "-") for word in given}
         for flag, why in self.missing.items():
@@ -55,16 +55,16 @@ class DeepSpeedFlags:
 
 
 def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
-    """The flags that a DeepSpeed config file stands for. Raises UsageError where it is none, or contradicts itself."""
+    """Translate a DeepSpeed config file to flags. Raises UsageError if it is invalid or contradicts itself."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
     except OSError as error:
         raise UsageError(f"the DeepSpeed config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{path} is no DeepSpeed config, which is a JSON file: {error}") from error
+        raise UsageError(f"{path} is not a DeepSpeed config, which is a JSON file: {error}") from error
     if not isinstance(config, dict) or not config:
-        raise UsageError(f"{path} is no DeepSpeed config: it must hold a JSON object with keys")
+        raise UsageError(f"{path} is not a DeepSpeed config: it must hold a JSON object with keys")
     try:
         return translate(config, num_devices)
     except UsageError as error:
@@ -72,26 +72,26 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpee
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file. Raises ValueError where a key stands in it twice, as DeepSpeed does."""
+    """A JSON object of the file. Raises ValueError if it has a key twice, as DeepSpeed does."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
-        raise ValueError(f"{', '.join(twice)} stands in it more than once")
+        raise ValueError(f"{', '.join(twice)} appears in it more than once")
     return found
 
 
 def _constant(name: str) -> float:
-    """Python's JSON has words for what is not finite; "never" is written as Infinity (steps_per_print)."""
+    """Parse Infinity, which means "never" (steps_per_print), but refuse NaN."""
     if name == "NaN":
-        raise ValueError("NaN is no value that a setting can have")
+        raise ValueError("NaN is not a valid setting")
     return float(name)
 
 
 def translate(config: Mapping[str, Any], num_devices: int | None = None) -> DeepSpeedFlags:
-    """The flags that a DeepSpeed config stands for.
+    """Translate a DeepSpeed config to flags.
 
-    Args: `num_devices` is how many devices it is for, None where that is not known.
-    Raises UsageError for unknown keys (with the closest ones), values that cannot be, and numbers that contradict.
+    Args: `num_devices` is the number of devices, None if unknown.
+    Raises UsageError for unknown keys (with the closest ones), invalid values, and contradictory numbers.
     """
     file = ConfigFile(config)
     _batch(file, num_devices and num_devices // _tensor_devices(file))
@@ -106,18 +106,18 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
 
 
 def _tensor_devices(file: ConfigFile) -> int:
-    """How many devices hold the same rows."""
+    """Number of devices that hold the same rows."""
     key = "tensor_parallel.autotp_size"
     devices = file.number(key)
     if devices is None:
         return 1
-    devices = int(devices) or 1  # 0 switches it off
+    devices = int(devices) or 1  # 0 disables it
     file.flag("sharding.tensor-devices", devices, key)
     return devices
 
 
 def _batch(file: ConfigFile, num_devices: int | None) -> int | None:
-    """Batch and accumulation, against each other and the devices. Returns how many devices there are, if known."""
+    """Translate batch size and accumulation, checked for consistency. Returns the number of devices, if known."""
     total, rows, accum = (file.count(key) for key in (_TOTAL, _ROWS, _ACCUM))
     if total and rows:
         num_devices, accum = _product(total, rows, accum, num_devices)
@@ -126,7 +126,7 @@ def _batch(file: ConfigFile, num_devices: int | None) -> int | None:
     elif rows and num_devices:
         file.flag("batch-size", rows * (accum or 1) * num_devices, _ROWS, _ACCUM)
     elif rows:
-        file.flag("batch-size", rows * (accum or 1), _ROWS, _ACCUM)  # for each device, of whose number it says nothing
+        file.flag("batch-size", rows * (accum or 1), _ROWS, _ACCUM)  # per device; the number of devices is unknown
         file.flag("keep-effective-batch-size", False, _ROWS, _ACCUM)
     file.flag("batch-size", total, _TOTAL)
     file.flag("micro-batch-size", rows, _ROWS)
@@ -135,21 +135,21 @@ def _batch(file: ConfigFile, num_devices: int | None) -> int | None:
 
 
 def _product(total: int, rows: int, accum: int | None, num_devices: int | None) -> tuple[int | None, int | None]:
-    """Devices and accumulation such that total = rows x accumulation x devices, where that is settled."""
+    """Devices and accumulation such that total = rows x accumulation x devices, if they are determined."""
     per_device = rows * (accum or 1)
     factors = f"{_ROWS} {rows} x {_ACCUM} {accum}" if accum else f"{_ROWS} {rows}"
     devices, rest = divmod(total, per_device)
     if rest:
-        raise UsageError(f"{_TOTAL} {total} is no multiple of {factors} = {per_device}; change one of them")
+        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} = {per_device}; change one of them")
     if num_devices is None:
         return (devices if accum else None), accum
     if accum and devices != num_devices:
         raise UsageError(
             f"{_TOTAL} {total} = {factors} x {devices} devices, not {num_devices}; for {num_devices} set {_TOTAL} "
-            f"{per_device * num_devices}, or leave {_ACCUM} out"
+            f"{per_device * num_devices}, or omit {_ACCUM}"
         )
     if devices % num_devices:
-        raise UsageError(f"{_TOTAL} {total} is no multiple of {factors} x {num_devices} devices; change one of them")
+        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} x {num_devices} devices; change one of them")
     return num_devices, accum or devices // num_devices
 
 
@@ -199,7 +199,7 @@ def _precision(file: ConfigFile) -> None:
         dtype = "float16" if half else "bfloat16" if brain else "float32"
         file.flag("model.dtype", dtype, "fp16.enabled", f"{bf16}.enabled")
     for section in ("fp16", bf16):
-        file.note_all(section, "without effect beside the rest of its section")
+        file.note_all(section, "no effect given the rest of its section")
 
 
 def _loss_scale(file: ConfigFile) -> None:
@@ -208,7 +208,7 @@ def _loss_scale(file: ConfigFile) -> None:
         for name, value in {"initial": float(fixed), "minimum": float(fixed), "growth-interval": 0}.items():
             file.flag(f"loss-scaling.{name}", value, "fp16.loss_scale")
         return
-    file.note("fp16.loss_scale", "the scale moves")
+    file.note("fp16.loss_scale", "the scale is dynamic")
     power = file.number("fp16.initial_scale_power", 16)
     file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
     file.becomes("fp16.loss_scale_window", "loss-scaling.growth-interval", ConfigFile.count, 1000)
@@ -219,8 +219,8 @@ def _loss_scale(file: ConfigFile) -> None:
 def _others(file: ConfigFile) -> None:
     bound = file.number("gradient_clipping")
     file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
-    if file.number("steps_per_print") == math.inf:  # so accelerate writes "never"
-        file.note("steps_per_print", "never: as the experiment has it")
+    if file.number("steps_per_print") == math.inf:  # accelerate's notation for "never"
+        file.note("steps_per_print", "never: the experiment's own value")
     else:
         file.becomes("steps_per_print", "log-interval", ConfigFile.count)
     file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)

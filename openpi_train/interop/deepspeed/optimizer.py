@@ -1,7 +1,7 @@
 """DeepSpeed's optimizer and scheduler sections as flags. Read next: `openpi_train/optim/schedules.py`.
 
-DeepSpeed holds the schedule's first value for two steps, so its rate at a step is ours of the step before; its cosine
-ends a step earlier.
+DeepSpeed uses the schedule's first value for two steps, so its rate at a step is ours at the previous step; its cosine
+ends one step earlier.
 """
 
 from openpi_train.interop.deepspeed.config_file import ConfigFile
@@ -14,7 +14,7 @@ _OPTIMIZERS = {
     "muon": "muon",
     "sgd": "sgd",
 }
-# What DeepSpeed takes where the file has none (and torch, of SGD): decay rates of the moments; the rest, by our flag.
+# DeepSpeed's defaults (torch's for SGD): decay rates of the moments; the others, by our flag.
 _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
 _PARAMS = {
     "adamw": {"eps": ("eps", ConfigFile.number, 1e-8)},
@@ -26,7 +26,7 @@ _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 
 def translate_optimizer(file: ConfigFile) -> None:
-    """Type and parameters; of the omitted ones DeepSpeed's defaults."""
+    """Translate the optimizer's type and parameters; omitted ones have DeepSpeed's defaults."""
     if not file.has("optimizer"):
         return
     kind = file.text("optimizer.type")
@@ -51,7 +51,7 @@ def translate_optimizer(file: ConfigFile) -> None:
 
 
 def translate_schedule(file: ConfigFile) -> None:
-    """Learning rate and its course; a constant rate where there is an optimizer and no scheduler."""
+    """Translate the learning rate schedule; a constant rate if there is an optimizer and no scheduler."""
     rate_key = "optimizer.params.lr"
     rate = file.number(rate_key, 1e-3 if file.has("optimizer") else None)
     if not file.has("scheduler"):
@@ -80,7 +80,7 @@ def _warmup(file: ConfigFile, rate: float | None, *, decays: bool) -> None:
         file.flag("lr-schedule.peak-lr", rate if peak is None else peak, "optimizer.params.lr")
     else:
         file.flag("lr-schedule.peak-lr", peak, peak_key)
-        file.note("optimizer.params.lr", "the scheduler's warmup_max_lr takes its place")
+        file.note("optimizer.params.lr", "replaced by the scheduler's warmup_max_lr")
     file.becomes(params + "warmup_min_lr", "lr-schedule.warmup-lr", ConfigFile.number, 0.0)
     _steps_of_warmup(file)
     if decays:
@@ -96,7 +96,7 @@ def _cosine(file: ConfigFile, rate: float | None) -> None:
     for flag, (name, default) in ratios.items():
         ratio = file.number(params + name, default)
         if ratio is not None and rate is None:
-            raise UsageError(f"{params}{name} is a share of optimizer.params.lr, which the file does not say")
+            raise UsageError(f"{params}{name} is a fraction of optimizer.params.lr, which the file does not give")
         file.flag(f"lr-schedule.{flag}", None if ratio is None else ratio * rate, params + name)
     _steps_of_warmup(file)
     _total_steps(file)
@@ -114,7 +114,7 @@ def _one_cycle(file: ConfigFile) -> None:
     file.flag("lr-schedule.decay-lr", low, params + "cycle_min_lr")
     file.flag("lr-schedule.warmup-steps", up, first)
     file.flag("lr-schedule.decay-steps", up + down if up and down else None, first, second)
-    file.note("optimizer.params.lr", "the scheduler's rates take its place")
+    file.note("optimizer.params.lr", "replaced by the scheduler's rates")
 
 
 def _steps_of_warmup(file: ConfigFile) -> None:
@@ -129,7 +129,7 @@ def _steps_of_warmup(file: ConfigFile) -> None:
 def _total_steps(file: ConfigFile) -> None:
     key = "scheduler.params.total_num_steps"
     if key not in file.values:
-        raise UsageError(f"{key} is missing: the step at which the rate has fallen")
+        raise UsageError(f"{key} is missing: the step at which the decay ends")
     total = file.count(key)
-    # Who fills in "auto" (transformers) takes the run's length.
+    # transformers, which fills in "auto", uses the run's length.
     file.flag("lr-schedule.decay-steps", "None" if total is None else total, key)

@@ -119,7 +119,7 @@ def test_pictures_can_be_repacked_and_videos_say_that_they_cannot(sources, tmp_p
     again = StepArray(path=str(repack(source, tmp_path / "steps"))).open()
     np.testing.assert_array_equal(again.frames(np.arange(60), WRIST), source.frames(np.arange(60), WRIST))
     assert again.fingerprint == source.fingerprint
-    with pytest.raises(ValueError, match="is a video, whose frames are not pictures"):
+    with pytest.raises(ValueError, match="is a video, whose frames are not stored as single pictures"):
         repack(sources["v30_video"], tmp_path / "other")
 
 
@@ -172,7 +172,7 @@ def test_version_2_0_is_read_and_others_are_refused_with_what_to_do(broken):
     copy.edit_info(codebase_version="v2.0")
     assert copy.open().num_steps == 60
     copy.edit_info(codebase_version="v1.6")
-    with pytest.raises(ValueError, match=r"codebase_version is 'v1\.6'; v2\.0, v2\.1, v3\.0 are read: convert it"):
+    with pytest.raises(ValueError, match=r"codebase_version is 'v1\.6'; supported are v2\.0, v2\.1, v3\.0: convert it"):
         copy.open()
 
 

@@ -63,7 +63,7 @@ def test_a_time_finds_the_nearest_frame_within_the_tolerance():
 def test_a_file_that_is_no_video_says_so(tmp_path):
     path = tmp_path / "clip.mp4"
     path.write_bytes(b"no video at all")
-    assert "clip.mp4 is no readable video" in lerobot_video.scan(path).problem
+    assert "clip.mp4 is not a readable video" in lerobot_video.scan(path).problem
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no such priorities to ask for")

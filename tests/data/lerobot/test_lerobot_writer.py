@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_named_and_nothing_of_it_is_kept(tmp_path):
             "a",
             r"column 'action' is float64 \[1\] per step; .* float32 \[2\]",
         ),
-        ({**columns, "action": columns["action"][:3]}, frames, "a", "one length of at least 1"),
+        ({**columns, "action": columns["action"][:3]}, frames, "a", "the same length, at least 1"),
     ]
     for given, pictures, task, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -322,10 +322,10 @@ def test_settings_that_cannot_be_or_are_others_are_refused(tmp_path):
         LeRobotWriter(tmp_path / "there", fps=5, features=TOY)
     for change, message in (
         ({"a/b": TOY["action"]}, "no slashes"),
-        ({"index": TOY["action"]}, "cannot be called 'index'"),
+        ({"index": TOY["action"]}, "cannot be named 'index'"),
         ({"action": {"dtype": "float16", "shape": (2,)}}, "has dtype 'float16'; allowed are bool, float32"),
         ({"action": {"dtype": "float32", "shape": (2,), "names": ["x"]}}, "one name per number"),
-        ({"action": {"dtype": "float32"}}, "it takes dtype, shape, names"),
+        ({"action": {"dtype": "float32"}}, "it must have dtype, shape, names"),
         ({"observation.images.top": {"dtype": "video", "shape": (8, 8)}}, "height, width, 3"),
     ):
         with pytest.raises(ValueError, match=message):

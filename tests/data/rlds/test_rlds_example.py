@@ -74,5 +74,5 @@ def test_cut_records_raise_value_error_or_hold_less_but_never_crash(bridge_sampl
 def test_feature_of_two_kinds_is_refused():
     two = length_prefixed(2, b"") + length_prefixed(3, b"")
     entry = length_prefixed(1, b"x") + length_prefixed(2, two)
-    with pytest.raises(ValueError, match="not one list"):
+    with pytest.raises(ValueError, match="not a list"):
         read_example(length_prefixed(1, length_prefixed(1, entry)))

@@ -152,7 +152,9 @@ def test_torn_file_loses_its_rest_and_says_so(toy, tmp_path):
     path = shard_paths(toy)[0]
     records = list(read_records(path))
     path.write_bytes(path.read_bytes()[: records[1].offset + 10])
-    with pytest.raises(BadRecord, match=rf"{len(records) - 1} episodes .*\n  {path.name}, record 1 .*the file is torn"):
+    with pytest.raises(
+        BadRecord, match=rf"{len(records) - 1} episodes .*\n  {path.name}, record 1 .*file is truncated"
+    ):
         toy_source(toy, tmp_path / "cache").open()
     source = toy_source(toy, tmp_path / "cache", on_bad_record="skip").open()
     assert source.num_dropped == len(records) - 1

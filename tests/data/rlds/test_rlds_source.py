@@ -195,7 +195,7 @@ def test_wide_column_is_kept_when_named_and_leaves_the_ids_alone(toy, tmp_path, 
     expected = np.concatenate([toy_episode(seed, 3 + seed % 5)["steps"]["embedding"] for seed in range(12)])
     np.testing.assert_array_equal(wide.columns["embedding"], expected, strict=True)
     assert list(wide.episode_ids) == list(plain.episode_ids)
-    with pytest.raises(ValueError, match=r"wide_columns \['embeding'\] are no numeric features"):
+    with pytest.raises(ValueError, match=r"wide_columns \['embeding'\] are not numeric features"):
         toy_source(toy, tmp_path, wide_columns=("embeding",)).open()
 
 
@@ -265,7 +265,7 @@ def test_record_that_lacks_a_promised_feature_is_a_bad_record(toy, tmp_path):
 
     steps = {**toy_features()["steps"].feature, "torque": tfds.features.Scalar(dtype=np.float32)}
     tfds.features.FeaturesDict({"steps": tfds.features.Dataset(steps)}).save_config(str(copy))
-    with pytest.raises(BadRecord, match=r"record 0 .*: it lacks steps/torque, which features\.json promises"):
+    with pytest.raises(BadRecord, match=r"record 0 .*: it lacks steps/torque, which features\.json lists"):
         toy_source(copy, tmp_path).open()
 
 

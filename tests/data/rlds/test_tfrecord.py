@@ -83,4 +83,4 @@ def test_torn_file_gives_all_whole_records_and_says_where_it_is_torn(path, into_
     records = list(read_records(path))
     assert [record.payload for record in records[:2]] == PAYLOADS[:2]
     assert len(records) == 3 and records[2].lost
-    assert "torn" in records[2].problem and f"at byte {starts()[2]} of" in records[2].problem
+    assert "truncated" in records[2].problem and f"at byte {starts()[2]} of" in records[2].problem

@@ -84,21 +84,21 @@ def test_recordings_that_cannot_be_one_store_are_refused_by_name(recordings, tmp
         assert not (tmp_path / "a.zarr").exists()
 
     refused(r"no episode<number>\.hdf5", FileNotFoundError, tmp_path)
-    refused(r"no pictures of front_camera; it has those of head_camera, left_camera", cameras=("front_camera",))
+    refused(r"no pictures of front_camera; it has head_camera, left_camera", cameras=("front_camera",))
     record(folder / "data", 3, 5, dims=16)
     refused(r"episode3\.hdf5 has dims 16, episode0\.hdf5 14")
     record(folder / "data", 3, 1)
-    refused(r"episode3\.hdf5 has 1 steps; two are needed")
+    refused(r"episode3\.hdf5 has 1 steps; at least two are needed")
     record(folder / "data", 3, 5)
     with h5py.File(folder / "data/episode3.hdf5", "r+") as file:
         del file["joint_action"]
-    refused(r"episode3\.hdf5 has no joint_action/vector with a row per step; it has observation")
+    refused(r"episode3\.hdf5 has no joint_action/vector with one row per step; it has observation")
     (folder / "data/episode3.hdf5").write_bytes(b"torn")
     refused(r"episode3\.hdf5 cannot be read as HDF5", BadRecord)
     record(folder / "data", 3, 5)
     with h5py.File(folder / "data/episode3.hdf5", "r+") as file:
         file["observation/head_camera/rgb"][2] = b"no picture"
-    refused(r"episode3\.hdf5: the picture of head_camera at step 2 does not decode", BadRecord)
+    refused(r"episode3\.hdf5: the picture of head_camera at step 2 cannot be decoded", BadRecord)
     (folder / "data/episode3.hdf5").unlink()
     with pytest.raises(ValueError, match="was begun with other arrays, files: give the same again, or remove it"):
         convert(folder, tmp_path / "a.zarr", cameras=("head_camera",), task="t", prompt="p")

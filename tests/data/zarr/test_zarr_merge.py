@@ -120,7 +120,7 @@ def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch,
     check_union(out)
     again = [path for path, time in kept.items() if (out / path.relative_to(work)).stat().st_mtime_ns != time]
     assert (len(kept), len(again)) == (22, 1)  # the block that was written, but not yet in the journal
-    with pytest.raises(FileExistsError, match=r"six\.zarr is there already: give another target"):
+    with pytest.raises(FileExistsError, match=r"six\.zarr exists already: give another target"):
         merge(parts(six), out, prompts={})
 
 
@@ -132,7 +132,7 @@ def test_a_block_that_does_not_read_back_is_named(six, tmp_path, monkeypatch, sm
         verify(writer)
 
     monkeypatch.setattr(zarr_writer._Writer, "verify", damaged)
-    with pytest.raises(ValueError, match=r"rows 4\.\.7 of data/state are not what was written there"):
+    with pytest.raises(ValueError, match=r"rows 4\.\.7 of data/state differ from what was written"):
         merge(parts(six[:2]), tmp_path / "a.zarr", prompts={})
     assert not (tmp_path / "a.zarr").exists()
 
@@ -183,8 +183,8 @@ def test_stores_that_cannot_be_one_are_refused_with_every_difference(six, tmp_pa
         f"data/action is float32 [16] per step in wide.zarr, float32 [14] in {first}",
         f"data/state is float64 [14] per step in double.zarr, float32 [14] in {first}",
         f"data/head_camera is uint8 [3, 24, 32] per step in large.zarr, uint8 [3, 12, 16] in {first}",
-        f"other.zarr has no data/head_camera, {first} has one",
-        f"{first} has no data/keypoint, other.zarr has one",
+        f"other.zarr has no data/head_camera, but {first} has one",
+        f"{first} has no data/keypoint, but other.zarr has one",
     ):
         assert f"\n  {line}" in said
     assert not list(tmp_path.glob("out*"))

@@ -93,7 +93,7 @@ def test_a_decoded_copy_gives_the_same_frames_and_is_made_where_there_is_room(st
     assert not list(copies)
     with caplog.at_level(logging.INFO):
         copied, copies = opened("auto")
-    assert "v2.zarr: a picture lies in a chunk with 3 others; all are kept decoded beside the index (" in caplog.text
+    assert "v2.zarr: a picture shares its chunk with 3 others; all are kept decoded beside the index (" in caplog.text
     assert [path.stat().st_size for path in copies] == [ROWS * HEIGHT * WIDTH * 3]
     for source in (copied, pickle.loads(pickle.dumps(copied))):
         np.testing.assert_array_equal(source.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
@@ -101,7 +101,7 @@ def test_a_decoded_copy_gives_the_same_frames_and_is_made_where_there_is_room(st
     monkeypatch.setattr("openpi_train.data.zarr.zarr_index._MOST_OF_FREE_DISK", 0)
     with caplog.at_level(logging.INFO):
         _, copies = opened("full")
-    assert "each row decompresses them, too" in caplog.text and not list(copies)
+    assert "reading one decompresses all" in caplog.text and not list(copies)
     copied, copies = opened("yes", decoded_copy=True)
     path = next(iter(copies))
     path.unlink()  # it is made again
@@ -236,13 +236,13 @@ def test_what_is_no_replay_buffer_or_does_not_fit_together_is_refused(tmp_path):
 
     refused(tmp_path, "holds no zarr store; give a folder with .zgroup or zarr.json", FileNotFoundError)
     zarr.open_group(str(tmp_path / "empty.zarr"), mode="w", zarr_format=2)
-    refused(tmp_path / "empty.zarr", "needs meta/episode_ends and arrays in data/, and has no arrays")
+    refused(tmp_path / "empty.zarr", "needs meta/episode_ends and arrays in data/, but has no arrays")
     short = write(tmp_path / "short.zarr", arms() | {"state": arms()["state"][:20]})
-    refused(short, r"data/state has 20 rows, but its last episode ends at 27: the store was not written to its end")
+    refused(short, r"data/state has 20 rows, but its last episode ends at 27: the store was not written completely")
     falling = write(tmp_path / "falling.zarr", arms(), lengths=(20, -5, 12))
-    refused(falling, r"must be whole numbers that grow .* int64 \[3\], beginning with \[20, 15, 27\]")
+    refused(falling, r"must be integers that increase .* int64 \[3\], beginning with \[20, 15, 27\]")
     between = push_t() | {"img": push_t()["img"] / 255}
-    refused(write(tmp_path / "b.zarr", between), "img holds numbers from 0 to 1 that are not all whole ones", BadRecord)
+    refused(write(tmp_path / "b.zarr", between), "img holds numbers from 0 to 1 that are not all pixels", BadRecord)
 
 
 def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(tmp_path, caplog):
@@ -251,7 +251,7 @@ def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(
         source = Zarr(path=str(write(tmp_path / "a.zarr", arrays)), cache_dir=str(tmp_path / "cache")).open()
     assert set(source.columns) == {"state", "action"}
     assert "data/text_feat is not in the index: 512 numbers wide" in caplog.text
-    assert "data/goal is not in the index: a row per episode, not per step" in caplog.text
+    assert "data/goal is not in the index: one row per episode, not per step" in caplog.text
 
 
 def test_processes_read_their_rows_alone_and_stats_no_picture_at_all(stores, cache, tmp_path, monkeypatch):

@@ -214,9 +214,9 @@ def tear_manifest(run):
     ("damage", "reason"),
     [
         (flip_newest, "is corrupt: its crc32 is"),
-        (truncate_newest, "is torn: it has"),
+        (truncate_newest, "is truncated: it has"),
         (delete_a_file, "is missing"),
-        (delete_manifest, "manifest.json is missing: the save was cut off"),
+        (delete_manifest, "manifest.json is missing: the save was interrupted"),
         (tear_manifest, "manifest.json cannot be read"),
     ],
 )
