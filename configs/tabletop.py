@@ -55,8 +55,8 @@ pi0_bridge_traj_tiny = Experiment(
 """A small pi0 (about 1 M parameters, two cameras) on the embedded tabletop dataset; what `make train` runs.
 
 Command: python -m openpi_train pi0_bridge_traj_tiny --exp-name x
-Hardware: 2 CPU cores. Time: 2 min 51 s, the dataset included and the environment not. Result: held-out loss 0.445,
-open-loop action error 0.708, where the mean action has 0.875 (`make train`, 2026-11-23, commit d1023d7).
+Hardware: 2 CPU cores. Time: 2 min 51 s, with the dataset, without the environment. Result: held-out loss 0.445,
+open-loop action error 0.708, against 0.875 for the mean action (`make train`, 2026-11-23, commit d1023d7).
 """
 
 # The wrist's camera alone: what it sees is where to go from here. Where the block lies on the table, as the base camera
@@ -95,7 +95,7 @@ pi0_tabletop_reach = dataclasses.replace(
         ),
     ),
 )
-"""A small pi0 (0.2 M parameters) that is told which block to reach for; what `make demo` runs.
+"""A small pi0 (0.2 M parameters) whose prompt names the block to reach; what `make demo` runs.
 
 Command: python -m openpi_train pi0_tabletop_reach --exp-name x
 Hardware: 2 CPU cores. Result: 99 of 100 held-out episodes after 5 CPU minutes (docs/benchmarks.md).
