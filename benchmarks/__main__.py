@@ -24,8 +24,7 @@ BENCHMARKS = {
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",
     "vla_runs": "all ways to train a VLA, at small size: 2 processes x 2 devices under zero3, resumed on 1 device",
-    "fault_drill": "random faults during a run: the seconds and steps that each costs, and whether the result is the
-    same",
+    "fault_drill": "random faults during a run: the seconds and steps each costs, and whether the result is the same",
 }
 
 USAGE_TEXT = """\
@@ -94,9 +93,9 @@ def _start() -> None:
 
     logs.configure(0)
     session.start(find_world(WorldFlags(), {}))
-    # A benchmark has one phase: what it is doing since when is no news.
+    # A benchmark has only one phase, so its lines need no phase and duration.
     logging.getLogger("openpi_train.runtime.watchdog").setLevel(logging.WARNING)
-    # jax takes SIGTERM as a notice of preemption, which nobody here would act on.
+    # jax treats SIGTERM as a preemption notice, which nothing here would handle.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

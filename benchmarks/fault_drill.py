@@ -34,10 +34,10 @@ EXPERIMENT += ("--model.remat", "none", "--model.language.depth", "1", "--model.
 EXPERIMENT += ("--data.validation-fraction", "0", "--timeouts.lost-s", "8", "--timeouts.stuck-s", "8")
 ENDLESS = ("--num-train-steps", "1000000")
 COLUMNS = ("fault", "number", "survived", "run ended with", "steps trained again", "seconds to train again")
-# Of the metrics, what depends on the machine.
+# Metrics that depend on the machine.
 _MEASURED = re.compile(r"(time|data)/.*|(samples|tokens)_per_s|mfu|hfu")
 
-# What process 0 says, and the launcher where it starts the run again.
+# Log lines of process 0, and the launcher's line when it restarts the run.
 _STEP = re.compile(r" I step (\d+)/")
 _CONTINUING = re.compile(r" I continuing from step (\d+) of ")
 _AGAIN = re.compile(r"^starting again in .*: (?:process .* exit code (\d+)|it was asked to stop)")

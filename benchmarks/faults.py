@@ -15,10 +15,10 @@ from pathlib import Path
 
 from benchmarks.launched import OWN_NETWORK, Launched
 
-# From the fault to the end of all processes: the limits that the drill gives its run, and some patience.
+# From the fault to the end of all processes: the limits that the drill gives its run, and a margin.
 _DOWN_S = 90.0
 _DISK_BYTES = 256 << 20
-# What a filling disk still takes: lines of logs, but no checkpoint.
+# Free space left on a filled disk: enough for log lines, but not for a checkpoint.
 _LEFT_BYTES = 256 << 10
 
 

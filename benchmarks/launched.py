@@ -24,13 +24,13 @@ _TAIL_BYTES = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line that the launcher has shown, and when it came (`time.monotonic`)."""
+    """A line that the launcher has shown, and its time (`time.monotonic`)."""
 
     text: str
     at: float
 
 
-# A network of nothing but a loopback interface: what comes behind runs in it.
+# Runs the command that follows in a network with only a loopback interface.
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "in_own_network")
 
 

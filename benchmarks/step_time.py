@@ -23,12 +23,12 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.devices import peak_flops
 from openpi_train.training.state import TrainState
 
-# A sample is as many steps as take this long, so that the host's dispatch is hidden as it is in training.
+# A sample has as many steps as take this long, so that dispatch on the host is hidden as in training.
 SAMPLE_S = 0.25
-# Steps from the fresh state whose losses are compared; they also warm both programs up.
+# Steps from the initial state whose losses are compared; they also warm up both programs.
 NUM_COMPARED = 3
 
-# What openpi's backward pass computes again.
+# What openpi's backward pass recomputes.
 OPENPI_REMAT = "full"
 
 COLUMNS = (

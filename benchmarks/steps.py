@@ -118,7 +118,7 @@ def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -
 
 
 def _fill(name: str, leaf: Any, present: Sequence[str], vocab_size: int) -> np.ndarray:
-    """One column of the batch: the same numbers whatever the other columns are."""
+    """One column of the batch, independent of the other columns."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     kind, _, slot = name.partition("/")
     absent = bool(slot) and slot not in present

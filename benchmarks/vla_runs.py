@@ -107,7 +107,7 @@ def _train(folder: Path, name: str, steps: int) -> tuple[list[Cell], list[str]]:
 
 
 def _program(folder: Path, *words: object) -> str:
-    """What the program says. Raises RuntimeError where it fails."""
+    """The output of the program. Raises RuntimeError if it fails."""
     places = ("--exp-name", "x", "--checkpoint-base-dir", folder / "runs", "--assets-base-dir", folder / "assets")
     command = [sys.executable, "-m", "openpi_train", *map(str, (*words, *places))]
     # Compiling is most of the time, and how fast the program then is does not matter here.

@@ -59,8 +59,9 @@ Hardware: 2 CPU cores. Time: 2 min 51 s, with the dataset, without the environme
 open-loop action error 0.708, against 0.875 for the mean action (`make train`, 2026-11-23, commit d1023d7).
 """
 
-# The wrist's camera alone: what it sees is where to go from here. Where the block lies on the table, as the base camera
-# shows it, a transformer without pretrained weights learns far later.
+# Only the wrist camera, which shows the direction to move. A transformer without pretrained weights takes much longer
+# to
+# learn the position of the block on the table from the base camera.
 _WRIST_ONLY = Tabletop(cameras={"left_wrist_0_rgb": "observation/image_1"})
 _REACH_HOME = places.datasets() / "tabletop_reach"
 _SMALL = GemmaOverrides(width=64, depth=2, mlp_dim=128, num_heads=4, head_dim=16)
@@ -71,7 +72,7 @@ pi0_tabletop_reach = dataclasses.replace(
         pi0_bridge_traj_tiny.model,
         language=_SMALL,
         action_expert=_SMALL,
-        # A patch is as large as a block, so that it mostly shows one thing.
+        # A patch is as large as a block, so it mostly shows one object.
         siglip=SiglipConfig(width=64, depth=1, mlp_dim=128, num_heads=4, patch_size=8),
         action_horizon=4,
     ),
