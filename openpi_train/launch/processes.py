@@ -69,9 +69,9 @@ class ProcessRecord:
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
     def take(self, line: bytes, is_error: bool) -> None:
-        """One line that the process has written to stdout or, if `is_error`, to stderr."""
+        """Record one line that the process has written to stdout or, if `is_error`, to stderr."""
         with self._lock:
-            # Closed: a process that outlived its parent still talks. A full disk must not stop those who write.
+            # Closed: a process that outlived its parent still writes. A full disk must not stop the processes.
             with suppress(ValueError, OSError):
                 self._log.write(line)
             if is_error:

@@ -89,7 +89,7 @@ class Slurm(Launch):
         if self.memory is not None and not re.fullmatch(r"\d+[KMGT]?", self.memory):
             raise LaunchError(f"--memory {self.memory!r} is not a number with K, M, G or T, as Slurm writes it: 256G")
         if wrong := [option for option in self.sbatch_arg if not option.startswith("-")]:
-            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is not an option of sbatch; example: --sbatch-arg=--exclusive")
+            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is not an option of sbatch, such as --sbatch-arg=--exclusive")
         if self.venv and self.container:
             raise LaunchError("--venv and --container exclude each other: a container brings its own Python")
         if self.container_runtime not in _CONTAINER_RUNTIMES:

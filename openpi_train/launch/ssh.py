@@ -165,9 +165,9 @@ class Host(Started):
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, signum: int) -> None:
-        """Have the share send a signal to all its processes; after SIGKILL it gets no time to answer."""
+        """Send a signal to all processes of the host; after SIGKILL, do not wait for an answer."""
         self._say({"signal": signum})
-        if signum == signal.SIGKILL:  # the share may be out of reach
+        if signum == signal.SIGKILL:  # the host may be unreachable
             timer = threading.Timer(DRAIN_S, self._child.send, [signum])
             timer.daemon = True
             timer.start()

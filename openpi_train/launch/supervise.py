@@ -70,13 +70,13 @@ def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rule
 
 
 def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
-    """The start that is to follow on one that ended so; None for none."""
+    """The start that follows one that ended so; None for no restart."""
     fewer = _one_less(start.hosts, outcome, rules)
     if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
         return None
     further = outcome.status.saved_step > start.saved_step
     return Start(
-        # What ended before it had opened its directory may have left somebody's older run there.
+        # A start that ended before opening its directory may have left an older run there.
         arguments=resumed(start.arguments) if outcome.status.opened else start.arguments,
         hosts=fewer or _remaining(start.hosts, outcome, rules),
         number=start.number + 1,
