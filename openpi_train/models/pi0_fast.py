@@ -32,12 +32,12 @@ class Pi0FastConfig(prompted.PromptedConfig):
     max_token_len: int = 250
     # A FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
-    # The most tokens that an action chunk is given when it is decoded.
+    # Maximum number of tokens of a decoded action chunk.
     max_decoding_steps: int = 256
-    # Where decoded tokens stand and what they see: as in training, or as in openpi's decoding, which leaves out a
-    # position and the positions of masked images, and looks past the first tokens where an image is masked.
+    # Positions and attention of decoded tokens: as in training, or as in openpi's decoding, which skips one
+    # position and those of masked images, and does not attend to the first tokens if an image is masked.
     decoding: Decoding = "as_trained"
-    # The camera slots over which positions count, whether a robot fills them or not.
+    # Camera slots that take positions, whether or not a robot fills them.
     camera_slots: tuple[str, ...] = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
 
     def __post_init__(self):

@@ -118,7 +118,7 @@ class Pi0Fast(nnx.Module):
         valid = valid if causal is None else valid & ~causal
         last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
         if self.decoding == "as_openpi":
-            # It counts what is valid, leaves out one position, and looks at that many of the last tokens, valid or not.
+            # It counts valid tokens, skips one position, and attends to that many of the last tokens, valid or not.
             count = valid.sum(axis=1, dtype=jnp.int32)
             positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
             index = jnp.arange(valid.shape[1])

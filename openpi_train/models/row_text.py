@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowText(abc.ABC):
-    """How a row's text is made, and how long it gets."""
+    """How the text of a row is made, and its length."""
 
-    # Whether rows say which tokens come one by one, and which are to be predicted.
+    # Whether rows mark causal tokens and tokens to predict.
     token_masks: ClassVar[bool] = False
 
-    # The most tokens.
+    # Maximum number of tokens.
     limit: int
-    # Whether the prompt holds the discretised state.
+    # Whether the prompt contains the discretised state.
     with_state: bool
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from openpi_train.runtime.exits import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
 
-# Added weight zero without the NaN that -inf gives in a row with nothing to see (padding). Gemma's own constant.
+# Gives weight zero, without the NaN of -inf in a fully masked row (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
 
 # cuDNN's kernels read rows of the mask in pieces of 16 bytes; jax itself asks for an even number of tokens.

@@ -162,7 +162,7 @@ class ImageAugmentation(Augmentation):
 def sample_bilinear(
     image: Float[Array, "height width c"], rows: Float[Array, "p q"], columns: Float[Array, "p q"]
 ) -> Float[Array, "p q c"]:
-    """The image at fractional places, between its four nearest pixels; black (-1) outside."""
+    """The image at fractional positions, interpolated from the four nearest pixels; black (-1) outside."""
     height, width, channels = image.shape
     # A black frame, so that every place has four neighbours and places outside fade to black.
     framed = jnp.pad(image, ((1, 2), (1, 2), (0, 0)), constant_values=-1.0).reshape(-1, channels)

@@ -1,4 +1,4 @@
-"""Schedules, optimizers and loss scaling as values. Read next: `schedules.py`, `base.py`, `loss_scale.py`."""
+"""Configurations of schedules, optimizers and loss scaling. Read next: `schedules.py`, `base.py`, `loss_scale.py`."""
 
 from openpi_train.optim.base import OptimizerConfig
 from openpi_train.optim.ema import EmaWarmup
