@@ -105,10 +105,10 @@ def _rows_of(names: Sequence[str], spans: Mapping[str, slice], x: Array) -> Arra
 
 
 def _own_heads(x: Float[Array, "b s k c"], num_queries: int, per_head: int) -> Float[Array, "b s _ c"]:
-    """The key (or value) heads that this device's query heads look at, `per_head` at each."""
+    """The key (or value) heads that this device's query heads attend to, `per_head` query heads at each."""
     if x.shape[2] in (1, num_queries // per_head):
         return x
-    # A tensor group shares out the query heads, and has too few key heads for that: all have all of them.
+    # A tensor group splits the query heads, but has too few key heads to split: every device has all of them.
     first = jax.lax.axis_index(TENSOR) * num_queries
     return x[:, :, (first + jnp.arange(num_queries)) // per_head]
 

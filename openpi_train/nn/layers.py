@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 
 from openpi_train.nn.shard import Gathering, is_shard, whole
 
-# What the backward pass may keep of a layer beside its input: everything; the products with weights and what attention
-# gives; what attention reads and gives; nothing. Each keeps less than the one before and recomputes more.
+# What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
+# attention; inputs and outputs of attention; nothing. Each stores less than the one before and recomputes more.
 Remat = Literal["none", "dots", "attention", "full"]
-# Or the one that recomputes least of those that fit the devices of a run.
+# Or the policy that recomputes least of those that fit the devices of a run.
 RematChoice = Literal["auto", "none", "dots", "attention", "full"]
 
 _KEPT = "attention"

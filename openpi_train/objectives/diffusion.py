@@ -23,7 +23,7 @@ from openpi_train.types import ActionBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diffusion(Objective):
-    """Mean squared error of what the network predicts of noisy actions."""
+    """Mean squared error of the network's prediction from noisy actions."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"denoise"})
 

@@ -32,11 +32,11 @@ class LossScaling:
     initial: float = 2.0**16
     # Good steps in a row after which it grows; 0 never (a fixed scale: minimum as initial).
     growth_interval: int = 1_000
-    # By how much it grows.
+    # Factor of growth.
     growth: float = 2.0
-    # By how much it shrinks on overflow.
+    # Factor of shrinking on overflow.
     backoff: float = 0.5
-    # It shrinks no further; an overflow there is a NaN or Inf update (--on-nan).
+    # Minimum of the scale; an overflow there is a NaN or Inf update (--on-nan).
     minimum: float = 1.0
     # Overflows before the first one that shrinks it, counting that one; restored when it grows.
     hysteresis: int = 2

@@ -52,7 +52,7 @@ class Muon(OptimizerConfig):
         """Update directions of both kinds, then one weight decay and one learning rate for all."""
         matrices: Any = self.matrices  # by path; optax's annotation asks for nested trees
         directions = muon(
-            -1.0,  # optax's Muon multiplies by minus the rate last; ours does so after the decay, so `decay_mask` applies to all
+            -1.0,  # optax's Muon ends with minus the rate; ours comes after the decay, so `decay_mask` applies to all
             beta=self.beta,
             ns_steps=self.ns_steps,
             nesterov=self.nesterov,

@@ -1,4 +1,4 @@
-"""Waits that say what they are for: no silent wait anywhere in the runtime. Read next: `rendezvous.py`, `agree.py`."""
+"""Waits that log what they wait for: the runtime never waits silently. Read next: `rendezvous.py`, `agree.py`."""
 
 import dataclasses
 import logging
@@ -34,7 +34,7 @@ class Timeouts:
 
 
 class Wait:
-    """A wait with a limit that says every ten seconds what it is for and since when."""
+    """A wait with a limit that logs every ten seconds what it waits for, and since when."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -51,7 +51,8 @@ class Wait:
             logger.info("%s since %.0f s%s", what(), now - self.start, limit)
 
     def until_it_works(self, attempt: Callable[[], Result], what: Callable[[], str], pause_s: float) -> Result:
-        """What `attempt` returns once it raises no OSError; the last one is raised when the time is over."""
+        """Call `attempt` until it raises no OSError, and return its result; after the time-out the last error is
+        raised."""
         while True:
             try:
                 return attempt()
