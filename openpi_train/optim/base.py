@@ -48,7 +48,7 @@ class OptimizerConfig(abc.ABC):
         for name, rate in self.decay_rates().items():
             flag = f"--optimizer.{name.replace('_', '-')} {rate}"
             if not 0 <= rate < 1:
-                problems.append(f"{flag} must be in [0, 1)")
+                problems.append(f"{flag} must lie in [0, 1)")
             elif self.moment_dtype == "bfloat16" and 1 - rate < _FINEST_BFLOAT16_STEP:
                 problems.append(
                     f"{flag}: a moment in bfloat16 that changes by {1 - rate:.2g} of itself per step would be rounded "

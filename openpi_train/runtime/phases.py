@@ -17,7 +17,7 @@ _USUAL_STEPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What the main thread is doing, after which optimizer step, and since when it got no further."""
+    """The phase of the main thread, the last optimizer step, and the time of the last progress."""
 
     name: str
     step: int = 0

@@ -23,11 +23,11 @@ from openpi_train.runtime.exits import Preempted, UsageError
 
 logger = logging.getLogger(__name__)
 
-# Seconds from a request to stop to the kill, from a launcher that knows: `launch slurm` and `launch kubernetes` do.
+# Seconds from a request to stop to the kill, set by `launch slurm` and `launch kubernetes`.
 GRACE_VARIABLE = "OPENPI_TRAIN_GRACE_S"
-# Under which jax's preemption service notes the time of the first signal, for all processes (jax 0.10 to 0.12).
+# Key under which jax's preemption service stores the time of the first signal, for all processes (jax 0.10 to 0.12).
 _NOTICE_KEY = "RECEIVED_PREEMPTION_NOTICE"
-# The step at hand, and one more, at which all agree to stop.
+# The current step, and one more, at which all agree to stop.
 _STEPS_TO_STOP = 2
 
 _points = 0

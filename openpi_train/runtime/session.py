@@ -32,10 +32,10 @@ from openpi_train.runtime.world import World, listen_host, split_address
 
 logger = logging.getLogger(__name__)
 
-# jax aborts when a time-out of its own runs out: the watchdog's come first, except in jax's farewell.
+# jax aborts when one of its own time-outs expires: the watchdog's are shorter, except when jax shuts down.
 _SHUTDOWN_S = 60
 _SLACK_S = 40
-# For all to say who they are, once jax has started on them.
+# For the identification of all processes, once jax has started on them.
 _GREETING_S = 300
 
 _watchdog: Watchdog | None = None

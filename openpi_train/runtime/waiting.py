@@ -19,17 +19,17 @@ Result = TypeVar("Result")
 class Timeouts:
     """How long the processes of a run wait for each other, in seconds."""
 
-    # For all processes to be started and to meet.
+    # For all processes to start and to meet.
     rendezvous_s: float = at_least(1, 300.0)
     # For jax to start on all of them, once they have met.
     handshake_s: float = at_least(1, 60.0)
-    # All others have ended, with code 70, so long after a process was lost. A break of the network of a third passes.
+    # Time until all others have exited with code 70 after a process was lost. Interruptions of up to a third pass.
     lost_s: float = at_least(1, 60.0)
-    # The same after a step got stuck; ten usual steps where they take longer.
+    # The same after a step got stuck; at least ten usual steps.
     stuck_s: float = at_least(1, 60.0)
     # For process 0 to open the data (an index of terabytes on a slow disk may take hours).
     data_s: float = at_least(1, 6 * 3600.0)
-    # For all processes to come to the end of the run, once the first one has.
+    # For all processes to reach the end of the run, once the first one has.
     finish_s: float = at_least(1, 300.0)
 
 

@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 _BEAT_S = 2.0
 _REPORT_EVERY_S = 15.0
 _SUSPICIOUS_BEATS = 2  # without a message; one is usual, since heartbeats are not synchronised
-# A process that leaves by itself gives the others time to fail of the same cause, with its exit code.
+# A process that ends by itself gives the others time to fail for the same cause, with its exit code.
 _SETTLE_S = 3.0
-# Noticing takes at most so much of what a time-out allows; the rest is for telling the others and for the last words.
+# Share of a time-out for detection; the rest is for telling the others and for the last messages.
 _NOTICING_SHARE = 0.75
-# Process 0 serves jax's coordination: when it goes, jax aborts the others, who shall first hear why.
+# Process 0 serves jax's coordination: when it ends, jax aborts the others, which must first learn the reason.
 _LINGER_S = 1.0
-# How long a farewell may take to be heard, by processes that are alive.
+# How long live processes may take to receive a farewell.
 _HEARING_S = 2.0
 # A full disk or a terminal that nobody reads must not keep a process from ending.
 _LAST_WORDS_S = 8.0
@@ -61,12 +61,12 @@ def judge(
 def _who_is_stuck(own: PeerStatus, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
     everyone = [(own_who, own, 0)]
     everyone += [(peer.who, peer.status, peer.unheard_beats) for peer in peers if peer.status is not None]
-    # Whoever is in a step may be waiting for one that is saving, say, which may take as long as it needs.
+    # A process in a step may be waiting for one that is saving, for example, which has no limit.
     if len(everyone) <= len(peers) or any(status.limit_s is None for _, status, _ in everyone):
         return None
     if not any(status.is_stuck() for _, status, _ in everyone):
         return None
-    # All wait for the one that is stuck: it does not even answer, or else has taken the fewest steps.
+    # All wait for the stuck process: it does not even answer, or has taken the fewest steps.
     silent = [one for one in everyone if one[2] > _SUSPICIOUS_BEATS]
     who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, -one[1].idle_s))
     silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""

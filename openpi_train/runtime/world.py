@@ -59,11 +59,11 @@ class World:
     source: str
     """"flags", "environment", "slurm", "openmpi", "kubernetes" or "alone"."""
     token: str = dataclasses.field(default="", repr=False)
-    """Word that all processes of the job know; the rendezvous turns away whoever says another."""
+    """Token that all processes of the job share; the rendezvous refuses other tokens."""
     hosts: tuple[str, ...] = ()
-    """The hosts' names in order, where a launcher said them; only to name who is missing."""
+    """The hosts' names in order, if a launcher gave them; only used to name missing hosts."""
     notes: tuple[str, ...] = ()
-    """What was seen in the environment and not obeyed, with the reason."""
+    """Notes on environment variables that were ignored, with the reason."""
 
     def __post_init__(self):
         if self.process_count < 1 or not 0 <= self.process_index < self.process_count:
