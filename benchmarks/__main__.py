@@ -33,7 +33,7 @@ usage: python -m benchmarks [NAME ...] [--quick] [--json FILE] [flags of the one
 Measure speed, all or the named ones, and print tables of medians (lowest to highest):
 {names}
 
-    --quick       a few repetitions at reduced size, only to check that everything runs
+  --quick       a few repetitions at reduced size, only to check that everything runs
   --json FILE   also write every sample to FILE
   NAME --help   flags of one benchmark, such as step_time --experiment pi0_bridge_traj --batch-size 32
 """

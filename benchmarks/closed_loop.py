@@ -77,7 +77,7 @@ def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[
         out / "datasets" if flags.quick else None,
         name=study.dataset,
         tasks=study.tasks,
-                # With few episodes, none might be held out.
+        # With few episodes, none might be held out.
         episodes_per_task=40 if flags.quick else study.episodes_per_task,
     )
     words = ["--exp-name", "benchmark", "--checkpoint-base-dir", f"{out}/runs", "--assets-base-dir", f"{out}/assets"]

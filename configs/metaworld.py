@@ -34,8 +34,8 @@ metaworld_mt5_dp = Experiment(
         denoiser="mlp",
         diffusion_step_embed_dim=64,
     ),
-        # Predicting clean actions needs fewer training steps than predicting noise, whose errors the first denoising
-        # steps magnify.
+    # Predicting clean actions needs fewer training steps than predicting noise, whose errors the first denoising
+    # steps magnify.
     objective=Diffusion(noise_schedule=NoiseSchedule(prediction_type="sample"), sampler="ddim", mask_padded_steps=True),
     data=DataConfig(
         datasets=(Dataset(source=Zarr(path="data/metaworld_mt5.zarr"), robot=MetaWorld()),),

@@ -47,21 +47,21 @@ class Experiment:
     # The run's name (required): its directory is <checkpoint_base_dir>/<experiment>/<exp_name>.
     exp_name: str = setting("", on_resume="accept")
 
-        # The model and its sizes.
+    # The model and its sizes.
     model: ModelConfig = setting(on_resume="refuse")
-        # The loss.
+    # The loss.
     objective: Objective
-        # The training data.
+    # The training data.
     data: Data
-        # Start weights.
+    # Start weights.
     weight_loader: WeightLoader = setting(default_factory=CheckpointWeightLoader, on_resume="accept")
     # The learning rate, by optimizer step.
     lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
-        # The optimizer.
+    # The optimizer.
     optimizer: OptimizerConfig = setting(default_factory=AdamW, on_resume="refuse_class")
-        # The scale of the loss, if the model computes in float16.
+    # The scale of the loss, if the model computes in float16.
     loss_scaling: LossScaling = setting(default_factory=LossScaling, on_resume="accept")
-        # Decay of the exponential moving average of the trainable parameters; None keeps no average.
+    # Decay of the exponential moving average of the trainable parameters; None keeps no average.
     ema_decay: float | None = setting(0.99, on_resume="refuse_switch")
     # How the decay grows to that value at the start.
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
@@ -75,7 +75,7 @@ class Experiment:
     batch_size: int = at_least(1, 32)
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = at_least(1, 1, on_resume="accept")
-        # Rows of one micro-batch on one device. Sets grad_accum; if grad_accum is also given, both must agree.
+    # Rows of one micro-batch on one device. Sets grad_accum; if grad_accum is also given, both must agree.
     micro_batch_size: int | None = at_least(1, None, on_resume="accept")
     # False: batch_size counts the rows of one device, and the effective batch size grows with the number of devices.
     keep_effective_batch_size: bool = True
@@ -101,7 +101,7 @@ class Experiment:
 
     # Steps between lines of metrics.jsonl.
     log_interval: int = at_least(1, 100, on_resume="accept")
-        # Number of steps to trace shortly after the start, into the run directory; 0: no trace.
+    # Number of steps to trace shortly after the start, into the run directory; 0: no trace.
     profile: int = at_least(0, 0, on_resume="accept")
     # Steps between checkpoints.
     save_interval: int = at_least(1, 1_000, on_resume="accept")

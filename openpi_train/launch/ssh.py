@@ -34,9 +34,7 @@ _SSH_FAILED = 255  # ssh's own failure; every other code is that of the remote p
 class Ssh(Launch):
     """All processes on a list of hosts, started from here."""
 
-    hosts: str | None = option(
-        "comma-separated host names for ssh; user@host if needed", None, one_of="hosts"
-    )
+    hosts: str | None = option("comma-separated host names for ssh; user@host if needed", None, one_of="hosts")
     hosts_file: Path | None = option("file with a host per line; # begins a comment", None, one_of="hosts")
     per_node: PerNode
     master_addr: str | None = option("address of the first host, which all hosts can reach (default: its name)", None)

@@ -39,7 +39,7 @@ class UnetSizes(Denoiser):
 
     # Width of each level; the horizon is halved from one to the next.
     widths: tuple[int, ...] = (256, 512, 1024)
-        # Kernel size of the convolutions, in steps.
+    # Kernel size of the convolutions, in steps.
     kernel_size: int = 5
     # Groups of the group norms.
     num_groups: int = 8

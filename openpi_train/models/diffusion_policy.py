@@ -32,32 +32,32 @@ class DiffusionPolicyConfig(PolicyConfig):
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
     reads_text: ClassVar[bool] = False
 
-        # Dims of an action: those of the robot, without padding.
+    # Dims of an action: those of the robot, without padding.
     action_dim: int = 14
-        # Dims of a state; None: as many as of an action.
+    # Dims of a state; None: as many as of an action.
     state_dim: int | None = None
     # Steps of a chunk.
     action_horizon: int = 8
-        # Steps of the observation, the current one last.
+    # Steps of the observation, the current one last.
     n_obs_steps: int = 3
-        # How many actions of a chunk are executed, from the current step on.
+    # How many actions of a chunk are executed, from the current step on.
     n_action_steps: int = 6
-        # Camera slots of the run's robots.
+    # Camera slots of the run's robots.
     cameras: tuple[str, ...] = ("head_camera",)
-        # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
+    # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
     instructions: tuple[str, ...] = ()
     # Size of the images in pixels.
     image_height: int = 240
     image_width: int = 320
     # One image encoder for all cameras, or one for each.
     share_encoder: bool = False
-        # Pooling of an encoder's last feature map: its mean, or keypoints and a linear layer.
+    # Pooling of an encoder's last feature map: its mean, or keypoints and a linear layer.
     pooling: Pooling = "average"
     # Keypoints of spatial_softmax.
     num_keypoints: int = 32
     # Widths of the encoder's stages (ResNet-18's).
     encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
-        # The denoising network.
+    # The denoising network.
     denoiser: Literal["unet", "transformer", "mlp"] = "unet"
     # Sizes of the UNet.
     unet: UnetSizes = dataclasses.field(default_factory=UnetSizes)
@@ -67,9 +67,9 @@ class DiffusionPolicyConfig(PolicyConfig):
     mlp: MlpSizes = dataclasses.field(default_factory=MlpSizes)
     # Width of the diffusion step's encoding in the UNet and the MLP.
     diffusion_step_embed_dim: int = 128
-        # The diffusion step that corresponds to flow matching's time 1.
+    # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
-        # The only text it reads is the index of an instruction.
+    # The only text it reads is the index of an instruction.
     vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
     def __post_init__(self):

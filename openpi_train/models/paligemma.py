@@ -37,7 +37,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
 
     # Steps of an action chunk.
     action_horizon: int = 50
-        # Maximum number of prompt tokens; rows are as long as the run's longest prompt.
+    # Maximum number of prompt tokens; rows are as long as the run's longest prompt.
     max_token_len: int = 48
     # Named sizes of the flow head.
     head_variant: str = "gemma_300m"

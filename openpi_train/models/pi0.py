@@ -24,21 +24,21 @@ class Pi0Config(prompted.PromptedConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation"})
 
-        # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
+    # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
     pi05: bool = False
     # Steps of an action chunk.
     action_horizon: int = 50
-        # Maximum number of prompt tokens; None means 48, 200 with `pi05`, or 300, including the chunk's tokens, if
-        # insulated.
+    # Maximum number of prompt tokens; None means 48, 200 with `pi05`, or 300, including the chunk's tokens, if
+    # insulated.
     # Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
-        # Whether the prompt contains the discretised state; None: the same as `pi05`.
+    # Whether the prompt contains the discretised state; None: the same as `pi05`.
     discrete_state_input: bool | None = None
-        # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
-        # tokens
+    # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
+    # tokens
     # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
     knowledge_insulation: bool = False
-        # FAST processor for knowledge insulation: a directory, or a repository on the Hugging Face hub.
+    # FAST processor for knowledge insulation: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
     # Named sizes of the action expert.
     action_expert_variant: str = "gemma_300m"

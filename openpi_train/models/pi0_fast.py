@@ -24,11 +24,11 @@ class Pi0FastConfig(prompted.PromptedConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample"})
 
-        # Dims of an action; set it to the robot's, since every extra dim costs tokens.
+    # Dims of an action; set it to the robot's, since every extra dim costs tokens.
     action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 32
-        # Maximum tokens of a row: prompt, state and chunk. Longer rows are truncated, with a warning.
+    # Maximum tokens of a row: prompt, state and chunk. Longer rows are truncated, with a warning.
     max_token_len: int = 250
     # A FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"

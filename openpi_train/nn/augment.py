@@ -35,6 +35,7 @@ class Augmentation(abc.ABC):
     @abc.abstractmethod
     def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
         """The augmented images by slot. `keys` holds one key per row."""
+
     def fixed(self, images: Images) -> Images:
         """The images by slot that evaluation sees (default: the same)."""
         return images

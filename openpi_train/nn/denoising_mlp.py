@@ -32,7 +32,7 @@ class DenoisingMlp(nnx.Module):
     """Maps noisy action chunks, diffusion steps and a condition to the objective's target, of the chunks' shape.
 
     Args:
-                action_dim: dims of an action.
+        action_dim: dims of an action.
         condition_width: width of the condition.
         step_width: width of the diffusion step's encoding, which is appended to the condition.
     """

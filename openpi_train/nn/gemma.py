@@ -246,9 +246,9 @@ class Gemma(nnx.Module):
         Args:
             tokens: "b t_i d_i" by expert; the t_i add up to t. An absent expert costs nothing.
             positions: one per token, over the experts in order.
-                        mask: which of the s keys (cached ones first) each token attends to.
+            mask: which of the s keys (cached ones first) each token attends to.
             conditions: "b r c" for each adaptive expert.
-                        cache: result of `keys_and_values` for earlier tokens.
+            cache: result of `keys_and_values` for earlier tokens.
             wanted: experts whose outputs are needed (None: all present ones). The last layer computes no others.
         """
         conditions = conditions or {}

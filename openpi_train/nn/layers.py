@@ -79,9 +79,9 @@ def scan_layers(
     """Apply a stack of layers in order.
 
     Args:
-                stacked: result of `stack_layers`.
+        stacked: result of `stack_layers`.
         body: (layer, carry, this layer's slice of `per_layer`) -> (carry, output).
-                carry: the value passed from layer to layer.
+        carry: the value passed from layer to layer.
         per_layer: a tree of arrays with the layers on the first axis, or None.
         remat: what the backward pass recomputes.
 

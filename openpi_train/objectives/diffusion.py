@@ -29,13 +29,13 @@ class Diffusion(Objective):
 
     # How noise is added, and what of it is predicted.
     noise_schedule: NoiseSchedule = dataclasses.field(default_factory=NoiseSchedule)
-        # How actions are sampled: in all diffusion steps (ddpm), or in few (ddim).
+    # How actions are sampled: in all diffusion steps (ddpm), or in few (ddim).
     sampler: Literal["ddpm", "ddim"] = "ddpm"
     # Draws of noise and diffusion step per row, which share one pass over the images.
     num_draws: int = 1
     # Leave out steps outside the episode.
     mask_padded_steps: bool = False
-        # Image augmentation in training, and its fixed form in evaluation.
+    # Image augmentation in training, and its fixed form in evaluation.
     augmentation: Augmentation = dataclasses.field(default_factory=NoAugmentation)
 
     def __post_init__(self):

@@ -29,7 +29,7 @@ class NextToken(Objective):
 
     needs: ClassVar[frozenset[str]] = frozenset({"logits"})
 
-        # Average per row, independent of its number of tokens (openpi), or per token.
+    # Average per row, independent of its number of tokens (openpi), or per token.
     mean_over: Literal["rows", "tokens"] = "rows"
     # How images are changed.
     augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)

@@ -19,13 +19,13 @@ _FINEST_BFLOAT16_STEP = 2.0**-8
 class OptimizerConfig(abc.ABC):
     """An optimizer without its learning rate."""
 
-        # Gradients with a larger global norm are scaled down to this norm.
+    # Gradients with a larger global norm are scaled down to this norm.
     clip_gradient_norm: float = 1.0
     # Weight decay, times the learning rate.
     weight_decay: float = 0.0
     # Regex of the parameter paths that decay; None decays all.
     decay_mask: str | None = None
-        # Storage dtype of the moments between steps; they are computed in float32.
+    # Storage dtype of the moments between steps; they are computed in float32.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @abc.abstractmethod

@@ -25,13 +25,13 @@ class Muon(OptimizerConfig):
     beta: float = 0.95
     # Newton-Schulz iterations of the orthogonalisation.
     ns_steps: int = 5
-        # Nesterov momentum.
+    # Nesterov momentum.
     nesterov: bool = True
     # Root mean square of an orthogonalised update; None: sqrt(max(1, outputs / inputs)) times an orthogonal matrix.
     consistent_rms: float | None = 0.2
     # Decoupled weight decay, times the learning rate.
     weight_decay: float = 0.0
-        # Regex of paths for AdamW, in addition to vectors: biases, scales, tables, projections from and to robot units.
+    # Regex of paths for AdamW, in addition to vectors: biases, scales, tables, projections from and to robot units.
     adam_mask: str = r"(^|/)(bias|scale)$|embedding|action_in_proj|action_out_proj|state_proj"
     # AdamW's decay of the first moment.
     adam_b1: float = 0.9

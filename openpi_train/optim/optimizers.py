@@ -53,7 +53,7 @@ class Adafactor(OptimizerConfig):
     multiply_by_parameter_scale: bool = True
     # Updates of a larger root mean square are scaled down to it, parameter by parameter.
     clipping_threshold: float = 1.0
-        # Momentum: share of the last update that is kept; None keeps no first moment.
+    # Momentum: share of the last update that is kept; None keeps no first moment.
     momentum: float | None = None
 
     def decay_rates(self) -> dict[str, float]:

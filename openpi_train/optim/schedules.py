@@ -27,11 +27,11 @@ class LRSchedule:
     Hägele et al. 2024).
     """
 
-        # Schedule after the warm-up.
+    # Schedule after the warm-up.
     kind: ScheduleKind = "cosine"
     # Steps of the warm-up.
     warmup_steps: int = 1_000
-        # The warm-up as a fraction of num_train_steps, instead of warmup_steps.
+    # The warm-up as a fraction of num_train_steps, instead of warmup_steps.
     warmup_ratio: float | None = None
     # linear, or DeepSpeed's log: the share log(step + 1) / log(warmup_steps) of the way.
     warmup_shape: Literal["linear", "log"] = "linear"

@@ -36,14 +36,14 @@ CUT: Mapping[Strategy, frozenset[Part]] = {
 }
 
 
-# The fields of the state whose large arrays lie in host memory between two steps.
+# The fields of the state whose large arrays are in host memory between two steps.
 Offload = Literal["none", "optimizer", "optimizer+ema"]
 ON_HOST: Mapping[Offload, frozenset[str]] = {
     "none": frozenset(),
     "optimizer": frozenset({"opt_state"}),
     "optimizer+ema": frozenset({"opt_state", "ema"}),
 }
-# jax's names for a device's own memory, and for that of the host which it reads and writes by itself.
+# jax's names for a device's own memory, and for host memory that the device accesses directly.
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
 
 
@@ -54,13 +54,13 @@ class ShardingConfig:
     Arrays below `min_shard_mib` MiB stay whole (openpi's rule and default, 4): a small gather costs more than it saves.
     """
 
-        # What is sharded; auto: the shortest step that fits, by the plan, or zero3 if --fsdp-devices is given.
+    # What is sharded; auto: the shortest step that fits, by the plan, or zero3 if --fsdp-devices is given.
     strategy: Choice = "auto"
     # Smaller arrays stay whole, and on the devices, MiB.
     min_shard_mib: float = at_least(0, 4.0)
-        # Devices that split the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: off.
+    # Devices that split the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: off.
     tensor_devices: int = at_least(1, 1)
-        # What is kept in host memory between steps: the optimizer's moments, or also the average of the parameters.
+    # What is kept in host memory between steps: the optimizer's moments, or also the average of the parameters.
     offload: Offload = "none"
 
 

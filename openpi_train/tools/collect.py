@@ -37,11 +37,11 @@ from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
-# Part of what identifies rounds on disk: raise it with every change of how they are made.
+# Part of what identifies rounds on disk: increase it with every change of how they are made.
 REVISION = 1
 # Attempts of a round: simulated at the same time, in one process.
 ROUND_SIZE = 4
-# Attempts in a row without a success after which an expert counts as unable.
+# Consecutive failures after which an expert counts as unable.
 MOST_FAILURES = 16
 CHUNK_ROWS = 100
 # Names in a round's file beside its columns.

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REPORT = "parity.json"
 # Memory per parameter for the comparison of outputs: in float32, and half as much for all else.
 _OUTPUTS_BYTES = 6
-# Fields of a model that a run may settle for itself; they change nothing in what it computes.
+# Fields of a model that a run may settle for itself; they do not change what it computes.
 _OF_THE_RUN = ("used_token_len", "remat", "attention")
 
 

@@ -129,7 +129,7 @@ class Reading(DataRequest):
     path: Annotated[str, Positional, arg(metavar="PATH")]
     # Of RLDS a split, or several as "train+val".
     split: str = "train"
-        # What to do on a damaged record: stop, or leave its episode out.
+    # What to do on a damaged record: stop, or leave its episode out.
     on_bad_record: Literal["error", "skip"] = "error"
 
     def open(self) -> "Source":
@@ -163,6 +163,7 @@ class Index(Reading):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect(Reading):
     """Show what a dataset contains, and what is wrong with it."""
+
     # A dataset, or an experiment whose datasets are inspected.
     path: Annotated[str, Positional, arg(metavar="PATH|EXPERIMENT")]
     # Folder for the text and a contact sheet of frames.
@@ -251,11 +252,11 @@ class Convert(Reading):
     target: Annotated[Path, Positional, arg(metavar="TARGET")]
     # Its format; None: zarr where its name ends in .zarr.
     to: Literal["lerobot", "lerobot-2.1", "rlds", "zarr", "steps"] | None = None
-        # How pictures are stored; None: av1, for rlds as stored, or png.
+    # How pictures are stored; None: av1, for rlds as stored, or png.
     pictures: Literal["av1", "h264", "png", "jpeg", "as-stored"] | None = None
-    # Control steps per second, where the dataset does not say.
+    # Control steps per second, if the dataset does not record them.
     control_hz: float | None = None
-    # Columns that are not kept.
+    # Columns to leave out.
     leave_out: tuple[str, ...] = ()
     # Of RoboTwin's HDF5 recordings, to zarr.
     robotwin: OmitArgPrefixes[Recordings] = dataclasses.field(default_factory=Recordings)
@@ -300,11 +301,11 @@ class FitFast(DataRequest):
     experiment: ExperimentName
     # Directory to make; None: where the experiment looks for it.
     out: Path | None = None
-    # The most tokens.
+    # Vocabulary size.
     vocab_size: int = 1024
-    # Steps of a coefficient in one unit.
+    # Quantisation steps per unit of a coefficient.
     scale: float = 10.0
-    # As many chunks of larger datasets, spread evenly.
+    # Maximum number of chunks, spread evenly over the dataset.
     max_chunks: int = 50_000
 
     @property

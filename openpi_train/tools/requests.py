@@ -41,7 +41,7 @@ class DoctorRequest(Request):
     Any field of the experiment may be set as in training: doctor debug --checkpoint-base-dir DIR
     """
 
-    # A name from `list`, or file.py:name; without one only the machine is looked at.
+    # A name from `list`, or file.py:name; without one only the machine is checked.
     experiment: Annotated[tuple[str, ...], Positional, arg(metavar="EXPERIMENT")] = ()
     # Also reach these hosts, or ports of them.
     hosts: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B:PORT")] = ()
@@ -79,7 +79,7 @@ class PlanRequest(Request):
     network_gb_s: float = 50.0
     # Share of the peak FLOP/s while computing.
     efficiency: float = 0.5
-        # Also compile the recommended step and print the compiler's memory figures.
+    # Also compile the recommended step and print the compiler's memory figures.
     compile: bool = True
     # Print the plan as JSON.
     json: bool = False
@@ -96,29 +96,29 @@ class ConvertRequest(Request):
 
     # A checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME.
     source: Annotated[str, Positional, arg(metavar="SOURCE")]
-    # Directory to make (a step's number suits openpi's trainer), or hub:USER/NAME, which is pushed to.
+    # Directory to create (name it by the step for openpi's trainer), or hub:USER/NAME to push to.
     target: Annotated[Path, Positional, arg(metavar="TARGET")]
-    # Form of SOURCE; None: seen from it.
+    # Form of SOURCE; None: detected.
     source_format: Annotated[str | None, arg(name="from")] = None
-    # Form of TARGET; None: openpi, and of others' files ours.
+    # Form of TARGET; None: openpi for our checkpoints, ours for others.
     target_format: Annotated[str | None, arg(name="to")] = None
-    # Whose model it is; None: what a run of ours says.
+    # The experiment of the model; None: as recorded in our run.
     experiment: str | None = None
     # Type of the floating-point parameters in TARGET.
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    # Fold low-rank adapters into the weights.
+    # Merge low-rank adapters into the weights.
     merge_lora: bool = False
     # Leave the training state out.
     params_only: bool = False
-        # A norm_stats.json to add, as --asset-id.
+    # A norm_stats.json to add, as --asset-id.
     norm_stats: str | None = None
     # Name of the norm stats in TARGET; without --norm-stats the checkpoint's own are renamed.
     asset_id: str | None = None
-        # Move an existing TARGET aside.
+    # Move an existing TARGET aside.
     overwrite: bool = False
     # Compare the models' outputs.
     outputs: bool = True
-        # Make the repository public that a push creates.
+    # Make the repository public that a push creates.
     public: bool = False
     # Account for every key and write nothing.
     dry_run: bool = False
@@ -134,7 +134,7 @@ class DeepSpeedRequest(Request):
 
     # The JSON file.
     file: Annotated[str, Positional, arg(metavar="FILE")]
-        # Devices of the run, to check batch sizes.
+    # Devices of the run, to check batch sizes.
     devices: int | None = at_least(1, None)
 
 
@@ -149,7 +149,7 @@ class EvaluateRequest(Request):
 
     # A run's directory (its newest checkpoint), a step's, or another checkpoint.
     checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
-    # Whose checkpoint it is, where it does not say so itself.
+    # The experiment of the checkpoint, if it is not recorded there.
     experiment: str | None = None
     # Which dataset's robot acts: a number or asset id.
     dataset: str | None = None
@@ -159,23 +159,23 @@ class EvaluateRequest(Request):
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
     held_out: int = at_least(0, 20)
-        # Actions of a chunk that are executed; None: the run's own number, or half of them.
+    # Actions of a chunk that are executed; None: the run's own number, or half of them.
     execute: int | None = at_least(1, None)
     # Temporal ensembling with weights exp(-M i), such as 0.01.
     ensemble: Annotated[float | None, arg(metavar="M")] = None
-    # Real-time chunking: a chunk takes so many control steps.
+    # Real-time chunking: control steps until a chunk is ready.
     real_time_delay: int | None = at_least(0, None)
     # Control steps before an episode has failed.
     max_steps: int | None = at_least(1, None)
-    # Videos of the first so many episodes.
+    # Number of episodes with videos.
     videos: int | None = at_least(0, None)
-    # Of initial states and of the policy's noise there.
+    # Seed of initial states and of the policy's noise.
     seed: int | None = None
     # Episodes at a time per process.
     batch_size: int = at_least(1, 16)
     # Denoising steps.
     num_sample_steps: int | None = at_least(1, None)
-    # Take the parameters' average (EMA), and not the parameters themselves.
+    # Use the average of the parameters (EMA) instead of the parameters.
     average: bool = True
     # Where the results go; None: eval/<step> in the run's directory.
     out: Path | None = None
@@ -193,9 +193,9 @@ class ReportRequest(Request):
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")]
     # The file; None: report.html in the first run's directory.
     out: Path | None = None
-    # The runs' own, where it uses classes of yours.
+    # The runs' experiment, if it uses classes of your own.
     experiment: str | None = None
-    # Show the data's sample batch.
+    # Show a sample batch of the data.
     batches: bool = True
 
     def check(self) -> list[str]:
