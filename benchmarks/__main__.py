@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME ...]`: run the benchmarks and print their tables. Read next: `step_time.py`, `report.py`.
 
-Everything heavy is imported inside functions: data workers are spawned processes that import this module again.
+Heavy imports are inside functions, because data workers are spawned processes that import this module again.
 """
 
 import importlib
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = {
-    "step_time": "training steps with 3, 2 and 1 present cameras, against our own step with openpi's work to do",
+    "step_time": "training steps with 3, 2 and 1 present cameras, against our own step doing openpi's work",
     "traffic": "bytes that the compiled step sends between devices, against each strategy's formula; compiles only",
     "feed": "loader samples/s with 0, 1 and 2 worker processes, from RLDS and LeRobot data (against its own loader)",
     "weights": "memory and time in which processes load their shares of start weights",
-    "checkpoint": "how long a save holds up training, synchronous and asynchronous",
+    "checkpoint": "how long a save blocks training, synchronous and asynchronous",
     "tabletop": "control steps/s of the embedded environment by the number of scenes at once",
-    "tabletop_dp": "a diffusion policy from images: successes in held-out initial states, as training goes on",
-    "demo": "a small pi0 that is told what to do: the same (`make demo`)",
+    "tabletop_dp": "a diffusion policy from images: success rate in held-out initial states, during training",
+    "demo": "the same for a small pi0 with prompts (`make demo`)",
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
-    "startup": "seconds from the command to the first step with 1, 2 and 4 processes, and where they go",
-    "vla_runs": "every way of training a VLA, in small: 2 processes x 2 devices under zero3, resumed on 1 device",
-    "fault_drill": "random faults during a run: seconds and steps that each costs, and whether the result is the same",
+    "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",
+    "vla_runs": "all ways to train a VLA, at small size: 2 processes x 2 devices under zero3, resumed on 1 device",
+    "fault_drill": "random faults during a run: the seconds and steps each costs, and whether the result is the same",
 }
 
 USAGE_TEXT = """\
@@ -33,7 +33,7 @@ usage: python -m benchmarks [NAME ...] [--quick] [--json FILE] [flags of the one
 Measure speed, all or the named ones, and print tables of medians (lowest to highest):
 {names}
 
-  --quick       a few repetitions at reduced size, to see that everything runs; not for the record
+  --quick       a few repetitions at reduced size, only to check that everything runs
   --json FILE   also write every sample to FILE
   NAME --help   flags of one benchmark, such as step_time --experiment pi0_bridge_traj --batch-size 32
 """
@@ -93,9 +93,9 @@ def _start() -> None:
 
     logs.configure(0)
     session.start(find_world(WorldFlags(), {}))
-    # A benchmark has one phase: what it is doing since when is no news.
+    # A benchmark has only one phase, so its lines need no phase and duration.
     logging.getLogger("openpi_train.runtime.watchdog").setLevel(logging.WARNING)
-    # jax takes SIGTERM as a notice of preemption, which nobody here would act on.
+    # jax treats SIGTERM as a preemption notice, which nothing here would handle.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

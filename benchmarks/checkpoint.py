@@ -1,8 +1,8 @@
-"""How long a save holds up training: waiting for it to be complete, against letting it run in the background.
+"""How long a save blocks training: synchronous saves against saves in the background.
 
-A save costs more than its call, in which the state is copied to the host: the threads that write it take processor time
-from the steps that follow. So the stall is the call and the extra time of every following step until the checkpoint is
-complete, against the median step just before.
+A save costs more than its call, in which the state is copied to the host: the threads that write it take CPU time
+from the following steps. The stall is therefore the call plus the extra time of every following step until the
+checkpoint is complete, relative to the median step just before.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
 
 NUM_PAIRS, NUM_TYPICAL = 5, 9
-# Steps between saves that the stall is set against, and the most that are watched for the end of one.
+# Steps between saves to which the stall is compared, and the maximum number of steps to wait for the end of a save.
 INTERVAL = 100
-# The second state: the tiny model with so large a vocabulary, which leaves its step short.
+# The second state: the tiny model with a large vocabulary, whose step is still short.
 LARGE_BYTES, QUICK_LARGE_BYTES = 300e6, 60e6
 MODES = ("synchronous", "asynchronous")
 COLUMNS = (
@@ -53,24 +53,24 @@ class Save:
 
     @property
     def extra_s(self) -> float:
-        """Time of the following steps beyond that of as many typical ones."""
+        """Extra time of the following steps compared with the same number of typical steps."""
         return sum(self.following_s) - len(self.following_s) * self.typical_step_s
 
     @property
     def stall_s(self) -> float:
-        """Everything that training lost."""
+        """Total time that training lost."""
         return self.call_s + self.extra_s
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
     parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
     return steps.parse(parser, argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags, experiment = parse(argv)
     states = {flags.experiment or flags.model: experiment}
     if not flags.experiment and flags.model == "tiny":
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def _larger(experiment: Experiment, state_bytes: float) -> Experiment:
-    """The experiment with the vocabulary that gives a state of about this size."""
+    """Return the experiment with a vocabulary that gives a state of about this size."""
 
     def with_vocab(size: int) -> Experiment:
         return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=size))
@@ -94,7 +94,7 @@ def _larger(experiment: Experiment, state_bytes: float) -> Experiment:
 
 
 def _rows(name: str, experiment: Experiment, flags: argparse.Namespace) -> list[list[Cell]]:
-    """A row per mode; the two take turns."""
+    """One row per mode; the two modes alternate."""
     slots, num_pairs, num_typical = experiment.data.cameras, NUM_PAIRS, NUM_TYPICAL
     if flags.quick:
         slots, num_pairs, num_typical = SLOTS[:1], 1, 3
@@ -134,7 +134,7 @@ def _spread(saves: Sequence[Save], quantity: Any) -> Spread:
 def _save(
     checkpoints: Checkpoints, step: Any, state: TrainState, batch: Any, num_typical: int, wait: bool
 ) -> tuple[Save, TrainState]:
-    """One save amid training, and the state after the steps that followed it."""
+    """Measure one save during training; also returns the state after the following steps."""
     typical = []
     for _ in range(num_typical):
         seconds, state = timed_steps(step, state, batch, 1)

@@ -1,6 +1,6 @@
-"""A policy trained on demonstrations of the embedded tabletop, and how often it succeeds as training goes on.
+"""The success rate of a policy during training on demonstrations of the embedded tabletop.
 
-`tabletop_dp.py` and `demo.py` say which. No demonstration begins in the states from which it is evaluated, the
+`tabletop_dp.py` and `demo.py` define the policies. No demonstration begins in the states used for evaluation, the
 environment judges success, and step 0 is the untrained network.
 """
 
@@ -23,7 +23,7 @@ from openpi_train.data.embedded import prepare
 
 COLUMNS = ("step", "held-out loss", "held-out loss, averaged weights", "95 % interval", "share")
 UNTRAINED_BELOW = 0.1
-# What --quick adds: it shows that everything runs.
+# Added by --quick, which only checks that everything runs.
 QUICK = ("--num-train-steps", "2", "--save-interval", "2", "--batch-size", "4", "--lr-schedule.warmup-steps", "1")
 QUICK += ("--eval.interval", "1", "--eval.num-rows", "4", "--eval.num-sample-steps", "1")
 QUICK += ("--eval.closed-loop.interval", "1", "--eval.closed-loop.episodes-per-task", "2")
@@ -32,7 +32,7 @@ QUICK += ("--eval.closed-loop.episodes-per-device", "4", "--eval.closed-loop.max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is trained, on how many demonstrations of which tasks, and which share of the episodes must succeed."""
+    """The experiment, the tasks and number of demonstrations, and the required success rate."""
 
     experiment: str
     dataset: str
@@ -45,14 +45,14 @@ class Study:
 def parse(
     program: str, description: str | None, study: Study, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, understood, and the experiment's own flags in it."""
+    """Parse the command line; also returns the flags of the experiment."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {program}",
         description=description,
         epilog=f"Flags of {study.experiment} may follow.",
     )
-    parser.add_argument("--out", type=Path, help="where the run is kept (default: nowhere)")
-    parser.add_argument("--quick", action="store_true", help="two steps and episodes, to see that it runs")
+    parser.add_argument("--out", type=Path, help="folder in which to keep the run (default: it is deleted)")
+    parser.add_argument("--quick", action="store_true", help="two steps and episodes, to check that it runs")
     flags, rest = parser.parse_known_args(argv)
     rest = [*QUICK, *study.quick_flags, *rest] if flags.quick else rest
     parse_experiment(study.experiment, ["--exp-name", "benchmark", *rest])
@@ -61,23 +61,23 @@ def parse(
 
 @contextlib.contextmanager
 def folder(flags: argparse.Namespace) -> Iterator[Path]:
-    """Where all is written: `--out`, or a folder that is gone at the end."""
+    """The output folder: `--out`, or a temporary one that is deleted at the end."""
     with tempfile.TemporaryDirectory() as temporary:
         yield (flags.out or Path(temporary)).absolute()
 
 
 def run_directory(study: Study, out: Path) -> Path:
-    """Where `measure` trains."""
+    """The run directory of `measure`."""
     return out / "runs" / study.experiment / "benchmark"
 
 
 def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[str], out: Path) -> Table:
-    """Write the demonstrations, train below `out`, and tell what came of it at every evaluation."""
+    """Write the demonstrations, train below `out`, and return a table of all evaluations."""
     made = prepare(
         out / "datasets" if flags.quick else None,
         name=study.dataset,
         tasks=study.tasks,
-        # Of few episodes none might be held out.
+        # With few episodes, none might be held out.
         episodes_per_task=40 if flags.quick else study.episodes_per_task,
     )
     words = ["--exp-name", "benchmark", "--checkpoint-base-dir", f"{out}/runs", "--assets-base-dir", f"{out}/assets"]
@@ -96,13 +96,13 @@ def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[
 
 
 def evaluations(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics that tell of its episodes in the environment."""
+    """The lines of a run's metrics that report episodes in the environment."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "success/all" in line]
 
 
 def failure(study: Study, found: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong with these evaluations, the first of which is of the untrained network."""
+    """What is wrong with these evaluations; the first one is of the untrained network."""
     first, last = found[0]["success/all"], found[-1]["success/all"]
     if last < study.target:
         return f"{study.experiment} succeeds in {last:.0%} of the episodes, {study.target:.0%} are asked for"

@@ -1,6 +1,6 @@
-"""What `make demo` runs: a small pi0 learns the tabletop's easiest tasks, told in words.
+"""The program of `make demo`: a small pi0 learns the tabletop's easiest tasks, given as prompts.
 
-Then it is served, a client acts in the environment with what it answers over a socket, and `report` shows all.
+Then the policy is served, a client acts in the environment with its answers, and `report` summarises the run.
 Read next: `closed_loop.py`, `configs/tabletop_runs.py`.
 """
 
@@ -33,18 +33,18 @@ STUDY = closed_loop.Study(
     target=0.6,
     quick_flags=("--model.language.depth", "1", "--model.action-expert.depth", "1", "--model.siglip.depth", "1"),
 )
-# Of the initial states that the client begins in; evaluation while training has 0.
+# The seed of the client's initial states; evaluation during training has 0.
 CLIENT_SEED = 1
 EXECUTE = 4
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, understood."""
+    """Parse the command line."""
     return closed_loop.parse("demo", __doc__, STUDY, argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Train, serve, act."""
+    """Train and serve the policy, act with it, and return the tables."""
     flags, rest = parse(argv)
     with closed_loop.folder(flags) as out:
         trained = closed_loop.measure("Demo: a small pi0 on the tabletop's easiest tasks", STUDY, flags, rest, out)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 @contextlib.contextmanager
 def served(checkpoint: Path) -> Iterator[str]:
-    """The address of a server of this checkpoint, which is stopped at the end."""
+    """Start a server of this checkpoint and yield its address; the server is stopped at the end."""
     command = [sys.executable, "-m", "openpi_train", "serve", str(checkpoint), "--port", "0", "--max-batch", "1"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -92,7 +92,7 @@ def act(address: str, config: ClosedLoop, folder: Path) -> Score:
     from openpi_train.policy import wire
 
     with connect(address, compression=None, max_size=None) as connection:
-        connection.recv()  # what the server tells of itself
+        connection.recv()  # the server's metadata
 
         def ask(request: dict[str, Any]) -> np.ndarray:
             connection.send(wire.encode(request))
@@ -114,7 +114,7 @@ def act(address: str, config: ClosedLoop, folder: Path) -> Score:
 
 
 def requests(observation: EnvObservation, env: Env) -> Iterator[dict[str, Any]]:
-    """What a client asks for each episode of a batch."""
+    """The client's request for each episode of a batch."""
     images = {name: np.asarray(image) for name, image in observation.images.items()}
     for row, (state, task) in enumerate(zip(np.asarray(observation.state), observation.task, strict=True)):
         pictures = {name: image[row] for name, image in images.items()}

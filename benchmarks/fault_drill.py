@@ -1,8 +1,8 @@
 """Random faults during one long run of the `debug` experiment under `launch local --max-restarts`.
 
-What each costs: seconds until the run trains again, and steps that are trained twice. At the end the run is stopped and
-compared with one that nothing happened to: every array of the last checkpoint and every loss must be the same bits.
-Read next: `faults.py` (what happens), `launched.py`.
+Measures for each fault the seconds until the run trains again, and the repeated steps. At the end the run is stopped
+and compared with an undisturbed one: every array of the last checkpoint and every loss must be bit-identical.
+Read next: `faults.py` (the faults), `launched.py`.
 """
 
 import argparse
@@ -34,10 +34,10 @@ EXPERIMENT += ("--model.remat", "none", "--model.language.depth", "1", "--model.
 EXPERIMENT += ("--data.validation-fraction", "0", "--timeouts.lost-s", "8", "--timeouts.stuck-s", "8")
 ENDLESS = ("--num-train-steps", "1000000")
 COLUMNS = ("fault", "number", "survived", "run ended with", "steps trained again", "seconds to train again")
-# Of the metrics, what depends on the machine.
+# Metrics that depend on the machine.
 _MEASURED = re.compile(r"(time|data)/.*|(samples|tokens)_per_s|mfu|hfu")
 
-# What process 0 says, and the launcher where it starts the run again.
+# Log lines of process 0, and the launcher's line when it restarts the run.
 _STEP = re.compile(r" I step (\d+)/")
 _CONTINUING = re.compile(r" I continuing from step (\d+) of ")
 _AGAIN = re.compile(r"^starting again in .*: (?:process .* exit code (\d+)|it was asked to stop)")
@@ -45,7 +45,7 @@ _AGAIN = re.compile(r"^starting again in .*: (?:process .* exit code (\d+)|it wa
 
 @dataclasses.dataclass(frozen=True)
 class Survived:
-    """What one fault cost. `code` is that of the run's end, as its launcher saw it."""
+    """The cost of one fault. `code` is the run's exit code, as its launcher saw it."""
 
     kind: str
     code: int
@@ -54,16 +54,16 @@ class Survived:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fault_drill", description=__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of kinds, victims and moments (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two faults, to see that it runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of kinds, victims and times (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two faults, to check that it runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Drill as the flags say."""
+    """Run the drill and return its table."""
     flags = parse(argv)
     rng, began = random.Random(flags.seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="benchmark-faults-") as folder, contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 class Drill:
-    """The run below `base`, the faults that are to come, and what became of those that came."""
+    """The run below `base`, the remaining faults, and the results of past ones."""
 
     def __init__(self, base: Path, kinds: Sequence[str], rng: random.Random, prefix: Sequence[str]):
         self._base, self._kinds, self._rng, self._prefix = base, kinds, rng, prefix
@@ -96,7 +96,7 @@ class Drill:
         self.steps = 0
 
     def run(self) -> str:
-        """Do all faults and stop; returns what went wrong, empty where nothing did."""
+        """Inject all faults, then stop; returns what went wrong, or an empty string."""
         self._run = self._launch()
         try:
             for number, kind in enumerate(self._kinds):
@@ -111,7 +111,7 @@ class Drill:
             self._run.close()
 
     def rows(self) -> list[list[Cell]]:
-        """A row per kind, and one for all."""
+        """One row per kind, and one for all."""
         kinds = [kind for kind in FAULTS if kind in self._kinds]
         return [
             _row(kind, self._kinds.count(kind), [one for one in self._survived if one.kind == kind]) for kind in kinds
@@ -122,7 +122,7 @@ class Drill:
         return Launched(self._base, launcher, (*EXPERIMENT, *ENDLESS, "--resume"), self._prefix)
 
     def _one(self, kind: str) -> Survived:
-        """One fault, once there is something to lose, and the way back to training."""
+        """Inject one fault once there is progress to lose, and wait until the run trains again."""
         run, before = self._run, self._run.last_step()
         if not run.wait(lambda: len(run.checkpoints()) >= 2 and run.checkpoints()[-1] > before, TIMEOUT_S):
             raise FaultFailed("no progress before it")
@@ -147,7 +147,8 @@ class Drill:
         return Survived(kind, code, reached - int(found[1]), run.lines[trained].at - at)
 
     def _said_why(self, at: float) -> tuple[int, int]:
-        """The code that the launcher starts the run again for, after the time `at`, and the line that says so."""
+        """The exit code for which the launcher restarted the run after the time `at`, and the line number that says
+        so."""
         first = sum(line.at < at for line in self._run.lines)
         place = self._run.await_place(_AGAIN, TIMEOUT_S, first)
         found = None if place is None else _AGAIN.search(self._run.lines[place].text)
@@ -171,7 +172,7 @@ def _row(name: str, number: int, survived: Sequence[Survived]) -> list[Cell]:
 
 
 def compare(disturbed: Path, undisturbed: Path) -> str:
-    """Train as many steps with nothing in the way; returns what differs, empty where nothing does."""
+    """Train the same number of steps without faults; returns the differences, or an empty string."""
     found = _metrics(disturbed)
     last = max(found)
     length = ("--num-train-steps", str(last))
@@ -189,7 +190,7 @@ def compare(disturbed: Path, undisturbed: Path) -> str:
 
 
 def _metrics(base: Path) -> dict[int, dict[str, Any]]:
-    """What the steps reported, without what was measured of the machine."""
+    """The metrics of each step, without those that depend on the machine."""
     lines = map(json.loads, (base / "runs" / "debug" / "x" / "metrics.jsonl").read_text().splitlines())
     return {
         line["step"]: {name: value for name, value in line.items() if not _MEASURED.fullmatch(name)}
@@ -199,7 +200,7 @@ def _metrics(base: Path) -> dict[int, dict[str, Any]]:
 
 
 def _arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint, by item and path: the published parameters and the state of training."""
+    """All arrays of a checkpoint by item and path: the published parameters and the training state."""
     arrays = {}
     with ocp.PyTreeCheckpointer() as reader:
         for item in ("params", "train_state"):

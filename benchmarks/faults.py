@@ -1,6 +1,6 @@
-"""Things that happen to a run, done to one of the `debug` experiment. Read next: `fault_drill.py`, which does many.
+"""Faults that are injected into a run of the `debug` experiment. Read next: `fault_drill.py`, which injects many.
 
-Each fault returns the moment from which the run's recovery is counted, once the run has noticed and is down.
+Each fault waits until the run has noticed it and is down, and returns the time from which recovery is measured.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ from pathlib import Path
 
 from benchmarks.launched import OWN_NETWORK, Launched
 
-# From the fault to the end of all processes: the limits that the drill gives its run, and some patience.
+# From the fault to the end of all processes: the limits that the drill gives its run, and a margin.
 _DOWN_S = 90.0
 _DISK_BYTES = 256 << 20
-# What a filling disk still takes: lines of logs, but no checkpoint.
+# Free space left on a filled disk: enough for log lines, but not for a checkpoint.
 _LEFT_BYTES = 256 << 10
 
 
 class FaultFailed(Exception):
-    """The fault had another consequence than it must have."""
+    """The fault did not have the expected consequence."""
 
 
 def kill(run: Launched, rng: random.Random) -> float:
-    """SIGKILL to a process."""
+    """Send SIGKILL to a process."""
     return _signal(run, rng, signal.SIGKILL)
 
 
 def kill_while_starting(run: Launched, rng: random.Random) -> float:
-    """SIGKILL to a process, and another while the run starts again."""
+    """Send SIGKILL to a process, and to another while the run restarts."""
     kill(run, rng)
     if not run.wait(run.processes, _DOWN_S):
         raise FaultFailed("the run did not start again")
@@ -41,17 +41,17 @@ def kill_while_starting(run: Launched, rng: random.Random) -> float:
 
 
 def ask_to_stop(run: Launched, rng: random.Random) -> float:
-    """SIGTERM to a process: all save and stop."""
+    """Send SIGTERM to a process: all processes save and stop."""
     return _signal(run, rng, signal.SIGTERM)
 
 
 def freeze(run: Launched, rng: random.Random) -> float:
-    """SIGSTOP to a process until the others give it up, as they do a host behind a cut link."""
+    """Send SIGSTOP to a process until the others give it up, like a host behind a cut link."""
     return _signal(run, rng, signal.SIGSTOP)
 
 
 def cut_link(run: Launched, rng: random.Random) -> float:
-    """No packet between the processes until all have ended. For a run with a network of its own."""
+    """Block all packets between the processes until all have ended. Only for a run with its own network."""
     del rng
     at, victims = time.monotonic(), run.processes()
     _link(run, "down")
@@ -63,7 +63,7 @@ def cut_link(run: Launched, rng: random.Random) -> float:
 
 
 def tear_file(run: Launched, rng: random.Random) -> float:
-    """SIGKILL to a process, and a damaged file in the newest whole checkpoint while the run is down."""
+    """Send SIGKILL to a process, and damage a file of the newest complete checkpoint while the run is down."""
     at = kill(run, rng)
     step = run.checkpoints()[-1]
     files = sorted(path for path in (run.directory / str(step)).rglob("*") if path.is_file() and path.stat().st_size)
@@ -81,13 +81,13 @@ def tear_file(run: Launched, rng: random.Random) -> float:
 
 
 def fill_disk(run: Launched, rng: random.Random) -> float:
-    """No room for a checkpoint, until the run has ended; the launcher is not to start it again by itself."""
+    """Fill the disk until the run has ended; the launcher must not restart it by itself."""
     at = time.monotonic()
     ballast = run.directory / "logs" / "ballast"
     try:
         with ballast.open("wb") as file:
             while (room := shutil.disk_usage(ballast).free - _LEFT_BYTES) > 0:
-                with contextlib.suppress(OSError):  # a save has taken of it meanwhile
+                with contextlib.suppress(OSError):  # a save has used some of it meanwhile
                     os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, room)
         run.end(_DOWN_S)
     except subprocess.TimeoutExpired:
@@ -106,12 +106,12 @@ FAULTS = {
     "damaged checkpoint": tear_file,
     "full disk": fill_disk,
 }
-# How often each of them comes.
+# Weight of each kind.
 WEIGHTS = dict(zip(FAULTS, (6, 3, 4, 2, 2, 3, 2), strict=True))
 
 
 def sequence(count: int, kinds: list[str], rng: random.Random) -> list[str]:
-    """So many faults in random order, each kind as often as its weight says."""
+    """Return `count` kinds of faults in random order, in proportion to their weights."""
     total = sum(WEIGHTS[kind] for kind in kinds)
     exact = {kind: WEIGHTS[kind] * count / total for kind in kinds}
     numbers = {kind: int(share) for kind, share in exact.items()}
@@ -123,7 +123,7 @@ def sequence(count: int, kinds: list[str], rng: random.Random) -> list[str]:
 
 
 def has_own_network() -> bool:
-    """Whether a run may be given a network of its own, so that its link can be cut."""
+    """Whether a run can have its own network, so that its link can be cut."""
     try:
         return subprocess.run([*OWN_NETWORK, "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def has_own_network() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of its own at `folder`, if that may be made; yields whether."""
+    """Mount a separate small file system at `folder` if possible; yields whether it was."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
     try:
@@ -147,7 +147,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 
 def _signal(run: Launched, rng: random.Random, signum: int) -> float:
-    """Send it to a random process, and return when once all of this start are gone."""
+    """Send a signal to a random process; returns the time once all processes of this start are gone."""
     victims = run.processes()
     if not victims:
         raise FaultFailed("no process was there")
@@ -159,7 +159,7 @@ def _signal(run: Launched, rng: random.Random, signum: int) -> float:
 
 
 def _await_end(run: Launched, victims: Mapping[int, int]) -> None:
-    """Return when all of these processes have ended, which `Launched.processes` found."""
+    """Wait until all of these processes, found by `Launched.processes`, have ended."""
     if not run.wait(lambda: not set(run.processes().values()) & set(victims.values()), _DOWN_S):
         raise FaultFailed(f"the processes did not end within {_DOWN_S:.0f} s")
 

@@ -1,8 +1,8 @@
-"""Loader throughput: samples/s and CPU time with 0, 1 and 2 worker processes, nobody training meanwhile.
+"""Loader throughput: samples/s and CPU time with 0, 1 and 2 worker processes, without training.
 
-Through the run's own `Feed`, from the files to arrays on the devices: the BridgeData sample where it is, else the
-embedded tabletop dataset, written for the occasion. Worker counts take turns within each round. Read next:
-`lerobot_feed.py` for LeRobot data, in turns with lerobot's own loader.
+Measures the run's own `Feed`, from files to arrays on the devices, on the BridgeData sample if present, otherwise on a
+newly written embedded tabletop dataset. Worker counts alternate within each round. Read next:
+`lerobot_feed.py` for LeRobot data, alternating with lerobot's own loader.
 """
 
 import argparse
@@ -48,18 +48,18 @@ class Sample:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__)
     default = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
-    parser.add_argument("--data", type=Path, help=f"BridgeData as tfds wrote it (default: {default} if it is there)")
+    parser.add_argument("--data", type=Path, help=f"BridgeData as written by tfds (default: {default} if present)")
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), help="numbers of worker processes")
     parser.add_argument("--cameras", type=int, choices=(1, 2, 3), default=3, help="pictures per sample")
     parser.add_argument("--image-size", type=int, default=224, help="pixels that pictures are scaled to")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=24, help="measured ones, of each pass")
+    parser.add_argument("--batches", type=int, default=24, help="measured batches per pass")
     parser.add_argument("--format", choices=("rlds", "lerobot"), nargs="+", default=("rlds", "lerobot"))
     parser.add_argument("--peer-python", type=Path, help="Python of an environment with lerobot, for its own loader")
-    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one short round, to check that it runs")
     flags = parser.parse_args(argv)
     if flags.data is None and default.is_dir():
         flags.data = default
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags = parse(argv)
     tables = []
     with tempfile.TemporaryDirectory(prefix="benchmark-feed-") as scratch:
@@ -114,7 +114,7 @@ def _note() -> str:
 
 
 def _open(flags: argparse.Namespace, scratch: Path) -> OpenedDatasets:
-    """The rows, opened as a run of pi0 opens them, with index and norm stats below `scratch`."""
+    """Open the rows as a run of pi0 does, with index and norm stats below `scratch`."""
     experiment = registry.load(EXPERIMENT)
     if flags.data is None:
         path = prepare(scratch, episodes_per_task=1 if flags.quick else 4, val_episodes_per_task=1).dataset
@@ -130,7 +130,7 @@ def _open(flags: argparse.Namespace, scratch: Path) -> OpenedDatasets:
 
 
 def num_warm(flags: argparse.Namespace, workers: int) -> int:
-    """Batches after the first that fill the pipeline before the measured ones."""
+    """Number of warm-up batches after the first, which fill the pipeline."""
     return 1 if flags.quick else min(16, os.cpu_count() or 1) + 2 * workers + 2
 
 
@@ -140,7 +140,8 @@ def num_batches(flags: argparse.Namespace) -> int:
 
 
 def measure(rows: Rows, flags: argparse.Namespace, workers: int) -> Sample:
-    """One feed from its start: the first batch, then a full pipeline's worth to warm up, then the measured ones."""
+    """Measure one feed from its start: the first batch, warm-up batches that fill the pipeline, then the measured
+    ones."""
     feed = RowFeed(rows, batch_size=flags.batch_size, sharding=batch_sharding(make_mesh(1)), num_workers=workers)
     try:
         started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What no client should send, in two dozen kinds: malformed, too large, cut off, without end. Read next: `serving.py`.
+"""Hostile messages of two dozen kinds: malformed, too large, truncated, endless. Read next: `serving.py`.
 
-`attack` sends small ones by the thousand; `LARGE` are as large as a server takes, each made to cost what it can.
+`attack` sends thousands of small ones; `LARGE` are as large as a server accepts, each made as expensive as possible.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _LARGE = 63 << 19
 
 
 def _frame(size: int, content: bytes = b"") -> bytes:
-    """The beginning of a binary message that claims so many bytes."""
+    """The beginning of a binary message that claims `size` bytes."""
     return b"\x82\xff" + size.to_bytes(8, "big") + b"\0\0\0\0" + content
 
 
@@ -51,7 +51,7 @@ MESSAGES: dict[str, bytes | str] = {
     "a key that is a list": b"\x81\x90\x00",
     "a picture of one row": wire.encode({"observation/image_0": np.zeros((1, 100_000, 3), np.uint8)}),
 }
-# Bytes on a fresh TCP connection, after which the client is gone.
+# Bytes on a new TCP connection, after which the client disconnects.
 STREAMS: dict[str, bytes] = {
     "no HTTP": b"\0" * 300,
     "half a handshake": _HANDSHAKE[:40],
@@ -69,7 +69,8 @@ STREAMS: dict[str, bytes] = {
 
 
 def attack(port: int, count: int) -> dict[str, int]:
-    """Send so many, kind after kind; how many of each. Raises AssertionError where one is not refused."""
+    """Send `count` messages, kind after kind; returns the number of each. Raises AssertionError if one is not
+    refused."""
     kinds: list[tuple[str, Callable[[int], None]]] = []
     kinds += [(name, lambda port, message=message: _message(port, message)) for name, message in MESSAGES.items()]
     kinds += [(name, lambda port, data=data: _stream(port, data)) for name, data in STREAMS.items()]
@@ -81,7 +82,7 @@ def attack(port: int, count: int) -> dict[str, int]:
 
 
 def _client(port: int) -> ClientConnection:
-    """A connection, once there is a place: those that just left in the middle may still have theirs."""
+    """Connect once a slot is free: clients that just disconnected may still occupy theirs."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -107,7 +108,7 @@ def _stream(port: int, data: bytes) -> None:
 
 
 def _repeated(head: int, each: bytes) -> bytes:
-    """A list or map (its first byte is `head`) of as many such values as fit."""
+    """A list or map (its first byte is `head`) with as many copies of the value as fit."""
     count = _LARGE // len(each)
     return bytes([head]) + count.to_bytes(4, "big") + each * count
 
@@ -123,12 +124,12 @@ def _keys() -> bytes:
 
 
 def _picture(*shape: int, dtype: str = "uint8") -> Callable[[dict[str, Any]], bytes]:
-    """An observation with one such picture, all else as the policy wants it."""
+    """An observation with one such picture, otherwise as the policy expects it."""
     return _instead(np.zeros(shape, dtype))
 
 
 def _instead(picture: Any) -> Callable[[dict[str, Any]], bytes]:
-    """An observation with this in a picture's place."""
+    """An observation with this value in place of a picture."""
 
     def made(spec: dict[str, Any]) -> bytes:
         wanted: dict[str, Any] = {
@@ -140,7 +141,7 @@ def _instead(picture: Any) -> Callable[[dict[str, Any]], bytes]:
     return made
 
 
-# Made from what the server says of its observations.
+# Made from the server's description of its observations.
 LARGE: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "a map of 5.5 million keys": lambda spec: _keys(),
     "8 million maps": lambda spec: _repeated(0xDD, b"\x81\xa1a\x00"),
@@ -161,7 +162,7 @@ LARGE: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """How large the message was, how long its answer took, and whether it was refused."""
+    """The size of the message, the time of its answer, and whether it was refused."""
 
     size_mb: float
     seconds: float
@@ -169,7 +170,7 @@ class Answer:
 
 
 def send_large(port: int, make: Callable[[dict[str, Any]], bytes], before: Callable[[], None], times: int) -> Answer:
-    """Send it so many times, masked with zeros to cost this process nothing; `before` is called before the first."""
+    """Send it `times` times, masked with zeros to save CPU time here; `before` is called before the first."""
     with _client(port) as connection:
         message = make(wire.decode(connection.recv(timeout=30, decode=False))["observation"])
         head, answer = _frame(len(message)), b""

@@ -1,4 +1,4 @@
-"""A run of the `debug` experiment under `launch local`, seen from outside: lines, processes, files.
+"""A run of the `debug` experiment under `launch local`, observed from outside: lines, processes, files.
 
 Read next: `fault_drill.py` and `startup.py`, which start such runs.
 """
@@ -24,20 +24,20 @@ _TAIL_BYTES = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line that the launcher has shown, and when it came (`time.monotonic`)."""
+    """A line that the launcher has shown, and its time (`time.monotonic`)."""
 
     text: str
     at: float
 
 
-# A network of nothing but a loopback interface: what comes behind runs in it.
+# Runs the command that follows in a network with only a loopback interface.
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "in_own_network")
 
 
 class Launched:
-    """A launcher and its processes; the run lies below `base`. Gone at the end of the `with`.
+    """A launcher and its processes; the run is below `base`. Ended at the end of the `with`.
 
-    `prefix` is a command that starts the launcher's, such as `OWN_NETWORK`.
+    `prefix` is a command that starts the launcher, such as `OWN_NETWORK`.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Launched:
         self.close()
 
     def close(self) -> None:
-        """End it at once, and its processes with it."""
+        """End the launcher and its processes at once."""
         self.process.kill()
         self.end(timeout_s=60)
 
     def end(self, timeout_s: float) -> int:
-        """Its exit code, once it has ended and all that it said is read."""
+        """Wait for the end and return the exit code, after reading all output."""
         code = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
 
     def await_place(self, pattern: str | re.Pattern[str], timeout_s: float, since: int = 0) -> int | None:
-        """The number of the first line from `since` on with the pattern; None where it ends or the time is over."""
+        """The number of the first line from `since` on with the pattern; None at the end or after the time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
             over = not self._reader.is_alive()
@@ -97,7 +97,7 @@ class Launched:
             time.sleep(_POLL_S)
 
     def wait(self, condition: Callable[[], Any], timeout_s: float) -> bool:
-        """Whether the condition came to hold in time, before the launcher ended."""
+        """Whether the condition became true in time, before the launcher ended."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -106,7 +106,7 @@ class Launched:
         return True
 
     def processes(self) -> dict[int, int]:
-        """The pids of the run's processes that live, by rank."""
+        """The pids of the run's live processes, by rank."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -120,12 +120,12 @@ class Launched:
         return found
 
     def checkpoints(self) -> list[int]:
-        """The steps of the whole checkpoints, oldest first."""
+        """The steps of the complete checkpoints, oldest first."""
         manifests = self.directory.glob("*/manifest.json")
         return sorted(int(path.parent.name) for path in manifests if path.parent.name.isdecimal())
 
     def last_step(self) -> int:
-        """The last step that `metrics.jsonl` has whole."""
+        """The last step with a complete line in `metrics.jsonl`."""
         try:
             with (self.directory / "metrics.jsonl").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

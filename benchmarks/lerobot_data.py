@@ -1,4 +1,4 @@
-"""Writes a LeRobot 3.0 dataset of made-up pictures as lerobot writes them: AV1, a key frame every second frame, crf 30.
+"""Writes a LeRobot 3.0 dataset of synthetic pictures as lerobot does: AV1, a key frame every second frame, crf 30.
 
 Read next: `lerobot_feed.py`, which reads it back. lerobot itself is not needed, and reads it too.
 """
@@ -28,7 +28,7 @@ class Written:
 
 
 def write(root: Path, *, num_episodes: int, episode_length: int, height: int, width: int) -> Written:
-    """Write a dataset of three cameras, whose state and action have 7 dims, all episodes in one file of each kind."""
+    """Write a dataset with three cameras and 7 dims of state and action, with all episodes in one file of each kind."""
     num_steps = num_episodes * episode_length
     episode, step = np.divmod(np.arange(num_steps), episode_length)
     walk = np.cumsum(np.random.default_rng(0).normal(0, 0.02, (num_steps + 1, 7)), axis=0).astype(np.float32)

@@ -1,6 +1,6 @@
-"""The feed on LeRobot data, in turns with lerobot's own loader on the same rows; what decoding one picture costs.
+"""The feed on LeRobot data, alternating with lerobot's own loader on the same rows; the cost of decoding one picture.
 
-Read next: `lerobot_data.py` (the dataset), `lerobot_peer.py` (lerobot's side, in an environment of its own).
+Read next: `lerobot_data.py` (the dataset), `lerobot_peer.py` (lerobot's side, in a separate environment).
 """
 
 import argparse
@@ -45,14 +45,14 @@ _DECODE_COLUMNS = ("picture", "decoder", "CPU ms/picture", "pictures/s per core"
 
 
 class Peer:
-    """lerobot's side: answers requests with what it measured."""
+    """The process with lerobot, which answers requests with its measurements."""
 
     def __init__(self, process: subprocess.Popen, answers):
         self._process, self._answers = process, answers
         self.versions = self._answer()
 
     def ask(self, what: str, **options) -> dict:
-        """Have something measured, and wait for the result."""
+        """Request a measurement, and wait for the result."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({what: options}) + "\n")
         self._process.stdin.flush()
@@ -68,7 +68,7 @@ class Peer:
 
 @contextlib.contextmanager
 def start_peer(python: Path | None) -> Iterator[Peer | None]:
-    """lerobot's side in the environment of that Python; None where none was given."""
+    """Start the process with lerobot in the environment of that Python; yields None if none is given."""
     if python is None:
         yield None
         return
@@ -85,7 +85,7 @@ def start_peer(python: Path | None) -> Iterator[Peer | None]:
 
 
 def tables(flags: argparse.Namespace, scratch: Path) -> list[Table]:
-    """Measure as the feed's flags say."""
+    """Run the benchmark with the feed's flags."""
     height, width = (48, 64) if flags.quick else (480, 640)
     written = lerobot_data.write(
         scratch / "arms", num_episodes=3, episode_length=20 if flags.quick else 100, height=height, width=width
@@ -110,7 +110,7 @@ def tables(flags: argparse.Namespace, scratch: Path) -> list[Table]:
 
 
 def _rows(flags: argparse.Namespace, scratch: Path, root: Path, height: int, width: int) -> tuple[Rows, Rows]:
-    """A run's rows, and the same ones with pictures of the size that they are stored in."""
+    """The rows of a run, and the same rows with pictures at their stored size."""
     experiment = registry.load(EXPERIMENT)
     cameras = dict(zip(_SLOTS, (name.replace(".", "/") for name in lerobot_data.CAMERAS), strict=True))
     source = LeRobot(path=str(root), cache_dir=str(scratch / "index"))
@@ -133,7 +133,8 @@ def _rows(flags: argparse.Namespace, scratch: Path, root: Path, height: int, wid
 
 
 def _pairs(flags, workers, rounds, scaled, stored, written, peer) -> list[list[Cell]]:
-    """Ours and lerobot's in turn, on the same rows, pictures scaled and as stored; a table row for each."""
+    """Measure ours and lerobot's alternately on the same rows, pictures scaled and as stored; one table row for
+    each."""
     warm, batches = num_warm(flags, workers), num_batches(flags)
     positions = np.arange((1 + warm + batches + 2 * max(workers, 1)) * flags.batch_size)
     height, width = stored.spec[f"image/{_SLOTS[0]}"][0][:2]

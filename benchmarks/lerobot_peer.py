@@ -1,7 +1,7 @@
-"""What lerobot's own loader does, measured in an environment where lerobot is installed; `lerobot_feed.py` starts it.
+"""Measures lerobot's own loader, in an environment where lerobot is installed; `lerobot_feed.py` starts it.
 
 Requests are JSON lines on stdin, answers JSON lines on the descriptor that the first argument names: {"loader": ...} or
-{"decode": ...}, each with what `lerobot_feed.py` says. Imports nothing of ours.
+{"decode": ...}, each with the arguments from `lerobot_feed.py`. Imports nothing of this project.
 """
 
 import json
@@ -25,7 +25,7 @@ def loader(root, horizon, fps, indices, batch_size, workers, num_warm, size):
     for _ in range(num_warm):
         next(batches)
     started, cpu_s, num_samples = time.perf_counter(), _cpu_s(), 0
-    # The workers end after the last batch, and their CPU time is then no longer to be had.
+    # The workers end after the last batch, and their CPU time can then no longer be read.
     for _ in range(len(indices) // batch_size - num_warm - 2 * max(workers, 1)):
         num_samples += len(next(batches)["action"])
     elapsed_s, cpu_s = time.perf_counter() - started, _cpu_s() - cpu_s
@@ -34,7 +34,7 @@ def loader(root, horizon, fps, indices, batch_size, workers, num_warm, size):
 
 
 def decode(video, times, backend):
-    """CPU milliseconds of one frame, decoded alone, at these times in turn."""
+    """CPU milliseconds for decoding one frame, at each of these times in turn."""
     from lerobot.datasets.video_utils import decode_video_frames
 
     decode_video_frames(video, times[:1], 1e-4, backend)

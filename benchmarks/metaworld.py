@@ -1,6 +1,6 @@
-"""Policies from states learn five Meta-World tasks from scripted demonstrations: loss and success against CPU time.
+"""Loss and success against CPU time of policies from states, on scripted demonstrations of five Meta-World tasks.
 
-All is done as a user would: `data collect`, then a training run that acts in closed loop from initial states that no
+Uses the commands of a user: `data collect`, then a training run that acts in closed loop from initial states that no
 demonstration has. Read next: `configs/metaworld_dp.py`, `openpi_train/envs/metaworld_env.py`.
 """
 
@@ -26,14 +26,14 @@ _LEAST_STEPS = 500
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks metaworld", description=__doc__)
     parser.add_argument("--experiments", nargs="+", default=EXPERIMENTS, help="of configs/metaworld_dp.py")
     parser.add_argument("--demonstrations", type=int, default=20, help="per task (%(default)s)")
     parser.add_argument("--steps", type=int, default=4_000, help="optimizer steps (%(default)s)")
     parser.add_argument("--every", type=int, default=1_000, help="steps from one closed loop to the next (%(default)s)")
     parser.add_argument("--episodes", type=int, default=10, help="initial states per task (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to check that it runs")
     flags = parser.parse_args(argv)
     if flags.quick:
         flags.experiments, flags.demonstrations, flags.steps, flags.every, flags.episodes = EXPERIMENTS[:1], 2, 4, 4, 1
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     from openpi_train.envs.metaworld_env import MetaWorldEnv
 
     flags, tasks = parse(argv), MetaWorldEnv().tasks
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def _train(base: Path, name: str, store: Path, flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """The lines of a run's closed loops, each with the last loss before it and the `CPU s` up to it."""
+    """Train; returns the lines of the closed loops, each with the last loss before it and the `CPU s` up to it."""
     every = str(flags.every)
     words = ["--exp-name", "x", "--dataset", store, "--num-train-steps", str(flags.steps), "--log-interval", every]
     words += ["--checkpoint-base-dir", base / "runs", "--assets-base-dir", base / "assets", "--eval.interval", every]
@@ -94,7 +94,7 @@ def _train(base: Path, name: str, store: Path, flags: argparse.Namespace) -> lis
 
 
 def _run(command: Sequence[str | Path], base: Path, metrics: Path | None = None) -> dict[int, float]:
-    """Run a command; CPU seconds up to the moment when `metrics` had the closed loop of a step, and to the end (-1)."""
+    """Run a command; returns the CPU seconds until `metrics` has each step's closed loop, and until the end (-1)."""
     # Matrices this small are not worth a second thread.
     environ = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"}
     spent: dict[int, float] = {}
@@ -108,18 +108,18 @@ def _run(command: Sequence[str | Path], base: Path, metrics: Path | None = None)
         time.sleep(_POLL_S)
     if process.returncode:
         raise RuntimeError(f"it ended with code {process.returncode}:\n{(base / 'output.log').read_text()[-3000:]}")
-    for line in _lines(metrics) if metrics is not None else ():  # the last one, in the moment of the end
+    for line in _lines(metrics) if metrics is not None else ():  # the last one, written just before the end
         spent.setdefault(line["step"], spent[-1])
     return spent
 
 
 def _lines(metrics: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`."""
+    """The complete lines of `metrics.jsonl`."""
     return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds that a process and its threads have used; 0 where it has ended."""
+    """CPU seconds that a process and its threads have used; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,7 @@
-"""openpi's own client from the package index, unmodified, in an environment of its own: made once, kept in the cache.
+"""openpi's unmodified client from the package index, in a separate environment: created once, kept in the cache.
 
-It wants numpy below 2 and imports typing_extensions without saying so. Read next: `serving_client.py`, which uses it.
+The client needs numpy below 2, and typing_extensions, which it does not declare. Read next: `serving_client.py`, which
+uses it.
 """
 
 import os
@@ -13,11 +14,11 @@ _WANTED = ("openpi-client==0.1.2", "typing_extensions")
 
 
 class Unavailable(Exception):
-    """The client is not there and cannot be fetched."""
+    """The client is not installed and cannot be downloaded."""
 
 
 def environment() -> dict[str, str]:
-    """Variables with which `python()` imports the client. Raises Unavailable."""
+    """Environment variables with which `python()` can import the client. Raises Unavailable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "openpi_train" / "peers"
     place = cache / f"openpi-client-0.1.2-py{sys.version_info.major}{sys.version_info.minor}"
     if not place.is_dir():

@@ -1,10 +1,10 @@
-"""Not openpi: our own step, made to do the work that openpi does; `step_time.py` measures ours against it.
+"""Our own step modified to do the work of openpi's step (not openpi's program); `step_time.py` compares ours with it.
 
-Every part of it is this project's: layers, loss, optimizer, augmentation. It differs from our step in what openpi at
-15a9616 does otherwise. Every robot has three cameras (absent ones are black, masked pictures); the last layer is
+Layers, loss, optimizer and augmentation are this project's. The step differs from ours where openpi at
+15a9616 does: every robot has three cameras (absent ones are black, masked pictures); the last layer is
 computed for all tokens; attention is einsum and softmax; prompts are padded to the model's limit; every update is
-applied without a look at it. openpi also recomputes every layer in the backward pass (`remat` "full"). What else makes
-openpi faster or slower is in neither: its modules, its loader, its compiler's version; it resamples pictures thrice.
+applied without a NaN check. openpi also recomputes every layer in the backward pass (`remat` "full"). Other
+differences of openpi are not included: its modules, its loader, its compiler version, its three resamplings of images.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from openpi_train.training.step import Metrics, Trainer
 
 
 def reference(trial: Trial, remat: str) -> Trial:
-    """The same run with openpi's work to do. States of both have one layout, so one state can go through both."""
+    """The same run doing openpi's work. The states of both have the same layout, so both can use one state."""
     experiment = trial.experiment
     model: Any = dataclasses.replace(experiment.model, remat=remat, attention="xla")  # pyright: ignore[reportCallIssue]
     objective = ReferenceFlowMatching(**vars(experiment.objective))
@@ -35,7 +35,7 @@ def reference(trial: Trial, remat: str) -> Trial:
 
 
 class ReferenceFlowMatching(FlowMatching):
-    """The loss by way of all outputs of the transformer."""
+    """The loss, computed from all outputs of the transformer."""
 
     def loss_at(self, model: Any, *arguments: Any) -> Any:
         """As `FlowMatching.loss_at`."""
@@ -43,7 +43,7 @@ class ReferenceFlowMatching(FlowMatching):
 
 
 class _WholeOutputs:
-    """A pi0 whose last layer computes the prefix too, although nothing reads it."""
+    """A pi0 whose last layer also computes the prefix, although it is not used."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -57,7 +57,7 @@ class ReferenceTrainer(Trainer):
     """openpi's update (`scripts/train.py`, `train_step`)."""
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One update, applied whatever is in it."""
+        """One update, applied without a check."""
         grads, metrics = self.accumulate(state, batch, self.objective.norms(batch))
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -1,4 +1,4 @@
-"""What a benchmark hands back: tables of medians with their spread, and under what circumstances they were measured.
+"""Results of a benchmark: tables of medians with their spread, and the conditions of the measurement.
 
 Read next: `__main__.py`, which prints both.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Load average per core above which other programs share what is being measured.
+# Load average per core above which other programs disturb the measurement.
 _BUSY_LOAD_PER_CORE = 0.75
 
 
@@ -38,7 +38,7 @@ class Spread:
         return Spread(tuple(map(function, self.samples)))
 
     def over(self, other: "Spread") -> "Spread":
-        """Ratios of the samples that were taken side by side."""
+        """Pairwise ratios to the samples of `other`."""
         return Spread(tuple(one / two for one, two in zip(self.samples, other.samples, strict=True)))
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ Cell = str | int | float | Spread | None
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells below `columns`, the ratio that matters in the last one. `notes` stand below the table.
+    """Rows of cells below `columns`, with the ratio that matters in the last one. `notes` are printed below the table.
 
-    `failure` says what was found to be wrong, where something must hold; the program then ends with code 1.
+    `failure` says which requirement is not met; the program then exits with code 1.
     """
 
     title: str
@@ -75,13 +75,13 @@ class Table:
         return "\n".join([f"### {self.title}", "", lines[0], rule, *lines[1:], "", *self.notes, ""])
 
     def as_json(self) -> dict[str, Any]:
-        """Title and notes, and a dictionary per row; repeated measurements as the list of their samples."""
+        """Title, notes and one dictionary per row; repeated measurements are lists of samples."""
         rows = [dict(zip(self.columns, map(_plain, row), strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent where that stays short."""
+    """Format with three significant digits, without an exponent if that is short."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
@@ -96,7 +96,7 @@ def _plain(cell: Cell) -> Any:
 
 
 def provenance(argv: Iterable[str]) -> dict[str, str]:
-    """When, on what and with which code the numbers were measured. Starts jax's devices."""
+    """Date, hardware, versions and commit of the measurement. Initialises jax's devices."""
     import jax
 
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
@@ -114,7 +114,7 @@ def provenance(argv: Iterable[str]) -> dict[str, str]:
 
 
 def busy() -> str | None:
-    """A warning where other programs use this machine, else None."""
+    """A warning if other programs use this machine, else None."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= _BUSY_LOAD_PER_CORE * cores:
         return None
@@ -122,7 +122,7 @@ def busy() -> str | None:
 
 
 def write_json(path: Path, facts: Mapping[str, str], tables: Iterable[Table]) -> None:
-    """Provenance and all samples, for whoever wants to compare runs."""
+    """Write provenance and all samples, for comparing runs."""
     content = {"provenance": dict(facts), "tables": [table.as_json() for table in tables]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -137,7 +137,7 @@ def _cpu_model() -> str:
 
 
 def _git(*words: str) -> str:
-    """What git says of the checkout; empty where there is none."""
+    """The output of git in the checkout; empty if there is none."""
     try:
         result = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""The policy server under openpi's own client: latency and throughput by clients; bad messages, and what they take.
+"""The policy server with openpi's own client: latency and throughput by clients; the cost of bad messages.
 
 The model is a small pi0 (untrained, about 0.6 M parameters, bfloat16, 3 pictures of 224 px, 10 denoising steps).
 Read next: `serving_client.py`, `hostile.py`.
@@ -34,7 +34,7 @@ _TITLE = "Serving: latency and throughput"
 _ROUNDS = 3
 _MOST_GROWTH_MB = 32.0
 _LONGEST_HEALTH_MS = 1000.0
-# Of the message; beside it there are a read's 256 KiB and what an allocator keeps.
+# Relative to the message; in addition there are 256 KiB per read and memory that the allocator keeps.
 _MOST_HELD = 2.0
 _HELD_BESIDE_MB = 4.0
 _SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -50,18 +50,18 @@ COLUMNS = (
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
-    parser.add_argument("--checkpoint", metavar="RUN", help="a trained run in place of the made one")
+    parser.add_argument("--checkpoint", metavar="RUN", help="a trained run instead of the untrained one")
     parser.add_argument("--clients", type=int, nargs="+", default=(1, 4, 16), help="clients at once")
     parser.add_argument("--requests", type=int, default=160, help="requests of all clients together")
-    parser.add_argument("--bad-messages", type=int, default=1000, help="malformed, oversized and half-sent messages")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests, to see that it runs")
+    parser.add_argument("--bad-messages", type=int, default=1000, help="malformed, oversized and incomplete messages")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few requests, to check that it runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags = parse(argv)
     clients = (1, 2) if flags.quick else tuple(flags.clients)
     requests, bad, rounds = (8, 40, 1) if flags.quick else (flags.requests, flags.bad_messages, _ROUNDS)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def _experiment(quick: bool) -> Experiment:
-    """A small pi0 on made-up pictures; `debug` where it is only to run."""
+    """A small pi0 on synthetic pictures; `debug` with --quick."""
     debug = registry.load("debug")
     if quick:
         return debug
@@ -107,12 +107,12 @@ class _Server:
         return pages * 4096 / 1e6
 
     def peak_mb(self) -> float:
-        """The most of it since `forget_peak`."""
+        """The peak of resident memory since `forget_peak`."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
     def forget_peak(self) -> None:
-        """Begin again to look for the most."""
+        """Reset the peak."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def open_files(self) -> int:
@@ -129,7 +129,7 @@ class _Server:
 
 @contextlib.contextmanager
 def _health(server: _Server) -> Iterator[list[float]]:
-    """Asks for /healthz again and again meanwhile; the list has how long each took, in ms."""
+    """Query /healthz continuously in the background; yields the list of latencies in ms."""
     found: list[float] = []
     over = threading.Event()
 
@@ -148,7 +148,7 @@ def _health(server: _Server) -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def _server(run: str | Path, max_batch: int) -> Iterator[_Server]:
-    """A server process that is ready."""
+    """Start a server process and yield it when it is ready."""
     command = [sys.executable, "-m", "openpi_train", "serve", str(run), "--port", "0", "--max-batch", str(max_batch)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=ROOT, stderr=errors, text=True)
@@ -236,7 +236,7 @@ def _survival(server: _Server, count: int, longest_ms: float) -> Table:
 
 
 def _largest(server: _Server, rounds: int, longest_ms: float) -> Table:
-    """One client with the largest messages that the server takes, each kind in turn."""
+    """One client sends the largest messages that the server accepts, each kind in turn."""
     rows: list[Sequence[Cell]] = []
     wrong: list[str] = []
     for name, make in hostile.LARGE.items():

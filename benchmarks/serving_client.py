@@ -1,7 +1,7 @@
-"""A program for openpi's own client: several clients ask a server as fast as it answers; prints a JSON line.
+"""Several of openpi's own clients send requests to a server as fast as it answers; prints a JSON line.
 
-Run by another Python than ours (`openpi_peer.py`): it imports nothing of this project. Arguments: the port, an API key
-or "", clients, requests of each.
+It runs in a separate environment (`openpi_peer.py`) and imports nothing of this project. Arguments: the port, an API
+key or "", clients, requests of each.
 """
 
 import concurrent.futures
@@ -14,7 +14,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy  # pyrig
 
 
 def main(port: int, key: str, num_clients: int, num_requests: int) -> None:
-    """Talk, and print what was answered, how long each request took, and the time from the first to the last."""
+    """Send the requests; print the answers, the time of each request, and the time from the first to the last."""
     policies = [WebsocketClientPolicy(host="127.0.0.1", port=port, api_key=key) for _ in range(num_clients)]
     metadata = policies[0].get_server_metadata()
 

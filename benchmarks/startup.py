@@ -1,7 +1,8 @@
-"""Seconds from the command to the first optimizer step, by the number of processes, and where they go.
+"""Seconds from the command to the first optimizer step, part by part, by the number of processes.
 
-`launch local` starts the `debug` experiment, whose model is tiny: what is measured is the program's own. A cold start
-has an empty compilation cache, a warm one that of the cold start. Times are those at which process 0's lines arrive.
+`launch local` starts the `debug` experiment, whose model is tiny, so the time is that of the program itself. A cold
+start has an empty compilation cache, a warm one that of the cold start. Times are those at which process 0's lines
+arrive.
 Read next: `launched.py`.
 """
 
@@ -15,7 +16,7 @@ from benchmarks.report import Cell, Spread, Table
 
 NUM_WARM = 3
 TIMEOUT_S = 600.0
-# What each part of a start ends with, in the words of process 0.
+# The log line of process 0 that ends each part of a start.
 PARTS = {
     "imports": " I compiled programs are kept in ",
     "meeting": " I starting jax: ",
@@ -30,15 +31,15 @@ COLUMNS = ("processes", "compilation cache", *(f"{part} s" for part in PARTS), "
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks startup", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=(1, 2, 4), help="numbers of processes")
-    parser.add_argument("--quick", action="store_true", help="one process, one warm start, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one process, one warm start, to check that it runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags = parse(argv)
     rows = [row for count in ((1,) if flags.quick else flags.processes) for row in _rows(count, flags.quick)]
     notes = [
@@ -60,7 +61,7 @@ def _rows(num_processes: int, quick: bool) -> list[list[Cell]]:
 
 
 def _start(folder: Path, num_processes: int, number: int) -> list[float]:
-    """The seconds of each part of one start, and of the whole."""
+    """The seconds of each part of one start, and the total."""
     experiment = ("--batch-size", "8", "--num-train-steps", "1000", "--save-interval", "1000", "--no-tensorboard")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     seconds, place = [], -1

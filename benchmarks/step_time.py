@@ -1,9 +1,9 @@
-"""Step time with 3, 2 and 1 present cameras: our step against a reference, which is our own step with openpi's work.
+"""Step time with 3, 2 and 1 present cameras: our step against a reference, which is our own step doing openpi's work.
 
-The reference is not openpi's program; `reference.py` says what it has of openpi. First it recomputes as ours does (the
-same `--model.remat`): like for like. Then, where ours is another, it recomputes every layer, as openpi does. Both take
-turns (A B A B ...) on one donated state, so that whatever else slows the machine slows both. That they give the same
-loss is measured first, from equal states. Read next: `reference.py`, `steps.py`.
+The reference is not openpi's program; `reference.py` describes it. First it recomputes what ours does (the
+same `--model.remat`): like for like. Then, if ours is not `full`, it recomputes every layer, as openpi does. Both
+alternate (A B A B ...) on one donated state, so other load on the machine slows both. First their losses from equal
+states are compared. Read next: `reference.py`, `steps.py`.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.training.state import TrainState
 
-# A sample is as many steps as take this long, so that the host's dispatch is hidden as it is in training.
+# A sample has as many steps as take this long, so that dispatch on the host is hidden as in training.
 SAMPLE_S = 0.25
-# Steps from the fresh state whose losses are compared; they also warm both programs up.
+# Steps from the initial state whose losses are compared; they also warm up both programs.
 NUM_COMPARED = 3
 
-# What openpi's backward pass computes again.
+# What openpi's backward pass recomputes.
 OPENPI_REMAT = "full"
 
 COLUMNS = (
@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks step_time", description=__doc__)
     parser.add_argument("--cameras", type=int, nargs="+", choices=(1, 2, 3), default=(3, 2, 1), help="rows to measure")
     parser.add_argument("--pairs", type=int, default=15, metavar="N", help="samples of each step (default: 15)")
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags, experiment = parse(argv)
     whole = Trial.of(experiment)
     if flags.prompt_tokens is not None:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def remats(experiment: Experiment) -> list[str]:
-    """What the reference computes again, one table each: the same as ours, then, where that is another, as openpi."""
+    """The rematerialisation policies of the reference, one table each: the same as ours, then openpi's if different."""
     model: Any = experiment.model
     return list(dict.fromkeys((model.remat, OPENPI_REMAT)))
 
@@ -87,13 +87,13 @@ class Program:
 
     @property
     def size_mib(self) -> float:
-        """Device memory of one step by the compiler's account: state, batch, results and scratch space."""
+        """Device memory of one step as reported by the compiler: state, batch, results and scratch space."""
         sizes = self.step.memory_analysis()
         own = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return (own + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes) / 2**20
 
     def first_losses(self, batch: Any) -> tuple[np.ndarray, TrainState]:
-        """Losses of the first steps from the fresh state, float32 [NUM_COMPARED]; and the state after them."""
+        """Losses of the first steps from the initial state, float32 [NUM_COMPARED]; and the state after them."""
         state, losses = self.trial.fresh_state(), []
         for _ in range(NUM_COMPARED):
             state, metrics = self.step(state, batch)
@@ -114,7 +114,7 @@ def _table(programs: Sequence[Program], theirs: Trial, flags: argparse.Namespace
 
 def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell]:
     batches = [each.trial.batch(each.slots, ours.slots, flags.prompt_tokens) for each in (ours, theirs)]
-    losses = ours.first_losses(batches[0])[0]  # its state goes: a second one might not fit
+    losses = ours.first_losses(batches[0])[0]  # its state is dropped: a second one might not fit
     their_losses, state = theirs.first_losses(batches[1])
     step_s, state = timed_steps(ours.step, state, batches[0], 1)
     num_steps = 1 if flags.quick else math.ceil(SAMPLE_S / step_s)

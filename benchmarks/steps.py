@@ -1,4 +1,4 @@
-"""A run's real training step over random data: what `step_time.py` and `checkpoint.py` drive."""
+"""A run's real training step on random data, for `step_time.py` and `checkpoint.py`."""
 
 import argparse
 import dataclasses
@@ -30,13 +30,13 @@ MODELS = {"tiny": TINY, "medium": f"{Path(__file__).with_name('medium.py')}:medi
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
-    """The flags of a benchmark (`parser` holds its own ones), and the experiment that it shall measure.
+    """Parse the flags of a benchmark (`parser` holds its own) and the experiment to measure.
 
     Raises UsageError for an unknown experiment; exits with code 2 on an unknown flag.
     """
     parser.add_argument("--model", choices=tuple(MODELS), default="tiny", help=f"tiny: {TINY}'s; medium: 100 M")
     parser.add_argument("--experiment", metavar="NAME", help="a whole experiment instead; all its flags may follow")
-    parser.add_argument("--quick", action="store_true", help="a few repetitions, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few repetitions, to check that it runs")
     flags, rest = parser.parse_known_args(argv)
     if flags.quick:
         rest = ["--batch-size", str(2 * jax.device_count()), *rest]
@@ -46,14 +46,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A prepared run without data. Use it within `jax.set_mesh(trial.mesh)`."""
+    """A prepared run without data. Use it inside `jax.set_mesh(trial.mesh)`."""
 
     experiment: Experiment
     prepared: Prepared
 
     @classmethod
     def of(cls, experiment: Experiment) -> "Trial":
-        """Lay the run out. Raises UsageError where it does not fit the devices."""
+        """Prepare the run. Raises UsageError if it does not fit the devices."""
         prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
         require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
         return cls(prepared.experiment, prepared)
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the whole state, as a checkpoint holds it."""
+        """Bytes of the whole state in a checkpoint."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.prepared.layout.shapes))
 
     def fresh_state(self) -> TrainState:
@@ -88,9 +88,9 @@ class Trial:
         return self.prepared.trainer.compile_step(layout.shardings, layout.abstract(), spec)
 
     def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS, prompt_tokens: int | None = None) -> Any:
-        """Random rows on the devices. Slots that are not `present` hold black pictures that are masked out.
+        """Random rows on the devices. Slots that are not `present` hold masked black pictures.
 
-        Prompts have `prompt_tokens` tokens (None: as many as the model takes) before their padding.
+        Prompts have `prompt_tokens` tokens (None: the model's maximum) before padding.
         """
         spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
         vocab_size = self.experiment.model.vocab_size
@@ -100,7 +100,7 @@ class Trial:
         return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
 
     def step_flops(self, slots: Sequence[str], *, recomputed: bool = True) -> float:
-        """FLOPs of all products in one step, with recomputation or without, counted in the traced program."""
+        """FLOPs of all products in one step, with or without recomputation, counted in the traced program."""
         layout, model = self.prepared.layout, self.experiment.model
         spec = model.batch_spec(self.experiment.batch_size, slots)
         traced = jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec)
@@ -108,7 +108,7 @@ class Trial:
 
 
 def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:
-    """Seconds per step over `count` steps, of which the host waits for the last one only; and the new state."""
+    """Seconds per step over `count` steps, where the host only waits for the last one; and the new state."""
     started = time.perf_counter()
     metrics: Any = None
     for _ in range(count):
@@ -118,7 +118,7 @@ def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -
 
 
 def _fill(name: str, leaf: Any, present: Sequence[str], vocab_size: int) -> np.ndarray:
-    """One column of the batch: the same numbers whatever the other columns are."""
+    """One column of the batch, independent of the other columns."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     kind, _, slot = name.partition("/")
     absent = bool(slot) and slot not in present

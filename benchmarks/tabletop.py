@@ -1,6 +1,6 @@
 """Control steps per second of the embedded environment, by the number of scenes simulated at once, random actions.
 
-With pictures, as a policy in closed loop needs them, and without. Read next: `openpi_train/envs/tabletop_env.py`.
+Measured with pictures, as a policy in closed loop needs, and without. Read next: `openpi_train/envs/tabletop_env.py`.
 """
 
 import argparse
@@ -14,22 +14,22 @@ from benchmarks.report import Spread, Table
 from openpi_train.envs.tabletop_env import TabletopEnv
 
 NUM_ROUNDS = 7
-# A sample is as many control steps as take this long.
+# A sample has as many control steps as take this long.
 SAMPLE_S = 0.25
 COLUMNS = ("scenes", "steps/s without pictures", "steps/s with pictures", "steps/s with pictures vs first row")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tabletop", description=__doc__)
     parser.add_argument("--scenes", type=int, nargs="+", default=(1, 16, 128), help="scenes at once")
     parser.add_argument("--image-size", type=int, default=64, help="pixels of both cameras' pictures")
-    parser.add_argument("--quick", action="store_true", help="two short rounds of small batches, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="two short rounds of small batches, to check that it runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags = parse(argv)
     env = TabletopEnv(image_size=flags.image_size)
     sizes = (1, 2) if flags.quick else flags.scenes
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 class _World:
-    """Scenes of all tasks in turn, and actions for them."""
+    """Scenes that cycle through all tasks, and actions for them."""
 
     def __init__(self, env: TabletopEnv, num_scenes: int):
         self.env, self.num_scenes = env, num_scenes
@@ -62,7 +62,7 @@ class _World:
         return count * self.num_scenes / self._run(count, pictures)
 
     def _run(self, count: int, pictures: bool) -> float:
-        """Seconds that `count` control steps take. The host waits for each, as a policy in closed loop does."""
+        """Seconds for `count` control steps. The host waits for each, as in closed loop."""
         started = time.perf_counter()
         for _ in range(count):
             self.states = self.env.step(self.states, self.actions)

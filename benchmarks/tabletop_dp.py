@@ -1,4 +1,4 @@
-"""A diffusion policy from images, on the tabletop's easiest task: successes in held-out initial states by step.
+"""A diffusion policy from images, on the tabletop's easiest task: success rate in held-out initial states by step.
 
 Read next: `closed_loop.py`, `configs/tabletop_runs.py`.
 """
@@ -19,12 +19,12 @@ STUDY = closed_loop.Study(
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, understood."""
+    """Parse the command line."""
     return closed_loop.parse("tabletop_dp", __doc__, STUDY, argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Measure as the flags say."""
+    """Run the benchmark and return its tables."""
     flags, rest = parse(argv)
     with closed_loop.folder(flags) as out:
         return [closed_loop.measure("Diffusion policy from images: tabletop, one task", STUDY, flags, rest, out)]

@@ -1,7 +1,7 @@
 """Bytes that one device sends in a step of the compiled program, against the strategy's formula; nothing is run.
 
-The step is compiled for the devices that there are, or for eight CPU devices where there is only one. XLA for CPUs
-sends bfloat16 gathers as float32; they count as what the program asks for. Read next: `planning/traffic.py`.
+The step is compiled for the available devices, or for eight CPU devices if there is only one. XLA for CPUs
+sends bfloat16 gathers as float32; they are counted in the program's dtype. Read next: `planning/traffic.py`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COLUMNS += (*(f"{kind} GB" for kind in KINDS), "sent GB", "formula GB", "sent / 
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks traffic", description=__doc__)
     parser.add_argument("--strategies", nargs="+", choices=tuple(CUT), default=tuple(CUT), help="rows to measure")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1, 4), metavar="N", help="rows to measure")
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Compile as the flags say. Without --experiment or --model that is full pi0 with three cameras."""
+    """Compile and measure; the default without --experiment or --model is full pi0 with three cameras."""
     flags, experiment = parse(argv)
     if jax.device_count() == 1:
         return _with_eight_devices(argv)
@@ -92,7 +92,7 @@ def _failure(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _with_eight_devices(argv: Sequence[str]) -> list[Table]:
-    """The same in a process of its own: how many devices there are is settled when jax starts."""
+    """Run this benchmark in a new process, because the number of devices is fixed when jax starts."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "traffic.json"
         command = [sys.executable, "-m", "benchmarks", "traffic", *argv, "--json", str(file)]

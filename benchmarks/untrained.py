@@ -1,4 +1,4 @@
-"""A run's directory with a checkpoint of its first state: what `serve` takes, without the training.
+"""A run directory with a checkpoint of the initial state, for `serve` without training.
 
 Read next: `serving.py`, which measures such a run's server.
 """
@@ -24,7 +24,7 @@ from openpi_train.training.step import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Untrained:
-    """A run's directory, and what made it."""
+    """A run directory, and the experiment that made it."""
 
     directory: Path
     experiment: Experiment
@@ -34,7 +34,7 @@ class Untrained:
 
 
 def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Untrained:
-    """Make the run below `base`; the average of its parameters lies `moved` away from them."""
+    """Make the run below `base`; the average of its parameters differs from them by `moved`."""
     experiment = dataclasses.replace(experiment, exp_name="x", assets_base_dir=str(base / "assets"))
     directory = base / experiment.name / experiment.exp_name
     data = experiment.open_data()

@@ -1,8 +1,8 @@
-"""Every way of training a VLA, in small: on 2 processes x 2 devices under zero3, and continued on one device.
+"""All ways to train a VLA, at small size: on 2 processes x 2 devices under zero3, and continued on one device.
 
-Each runs as a user starts it, once with both halves on four devices, and its second half again on one, from the
-checkpoint between them: the losses must be the same to rounding, the compiled state as large as the plan's, and what
-is frozen the same bits at the end. Read next: `vla_small.py`, the experiments.
+Each runs as a user starts it, once entirely on four devices, and again from the middle checkpoint on one: the losses
+must be the same to rounding, the compiled state as large as planned, and frozen parameters bit-identical at the end.
+Read next: `vla_small.py`, the experiments.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from openpi_train.interop.place import Place
 
 NAMES = tuple(name for name, value in vars(vla_small).items() if isinstance(value, Experiment))
 FILE = Path(vla_small.__file__)
-# Of the first step, rounding in another order of sums; of the last ones, what Adam's division by small moments and 25
-# steps make of it. The compiler pads small arrays of the state.
+# First step: rounding in another order of sums. Last steps: the same, amplified by Adam's division by small moments
+# over 25 steps. The compiler pads small arrays of the state.
 FIRST_RTOL, LAST_RTOL, STATE_RTOL = 1e-5, 1e-2, 0.02
 _ZERO3 = ("--fsdp-devices", "4", "--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
 
@@ -47,16 +47,16 @@ COLUMNS = (
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks vla_runs", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, half of them before the resume")
-    parser.add_argument("--quick", action="store_true", help="one experiment for four steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one experiment for four steps, to check that it runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Train as the flags say."""
+    """Train all experiments and return a table."""
     flags = parse(argv)
     names, steps = (("paligemma_flow_lora",), 4) if flags.quick else (flags.only, flags.steps)
     with tempfile.TemporaryDirectory(prefix="benchmark-vla-") as folder:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def _train(folder: Path, name: str, steps: int) -> tuple[list[Cell], list[str]]:
-    """One experiment's row, and what is wrong with it."""
+    """One experiment's row, and its failures."""
     experiment = getattr(vla_small, name)
     flags = ["--num-train-steps", steps, "--save-interval", steps // 2, "--keep-last", 2, "--no-tensorboard"]
     if hasattr(experiment.model, "fast_tokenizer"):
@@ -86,7 +86,7 @@ def _train(folder: Path, name: str, steps: int) -> tuple[list[Cell], list[str]]:
     (trained, frozen) = re.findall(r"parameters: ([\d,]+) train, ([\d,]+) are kept fixed", said)[0]
     run = folder / "runs" / name / "x"
     plan, before = json.loads((run / "plan.json").read_text()), _losses(run)
-    shutil.rmtree(run / str(steps))  # what was trained from the middle on is trained again, on one device
+    shutil.rmtree(run / str(steps))  # the second half is trained again, on one device
     _program(folder, f"{FILE}:{name}", *flags, "--resume", "--devices-per-process", 1)
     after = _losses(run)
     middle, tail = steps // 2 + 1, range(steps - max(steps // 10, 1) + 1, steps + 1)
@@ -107,7 +107,7 @@ def _train(folder: Path, name: str, steps: int) -> tuple[list[Cell], list[str]]:
 
 
 def _program(folder: Path, *words: object) -> str:
-    """What the program says. Raises RuntimeError where it fails."""
+    """The output of the program. Raises RuntimeError if it fails."""
     places = ("--exp-name", "x", "--checkpoint-base-dir", folder / "runs", "--assets-base-dir", folder / "assets")
     command = [sys.executable, "-m", "openpi_train", *map(str, (*words, *places))]
     # Compiling is most of the time, and how fast the program then is does not matter here.
@@ -125,7 +125,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 def _moved(experiment: Experiment, run: Path, steps: int) -> list[str]:
-    """Frozen parameters that are not the same bits in the middle and at the end."""
+    """Frozen parameters whose bits differ between the middle and the end."""
     middle, end = (open_checkpoint(Place.of(run / str(step))).params for step in (steps // 2, steps))
     names = [name for path, name in parameter_names(experiment.model).items() if experiment.is_frozen(path)]
     return [name for name in names if middle[name].whole().tobytes() != end[name].whole().tobytes()]

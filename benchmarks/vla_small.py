@@ -1,4 +1,4 @@
-"""The VLA experiments of `configs/`, each with its own way of training, in tiny sizes on made-up data.
+"""The VLA experiments of `configs/` in tiny sizes on synthetic data.
 
 Read next: `vla_runs.py`, which trains them.
 """

@@ -1,10 +1,10 @@
-"""Start weights: the most memory that a process takes to load its share, against the bytes of that share.
+"""Start weights: the peak memory of a process that loads its share, against the bytes of that share.
 
-A checkpoint of a model's shapes in float32 is written chunk by chunk, cut as a trainer on eight devices cuts it
-(`--chunks 1`: as one on a single device does), with values that repeat, and so compress quickly. Then processes of one
-CPU device each load it as a run does, cut as by zero3, in bfloat16. Full pi0 (`--experiment pi0_bridge_traj`) has 13 GB
-before compression and 6.5 GB placed; with `--turns` one process after the other loads, measures and lets go, so
-that a machine suffices which could not hold all shares. Read next: `openpi_train/interop/stored_leaves.py` (`place`),
+A checkpoint of a model's shapes in float32 is written chunk by chunk, chunked as by a trainer on eight devices
+(`--chunks 1`: on a single device), with values that repeat and so compress quickly. Then processes of one
+CPU device each load it as a run does, sharded as by zero3, in bfloat16. Full pi0 (`--experiment pi0_bridge_traj`) has
+13 GB before compression and 6.5 GB placed; with `--turns` the processes load, measure and free their shares one after
+the other, for machines that cannot hold all shares. Read next: `openpi_train/interop/stored_leaves.py` (`place`),
 `openpi_train/training/init.py`.
 """
 
@@ -39,7 +39,7 @@ COLUMNS = ("processes", "checkpoint GB", "share of each MB", "seconds", "peak ab
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, understood."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks weights", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the model of `debug`, 2 processes")
     parser.add_argument(
@@ -47,8 +47,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--processes", type=int, default=4, help="processes of one device each (4)")
     parser.add_argument("--convert", metavar="FORM", help="convert it to this form instead, and measure that")
-    parser.add_argument("--turns", action="store_true", help="one process after the other loads, and lets go")
-    parser.add_argument("--chunks", type=int, default=CHUNKS, help="parts in which each large array lies on disk (8)")
+    parser.add_argument("--turns", action="store_true", help="processes load and free their shares one after the other")
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help="chunks of each large array on disk (8)")
     flags = parser.parse_args(argv)
     if flags.quick:
         flags.experiment, flags.processes = "debug", 2
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Write the checkpoint, load it, and say what that took."""
+    """Write the checkpoint, load it, and return a table of memory and time."""
     flags = parse(argv)
     shapes = openpi.abstract_params(registry.load(flags.experiment).model)
     total = sum(math.prod(leaf.shape) for leaf in shapes.values()) * 4
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def write(item: Path, model: ModelConfig, num_chunks: int) -> None:
-    """A `params` item of the model's shapes as Orbax lays it out, of which never more than a chunk is in memory."""
+    """Write a `params` item of the model's shapes in Orbax's layout, with at most one chunk in memory."""
     import tensorstore
 
     entries, names = {}, openpi.parameter_names(model)
@@ -97,7 +97,7 @@ def write(item: Path, model: ModelConfig, num_chunks: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _compressed(count: int) -> bytes:
-    """A chunk of so many float32 as Orbax compresses it, made piece by piece."""
+    """A chunk of `count` float32 values as compressed by Orbax, made piece by piece."""
     import zstandard
 
     values = np.random.default_rng(0).normal(0, 0.02, 1 << 16).astype(np.float32)
@@ -107,7 +107,7 @@ def _compressed(count: int) -> bytes:
 
 
 def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape cut along its longest dim that can be, where it is large enough to be worth it."""
+    """The chunk shape: split along the longest divisible dim, if the array is large enough."""
     dims = [dim for dim, size in enumerate(shape) if size % parts == 0]
     if not dims or math.prod(shape) < 1 << 20:
         return shape
@@ -116,7 +116,7 @@ def _chunk(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
 
 def _convert(folder: Path, flags: argparse.Namespace, total: int) -> Table:
-    """What a conversion takes, above one that only accounts for every key."""
+    """The memory of a conversion, above that of --dry-run."""
     words = [sys.executable, "-m", "benchmarks.weights", "convert", str(folder / "params"), str(folder / "out")]
     words += ["--experiment", flags.experiment, "--to", flags.convert, "--no-outputs"]
     environ, found = {**os.environ, "JAX_PLATFORMS": "cpu"}, []
@@ -140,7 +140,7 @@ def convert_and_measure(words: Sequence[str]) -> dict[str, float]:
 
 
 def _load(folder: Path, flags: argparse.Namespace) -> list[Mapping[str, float]]:
-    """What each process found."""
+    """Load in all processes; returns the measurements of each."""
     words = [sys.executable, "-m", "benchmarks.weights", str(folder), flags.experiment, f"127.0.0.1:{free_port()}"]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     counts, turns = str(flags.processes), str(int(flags.turns))
@@ -172,7 +172,7 @@ def load_share(
     session.start(find_world(flags, {}), devices_per_process=1)
     model = dataclasses.replace(registry.load(name).model)
     plan = Plan(mesh=make_mesh(processes), strategy="zero3")
-    rule, everything = optax.identity(), lambda path: True  # as frozen parameters: bfloat16, and nothing beside them
+    rule, everything = optax.identity(), lambda path: True  # as frozen parameters: only bfloat16
     layout = lay_out(model, rule, everything, False, plan)
     found: dict[str, float] = {}
     with jax.set_mesh(plan.real_mesh):

@@ -1,4 +1,4 @@
-"""Runs that need nothing: no dataset, no download, seconds of time."""
+"""Runs that need no dataset and no download, and take seconds."""
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
@@ -32,7 +32,7 @@ debug = Experiment(
     save_interval=5,
     eval=EvalConfig(interval=0, num_rows=8, num_sample_steps=2),
 )
-"""A tiny pi0 on made-up data: whether everything starts, saves and resumes.
+"""A tiny pi0 on synthetic data, to check that everything starts, saves and resumes.
 
 Command: python -m openpi_train debug --exp-name x
 Hardware: anything. Time: under a minute. Result: none; the data are noise.

@@ -1,7 +1,7 @@
-"""pi0-FAST, and pi0.5 with knowledge insulation, on BridgeData V2; and both in small on the embedded dataset.
+"""pi0-FAST, and pi0.5 with knowledge insulation, on BridgeData V2; and small versions on the embedded dataset.
 
-Action chunks become tokens by a FAST processor: the published one comes from the Hugging Face hub, or from a copy of
-its directory with --model.fast-tokenizer; the small runs' own is fitted by `data fit-fast` (docs/pi0_fast.md).
+A FAST processor turns action chunks into tokens: the published one comes from the Hugging Face hub, or from a copy of
+its directory with --model.fast-tokenizer; that of the small runs is fitted by `data fit-fast` (docs/pi0_fast.md).
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ pi0_fast_tiny = Experiment(
 """A small pi0-FAST on the embedded tabletop dataset.
 
 Command: python -m openpi_train pi0_fast_tiny --exp-name x
-After: python -m openpi_train data fit-fast pi0_fast_tiny --vocab-size 384
+Before: python -m openpi_train data fit-fast pi0_fast_tiny --vocab-size 384
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 
@@ -132,6 +132,6 @@ pi05_insulated_tiny = dataclasses.replace(
 )
 """A small pi0.5 with knowledge insulation on the embedded tabletop dataset.
 
-Command: python -m openpi_train pi05_insulated_tiny --exp-name x  (after what pi0_fast_tiny needs)
+Command: python -m openpi_train pi05_insulated_tiny --exp-name x  (first fit the tokenizer as for pi0_fast_tiny)
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """

@@ -1,9 +1,9 @@
-r"""Diffusion policies from state on Meta-World's scripted demonstrations: five tasks told apart by their instructions.
+r"""Diffusion policies from state on Meta-World's scripted demonstrations: five tasks, selected by instruction.
 
     python -m openpi_train data collect metaworld --tasks reach button-press drawer-close window-open push \
         --out data/metaworld_mt5.zarr
 
-An observation holds this control step and the one before, so that one of them is enough.
+An observation contains this control step and the previous one, so one observation is enough.
 """
 
 import dataclasses
@@ -34,7 +34,8 @@ metaworld_mt5_dp = Experiment(
         denoiser="mlp",
         diffusion_step_embed_dim=64,
     ),
-    # The clean actions are learnt in fewer steps than the noise, whose errors the first denoising steps magnify.
+    # Predicting clean actions needs fewer training steps than predicting noise, whose errors the first denoising
+    # steps magnify.
     objective=Diffusion(noise_schedule=NoiseSchedule(prediction_type="sample"), sampler="ddim", mask_padded_steps=True),
     data=DataConfig(
         datasets=(Dataset(source=Zarr(path="data/metaworld_mt5.zarr"), robot=MetaWorld()),),

@@ -1,6 +1,6 @@
 """PaliGemma policies (docs/paligemma.md) on BridgeData V2: with a flow-matching head, and with actions as tokens.
 
-Start weights: --weight-loader.params-path <pt_224.npz, or a directory of google/paligemma-3b-pt-224> (none: all fresh).
+Start weights: --weight-loader.params-path <pt_224.npz, or a directory of google/paligemma-3b-pt-224> (none: random).
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ paligemma_flow = Experiment(
 """PaliGemma 3B at 224 pixels with a flow-matching head (3.4 B parameters, all of them trained) on BridgeData V2.
 
 Command: python -m openpi_train paligemma_flow --exp-name x --weight-loader.params-path pt_224.npz
-448 or 896 pixels: --model.image-size 448 and the file of that size.
+For 448 or 896 pixels: --model.image-size 448 and the checkpoint of that size.
 Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 paligemma_flow_lora = dataclasses.replace(
     paligemma_flow, model=PaliGemmaFlowConfig(paligemma_variant="gemma_2b_lora"), ema_decay=None, batch_size=32
 )
-"""The same with low-rank adapters in the language model: the backbone is frozen in bfloat16, factors and head train.
+"""The same with low-rank adapters in the language model: the backbone is frozen in bfloat16, adapters and head train.
 
 Command: python -m openpi_train paligemma_flow_lora --exp-name x --weight-loader.params-path pt_224.npz
 Hardware: 13 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
@@ -102,7 +102,7 @@ paligemma_tokens = dataclasses.replace(
     model=Pi0FastConfig(action_dim=7, action_horizon=10, max_token_len=180, camera_slots=("base_0_rgb",)),
     objective=NextToken(),
 )
-"""PaliGemma 3B (2.9 B parameters, all of them trained) that says actions as FAST tokens, on BridgeData V2.
+"""PaliGemma 3B (2.9 B parameters, all of them trained) that predicts actions as FAST tokens, on BridgeData V2.
 
 Command: python -m openpi_train paligemma_tokens --exp-name x --weight-loader.params-path pt_224.npz
 Hardware: 60 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
@@ -115,7 +115,7 @@ paligemma_tokens_lora = dataclasses.replace(
     ema_decay=None,
     batch_size=32,
 )
-"""The same with low-rank adapters in the language model, which are all that trains.
+"""The same with low-rank adapters in the language model; only the adapters train.
 
 Command: python -m openpi_train paligemma_tokens_lora --exp-name x --weight-loader.params-path pt_224.npz
 Hardware: 6 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
@@ -140,7 +140,7 @@ paligemma_tokens_tiny = dataclasses.replace(
     ),
     objective=NextToken(augment=False),
 )
-"""A small PaliGemma that says actions as FAST tokens, on the embedded tabletop dataset.
+"""A small PaliGemma that predicts actions as FAST tokens, on the embedded tabletop dataset.
 
 Command: python -m openpi_train paligemma_tokens_tiny --exp-name x
 Before: data fit-fast paligemma_tokens_tiny --vocab-size 384

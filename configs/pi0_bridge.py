@@ -1,7 +1,7 @@
 """pi0 and pi0.5 on BridgeData V2 (RLDS, about 60 000 episodes of a WidowX arm).
 
-The dataset is looked for where tensorflow-datasets keeps it; give another place with --data.datasets.0.source.path.
-Start weights: --weight-loader.params-path <openpi checkpoint>/params (none: every parameter fresh).
+The dataset is searched in tensorflow-datasets' default folder; set another with --data.datasets.0.source.path.
+Start weights: --weight-loader.params-path <openpi checkpoint>/params (none: all parameters are initialised randomly).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ pi0_bridge_traj = Experiment(
     batch_size=256,
     num_train_steps=30_000,
 )
-"""Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the present one.
+"""Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the current one.
 
 Command: python -m openpi_train pi0_bridge_traj --exp-name x --fsdp-devices 8
 Hardware: 66 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.

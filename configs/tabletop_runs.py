@@ -55,12 +55,13 @@ pi0_bridge_traj_tiny = Experiment(
 """A small pi0 (about 1 M parameters, two cameras) on the embedded tabletop dataset; what `make train` runs.
 
 Command: python -m openpi_train pi0_bridge_traj_tiny --exp-name x
-Hardware: 2 CPU cores. Time: 2 min 51 s, the dataset included and the environment not. Result: held-out loss 0.445,
-open-loop action error 0.708, where the mean action has 0.875 (`make train`, 2026-11-23, commit d1023d7).
+Hardware: 2 CPU cores. Time: 2 min 51 s, with the dataset, without the environment. Result: held-out loss 0.445,
+open-loop action error 0.708, against 0.875 for the mean action (`make train`, 2026-11-23, commit d1023d7).
 """
 
-# The wrist's camera alone: what it sees is where to go from here. Where the block lies on the table, as the base camera
-# shows it, a transformer without pretrained weights learns far later.
+# Only the wrist camera, which shows the direction to move. A transformer without pretrained weights takes much longer
+# to
+# learn the position of the block on the table from the base camera.
 _WRIST_ONLY = Tabletop(cameras={"left_wrist_0_rgb": "observation/image_1"})
 _REACH_HOME = places.datasets() / "tabletop_reach"
 _SMALL = GemmaOverrides(width=64, depth=2, mlp_dim=128, num_heads=4, head_dim=16)
@@ -71,7 +72,7 @@ pi0_tabletop_reach = dataclasses.replace(
         pi0_bridge_traj_tiny.model,
         language=_SMALL,
         action_expert=_SMALL,
-        # A patch is as large as a block, so that it mostly shows one thing.
+        # A patch is as large as a block, so it mostly shows one object.
         siglip=SiglipConfig(width=64, depth=1, mlp_dim=128, num_heads=4, patch_size=8),
         action_horizon=4,
     ),
@@ -95,7 +96,7 @@ pi0_tabletop_reach = dataclasses.replace(
         ),
     ),
 )
-"""A small pi0 (0.2 M parameters) that is told which block to reach for; what `make demo` runs.
+"""A small pi0 (0.2 M parameters) whose prompt names the block to reach; what `make demo` runs.
 
 Command: python -m openpi_train pi0_tabletop_reach --exp-name x
 Hardware: 2 CPU cores. Result: 99 of 100 held-out episodes after 5 CPU minutes (docs/benchmarks.md).

@@ -9,7 +9,7 @@ __all__ = ["load_policy"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: data workers and `--help` do without jax.
+    # Imported on first use: data workers and `--help` do not need jax.
     if name in __all__:
         from openpi_train.policy import loading
 

@@ -1,6 +1,6 @@
 """`python -m openpi_train ...` and the console script `openpi-train`. Everything is in `cli.py`.
 
-Kept thin: data workers are spawned processes that import this module again.
+Kept small, because data workers are spawned processes that import this module again.
 """
 
 import sys

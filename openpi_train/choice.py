@@ -1,4 +1,4 @@
-"""The dataset that a command line names: an experiment on it, and which one, where a name stands for several.
+"""Put an experiment on the dataset of the command line, and choose among several experiments by its action dims.
 
 Read next: `registry.py`, which loads them.
 """
@@ -15,18 +15,19 @@ from openpi_train.runtime.exits import DataError, reported_as
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByActionDim:
-    """One of `experiments`, by how many dims the dataset's action `column` has.
+    """Several experiments under one name, selected by the number of dims of the dataset's action `column`.
 
-    The dataset is that of the first experiment, or the one that the command line names in its place.
+    The dataset is that of the first experiment, unless the command line names another.
     """
 
     experiments: Mapping[int, Experiment]
     column: str = "action"
 
     def choose(self, name: str, on: Callable[[SourceConfig], SourceConfig] | None = None) -> tuple[int, Experiment]:
-        """The dims of the dataset, or of what `on` makes of it, and the experiment for them; `name` is the choice's.
+        """The dims of the dataset (after applying `on`, if given) and the experiment for them; `name` is that of the
+        choice.
 
-        Raises DataError where the dataset cannot be opened, has no such column, or dims that no experiment is for.
+        Raises DataError if the dataset cannot be opened, lacks the column, or has dims without an experiment.
         """
         source = next(iter(self.experiments.values())).demonstrations.datasets[0].source
         source = source if on is None else on(source)
@@ -47,19 +48,19 @@ class ByActionDim:
 
 
 def source_of(path: str) -> SourceConfig:
-    """The dataset at `path`, its format detected. Raises DataError where there is none."""
+    """The dataset at `path`; its format is detected. Raises DataError if there is none."""
     with reported_as(DataError):
         return source_at(path)
 
 
 def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:
-    """The source at the path that the flags give the first dataset, where they do."""
+    """The source with the path that the flags give for the first dataset, if any."""
     words = [part for word in argv for part in word.split("=", 1)]
     path = dict(itertools.pairwise(words)).get("--data.datasets.0.source.path")
     return source if path is None else dataclasses.replace(source, path=path)  # pyright: ignore[reportCallIssue]
 
 
 def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
-    """The experiment on this dataset alone, with its first dataset's robot and norm stats of its own."""
+    """The experiment on only this dataset, with the robot of its first dataset and new norm stats."""
     first = dataclasses.replace(experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))

@@ -1,6 +1,6 @@
-"""The command line: a first word that is a verb or an experiment. Read next: `registry.py`, `training/start.py`.
+"""The command line, whose first word is a verb or an experiment. Read next: `registry.py`, `training/start.py`.
 
-Nothing heavy is imported before the arguments are understood, so that every verb's `--help` is quick.
+Nothing heavy is imported before the arguments are parsed, so `--help` is fast.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ usage: python -m openpi_train <experiment> --exp-name NAME [--any.field value ..
 Train an experiment, or run one of the verbs:
 {verbs}
 
-`python -m openpi_train list` names the experiments; `<experiment> --help` explains every field.
+`python -m openpi_train list` lists the experiments; `<experiment> --help` explains every field.
 """
 
 
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _reported(command: Callable[[], int]) -> int:
-    """The command's exit code; an error meant for the user is shown as its message alone."""
+    """Run the command and return its exit code; errors meant for the user are shown without a traceback."""
     try:
         return command()
     except (RunError, OSError, ValueError) as error:
@@ -52,11 +52,11 @@ def _reported(command: Callable[[], int]) -> int:
 
 
 def train(name: str, argv: Sequence[str]) -> int:
-    """Train the experiment `name` (or `file.py:name`). Leaves through the guard, so that no peer waits for us."""
+    """Train the experiment `name` (or `file.py:name`). Exits through the guard, so no peer waits for this process."""
     from openpi_train.command_line import TrainFlags, parse_known
 
     process, rest = parse_known(TrainFlags, argv, name, add_help=False)
-    if not _wants_help(rest):  # process 0 says which experiment a dataset chooses, what DeepSpeed's file is
+    if not _wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         logs.configure(find_world(process, os.environ).process_index)
     experiment = parse_experiment(name, rest)
     from openpi_train.training import prepare, start
@@ -94,9 +94,9 @@ def parse_experiment(name: str, argv: Sequence[str]):
     if source is not None:
         default = on_dataset(default, source)
     default = of_one_length(default, argv)
-    # A blank line between lines: the help would run them together.
+    # Blank lines between lines, which the help would join otherwise.
     program, about = f"python -m openpi_train {name}", registry.description(name).replace("\n", "\n\n")
-    if wants_help:  # shows the flags that have been taken away, too
+    if wants_help:  # also shows the flags that have been removed
         everything = tuple[Own[Experiment], Own[TrainFlags], Own[ManyFields]]
         own = (default, TrainFlags(), ManyFields())
         tyro.cli(everything, default=own, args=argv, prog=program, description=about)
@@ -108,7 +108,7 @@ def _wants_help(argv: Sequence[str]) -> bool:
 
 
 def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
-    """The given flags behind those that a DeepSpeed config stands for, which are logged."""
+    """The flags of a DeepSpeed config, which are logged, followed by the given flags."""
     from openpi_train.interop.deepspeed.flags import translate_file
 
     translation = translate_file(file)
@@ -118,7 +118,7 @@ def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
 
 
 def list_experiments(argv: Sequence[str]) -> int:
-    """`list`: every experiment with the first line of its description."""
+    """`list`: list every experiment with the first line of its description."""
     from openpi_train import registry
     from openpi_train.command_line import parse
     from openpi_train.tools.requests import ListRequest
@@ -146,7 +146,7 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|collect|index|inspect|repack|merge|convert|fit-fast`: make, index, join, convert datasets."""
+    """`data prepare|collect|index|inspect|repack|merge|convert|fit-fast`: make, index, merge, convert datasets."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)
@@ -160,7 +160,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def convert(argv: Sequence[str]) -> int:
-    """`convert SOURCE TARGET|deepspeed`: a checkpoint of one form into another; a DeepSpeed config as flags."""
+    """`convert SOURCE TARGET|deepspeed`: convert a checkpoint to another form, or a DeepSpeed config to flags."""
     if argv and argv[0] == "deepspeed":
         return convert_deepspeed(argv[1:])
     from openpi_train.command_line import parse_known
@@ -181,7 +181,7 @@ def convert(argv: Sequence[str]) -> int:
 
 
 def convert_deepspeed(argv: Sequence[str]) -> int:
-    """`convert deepspeed <file>`: every key of a DeepSpeed config, and the flags that it stands for."""
+    """`convert deepspeed <file>`: translate a DeepSpeed config to flags, key by key."""
     from openpi_train.command_line import parse
     from openpi_train.tools.requests import DeepSpeedRequest
 
@@ -193,7 +193,7 @@ def convert_deepspeed(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """`doctor [experiment]`: look at this machine, its peers and what an experiment needs; say what to do."""
+    """`doctor [experiment]`: check this machine, its peers and what an experiment needs; say what to fix."""
     from openpi_train.command_line import Own, ProcessFlags, parse_known
     from openpi_train.tools.requests import DoctorRequest
 
@@ -210,7 +210,8 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """`eval RUN|CHECKPOINT`: a trained policy on held-out episodes and in an environment: errors, successes, videos."""
+    """`eval RUN|CHECKPOINT`: evaluate a policy on held-out episodes and in an environment: errors, successes,
+    videos."""
     from openpi_train.command_line import Own, ProcessFlags, parse
     from openpi_train.tools.requests import EvaluateRequest
 
@@ -222,7 +223,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """`report RUN`: one HTML file about a run: curves, time, memory, data, evaluations with videos."""
+    """`report RUN`: write one HTML file about a run: curves, time, memory, data, evaluations with videos."""
     from openpi_train.command_line import parse
     from openpi_train.tools.requests import ReportRequest
 
@@ -233,7 +234,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`plan <experiment>`: memory, traffic and speed on devices that are not here, per strategy; what to take."""
+    """`plan <experiment>`: forecast memory, traffic and speed per strategy on any devices, with a recommendation."""
     from openpi_train.command_line import parse_known
     from openpi_train.tools.requests import PlanRequest
 
@@ -255,7 +256,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """`serve <run>`: a trained policy for robots, over openpi's websocket protocol."""
+    """`serve <run>`: serve a policy to robots over openpi's websocket protocol."""
     from openpi_train.command_line import parse
     from openpi_train.serve.request import ServeRequest
 

@@ -1,4 +1,4 @@
-"""A command's flags: the fields of a frozen dataclass, by tyro. Read next: `fields.py`, `cli.py`.
+"""Flags of a command from the fields of a frozen dataclass, by tyro. Read next: `fields.py`, `cli.py`.
 
     class Report(Request):
         '''What the command does.'''
@@ -6,7 +6,7 @@
         # What the flag is for.
         num_rows: int = at_least(1, 20)
 
-Nothing heavy is imported, so that `--help` need not wait for jax.
+Nothing heavy is imported, so `--help` does not wait for jax.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import WorldFlags
 
 T = TypeVar("T")
-# In a tuple of several: flags without its name before theirs.
+# For a tuple of dataclasses: flags without the dataclass's name as prefix.
 Own = Annotated[T, tyro.conf.arg(name="")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command is asked for: a field's comment is the flag's help, `at_least` its limit."""
+    """The options of a command: a field's comment is the flag's help, `at_least` its limit."""
 
     def check(self) -> list[str]:
         """A sentence for every conflict between the fields, with the flag to change."""
@@ -36,7 +36,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessFlags(WorldFlags):
-    """Which process of the run this is; no part of the experiment."""
+    """Which process of the run this is; not part of the experiment."""
 
     # CPU devices to make in this process.
     devices_per_process: int | None = at_least(1, None)
@@ -44,7 +44,7 @@ class ProcessFlags(WorldFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainFlags(ProcessFlags):
-    """What a training command says beside its experiment's fields."""
+    """Flags of a training command other than its experiment's fields."""
 
     # Print what the run needs, and start nothing.
     dry_run: bool = False
@@ -52,21 +52,21 @@ class TrainFlags(ProcessFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ManyFields(Request):
-    """Flags for many fields of an experiment at once; a field that is given too wins."""
+    """Flags that set many fields of an experiment at once; fields that are given explicitly take precedence."""
 
-    # A DeepSpeed JSON config: its equivalent is shown and used.
+    # A DeepSpeed JSON config: its equivalent flags are logged and used.
     deepspeed: str | None = None
-    # adamw, adafactor, lion, muon or sgd, whose fields follow.
+    # adamw, adafactor, lion, muon or sgd; set its fields with --optimizer.FIELD.
     optimizer: str | None = None
     # Train on the dataset at this path; its format is detected.
     dataset: str | None = None
 
 
 def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None) -> T:
-    """What the flags say: a `kind`, a dataclass or a tuple of `Own[dataclass]`; `about` is the help's first paragraph.
+    """Parse flags into a `kind`, a dataclass or a tuple of `Own[dataclass]`; `about` is the help's first paragraph.
 
-    Exits with code 2 for an unknown flag, naming the closest ones, and for a value of another type. Raises UsageError
-    for what `at_least` and `Request.check` forbid.
+    Exits with code 2 for an unknown flag, naming the closest ones, and for a value of the wrong type. Raises UsageError
+    for values that `at_least` or `Request.check` forbid.
     """
     return _checked(tyro.cli(kind, args=argv, **_options(command, about)))
 
@@ -74,14 +74,14 @@ def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str 
 def parse_known(
     kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None, add_help: bool = True
 ) -> tuple[T, list[str]]:
-    """As `parse`, and the words that belong to other flags, in their order."""
+    """Like `parse`; also returns the unknown words, in order."""
     options = _options(command, about)
     found, rest = tyro.cli(kind, args=argv, return_unknown_args=True, add_help=add_help, **options)
     return _checked(found), rest
 
 
 def one_word(convert: Callable[[str], tuple[Any, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
-    """For the annotation of a tuple that `convert` makes of one word, such as values with commas between them."""
+    """An annotation for a tuple that `convert` makes from one word, such as comma-separated values."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,

@@ -1,6 +1,6 @@
-"""What changes where a run continues on another number of devices, and how the learning rate goes with the batch.
+"""Adapt an experiment to another number of devices, and its learning rate to the batch size.
 
-Pure: experiment in, experiment out, with a line for the log per decision. Read next: `training/settle.py`, which asks.
+Pure functions from experiment to experiment, with a log line per decision. Read next: `training/settle.py`, the caller.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ from openpi_train.experiment import Experiment
 def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -> tuple[Experiment, list[str]]:
     """The experiment as it runs on `num_devices`, and a line for the log per decision.
 
-    `first_devices` is the number of devices at the first start of a run that is continued, None for a new run. Three
-    things may change: the batch size, where it is given per device (`keep_effective_batch_size` False); accumulation
-    and `fsdp_devices`, on another number of devices than at the first start (`elastic`); the learning rate
-    (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. What does not fit is left as it is:
-    `Experiment.check` refuses it with advice.
+    `first_devices` is the number of devices at the first start of a continued run, None for a new run. Three
+    things may change: the batch size, if it is given per device (`keep_effective_batch_size` False); accumulation
+    and `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
+    (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. Values that do not fit are left
+    unchanged, and `Experiment.check` refuses them with advice.
     """
     if not experiment.numbers_are_in_range:
         return experiment, []
@@ -24,7 +24,7 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     lines: list[str] = []
     if not experiment.keep_effective_batch_size:
         experiment = dataclasses.replace(experiment, batch_size=experiment.batch_size * began_on)
-    # Devices of a tensor group hold the same rows: for them they are one.
+    # Devices of a tensor group hold the same rows, so a group counts as one.
     tensor_devices = experiment.sharding.tensor_devices
     groups, groups_at_first = (max(devices // tensor_devices, 1) for devices in (num_devices, began_on))
     experiment, accumulated = _accumulate(experiment, groups_at_first)
@@ -37,7 +37,7 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     experiment, rate = _scale(experiment)
     rows, rest = divmod(experiment.batch_size, groups * experiment.grad_accum)
     if rest:
-        return experiment, [*lines, rate]  # the check that follows says what divides
+        return experiment, [*lines, rate]  # the check that follows reports what divides
     devices = f"{groups} devices" if tensor_devices == 1 else f"{groups} groups of {tensor_devices} devices"
     batch = (
         f"effective batch size {experiment.batch_size}: {rows} rows x {devices} x {experiment.grad_accum} micro-batches"
@@ -46,7 +46,7 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
 
 
 def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, list[str]]:
-    """`grad_accum` from `micro_batch_size` where only that is given."""
+    """Set `grad_accum` from `micro_batch_size` if only the latter is given."""
     if experiment.micro_batch_size is None or experiment.grad_accum > 1:
         return experiment, []
     grad_accum, rest = divmod(experiment.batch_size, experiment.micro_batch_size * num_devices)
@@ -57,7 +57,7 @@ def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, l
 
 
 def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Experiment, list[str]]:
-    """The same rows per step, with no more of them on a device at a time than its memory was enough for at first."""
+    """Keep the rows per step, with at most as many rows on a device at a time as at the first start."""
     lines = []
     most = experiment.batch_size // (began_on * experiment.grad_accum)
     rows, rest = divmod(experiment.batch_size, num_devices)
@@ -75,7 +75,7 @@ def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Exper
 
 
 def _scale(experiment: Experiment) -> tuple[Experiment, str]:
-    """The learning rate times the batch's ratio to the reference, or the ratio's root."""
+    """Multiply the learning rate by the batch's ratio to the reference, or by its square root."""
     schedule, reference = experiment.lr_schedule, experiment.reference_batch_size
     if experiment.lr_scaling == "none" or reference is None:
         return experiment, f"learning rate: peak {schedule.peak_lr:g}"

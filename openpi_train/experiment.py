@@ -1,7 +1,7 @@
-"""`Experiment`: the one frozen dataclass that is a run, and the checks across its fields.
+"""`Experiment`: the frozen dataclass that configures a run, and the checks across its fields.
 
-Field names are openpi's (`TrainConfig` at 15a9616) where openpi has the field, so its command lines paste over.
-Read next: `registry.py` (where experiments come from), `training/run.py` (what becomes of one).
+Fields that openpi also has keep openpi's names (`TrainConfig` at 15a9616), so its command lines work unchanged.
+Read next: `registry.py` (where experiments come from), `training/run.py` (how one is run).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from openpi_train.sharding.strategy import ShardingConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalCheckpoints:
-    """More frequent checkpoints on a fast local disk of each host, from which those of the run directory are copied."""
+    """More frequent checkpoints on a fast local disk of each host; those of the run directory are copied from there."""
 
     # A directory on each host's local disk, the same path on all hosts; None saves in the run directory only.
     dir: str | None = None
@@ -40,33 +40,33 @@ class LocalCheckpoints:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A run. Every field is a flag: `--batch-size 64`, `--model.action-horizon 16`, `--data.datasets.0.source.path`."""
+    """The configuration of a run. Every field is a flag, such as `--batch-size 64` or `--model.action-horizon 16`."""
 
     # Set by the registry: the name in configs/.
     name: Annotated[str, tyro.conf.Suppress] = ""
     # The run's name (required): its directory is <checkpoint_base_dir>/<experiment>/<exp_name>.
     exp_name: str = setting("", on_resume="accept")
 
-    # Which model, and its sizes.
+    # The model and its sizes.
     model: ModelConfig = setting(on_resume="refuse")
-    # What is minimised.
+    # The loss.
     objective: Objective
-    # What it is trained on.
+    # The training data.
     data: Data
-    # Where the first parameters come from.
+    # Start weights.
     weight_loader: WeightLoader = setting(default_factory=CheckpointWeightLoader, on_resume="accept")
     # The learning rate, by optimizer step.
     lr_schedule: LRSchedule = dataclasses.field(default_factory=LRSchedule)
-    # How gradients become updates.
+    # The optimizer.
     optimizer: OptimizerConfig = setting(default_factory=AdamW, on_resume="refuse_class")
-    # The scale of the loss, where the model computes in float16.
+    # The scale of the loss, if the model computes in float16.
     loss_scaling: LossScaling = setting(default_factory=LossScaling, on_resume="accept")
-    # Decay of the exponential moving average of the trainable parameters; None keeps none.
+    # Decay of the exponential moving average of the trainable parameters; None keeps no average.
     ema_decay: float | None = setting(0.99, on_resume="refuse_switch")
     # How the decay grows to that value at the start.
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
-    # Parameters that do not train, beside those that the model itself keeps fixed (LoRA's base weights): a regex of
-    # parameter paths, or a group's name: `vision`, `language`, or `backbone`, which is both of them.
+    # Frozen parameters, in addition to those that the model itself freezes (LoRA's base weights): a regex of
+    # parameter paths, or the name of a group: `vision`, `language`, or `backbone` (both).
     freeze: str | None = setting(None, on_resume="refuse")
 
     # Seed of initial parameters, row order, noise, times and augmentation.
@@ -75,12 +75,12 @@ class Experiment:
     batch_size: int = at_least(1, 32)
     # Micro-batches per optimizer step: less memory, same result.
     grad_accum: int = at_least(1, 1, on_resume="accept")
-    # Rows of one micro-batch on one device. It sets grad_accum; a grad_accum that is given, too, must agree with it.
+    # Rows of one micro-batch on one device. Sets grad_accum; if grad_accum is also given, both must agree.
     micro_batch_size: int | None = at_least(1, None, on_resume="accept")
     # False: batch_size counts the rows of one device, and the effective batch size grows with the number of devices.
     keep_effective_batch_size: bool = True
-    # A run that continues on another number of devices gets a grad_accum and fsdp_devices that fit them: the same rows
-    # per step, and no more memory on a device.
+    # Adapt grad_accum and fsdp_devices when a run continues on another number of devices, keeping the rows per step and
+    # the memory per device.
     elastic: bool = True
     # How the learning rate scales with the effective batch size, relative to reference_batch_size.
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -88,37 +88,37 @@ class Experiment:
     reference_batch_size: int | None = at_least(1, None)
     # Optimizer steps of the whole run.
     num_train_steps: int = at_least(1, 30_000, on_resume="accept")
-    # The length as passes over the training samples, in place of num_train_steps; None: num_train_steps counts.
+    # Length of the run as passes over the training samples, instead of num_train_steps; None: num_train_steps is used.
     num_epochs: int | None = at_least(1, None)
     # Data worker processes per training process; 0 reads in threads. auto begins with 0 and adds workers while training
     # waits for data.
     num_workers: int | Literal["auto"] = at_least(0, "auto", on_resume="accept")
 
-    # Devices that share one copy of the state; other groups hold replicas. None: the strategy decides.
+    # Devices that share one copy of the state; other groups hold replicas. None: chosen by the strategy.
     fsdp_devices: int | None = at_least(1, None, on_resume="accept")
-    # What is sharded over the devices that share one copy.
+    # Sharding strategy, tensor parallelism and offload.
     sharding: ShardingConfig = setting(default_factory=ShardingConfig, on_resume="accept")
 
     # Steps between lines of metrics.jsonl.
     log_interval: int = at_least(1, 100, on_resume="accept")
-    # Steps to write a profiler trace of, shortly after the start, into the run directory; 0 writes none.
+    # Number of steps to trace shortly after the start, into the run directory; 0: no trace.
     profile: int = at_least(0, 0, on_resume="accept")
     # Steps between checkpoints.
     save_interval: int = at_least(1, 1_000, on_resume="accept")
-    # Checkpoints at multiples of this step are kept for good; None keeps only the newest and the best.
+    # Checkpoints at multiples of this step are kept permanently; None keeps only the newest and the best.
     keep_period: int | None = at_least(1, 5_000, on_resume="accept")
-    # How many of the newest checkpoints are kept.
+    # Number of newest checkpoints to keep.
     keep_last: int = at_least(1, 2, on_resume="accept")
     # Additional checkpoints on a local disk of each host.
     local_checkpoints: LocalCheckpoints = setting(default_factory=LocalCheckpoints, on_resume="accept")
     # Held-out evaluation during training.
     eval: Evaluations = setting(default_factory=EvalConfig, on_resume="accept")
-    # What to do with a NaN or Inf update (it is never applied): stop the run with exit code 5, or go on.
+    # What to do on a NaN or Inf update (it is never applied): stop the run with exit code 5, or skip the update.
     on_nan: Literal["stop", "skip"] = setting("stop", on_resume="accept")
 
     # Continue the run of this name from its newest good checkpoint.
     resume: bool = setting(False, on_resume="accept")
-    # Move an existing run of this name aside and start anew.
+    # Move an existing run of this name aside and start a new one.
     overwrite: bool = setting(False, on_resume="accept")
     # Also log to Weights & Biases (offline without an API key).
     wandb_enabled: bool = setting(False, on_resume="accept")
@@ -130,9 +130,9 @@ class Experiment:
     timeouts: Timeouts = setting(default_factory=Timeouts, on_resume="accept")
     # The project at Weights & Biases.
     project_name: str = setting("openpi", on_resume="accept")
-    # Run directories lie below it; shared by all hosts.
+    # Parent of the run directories; shared by all hosts.
     checkpoint_base_dir: str = setting("./checkpoints", on_resume="accept")
-    # Norm stats lie below it; shared by all hosts.
+    # Parent of the norm stats; shared by all hosts.
     assets_base_dir: str = setting("./assets", on_resume="accept")
 
     @property
@@ -142,11 +142,11 @@ class Experiment:
 
     @property
     def assets_dir(self) -> Path:
-        """Where the norm stats of this experiment's datasets lie."""
+        """The folder of the norm stats of this experiment's datasets."""
         return Path(self.assets_base_dir) / self.name
 
     def open_data(self) -> OpenedData:
-        """The run's data, open. Raises DataError with what to do."""
+        """Open the run's data. Raises DataError with what to do."""
         request = OpeningRequest(
             model=self.model,
             seed=self.seed,
@@ -160,7 +160,7 @@ class Experiment:
 
     @property
     def demonstrations(self) -> DataConfig:
-        """`data`, for what is done with robots' demonstrations alone. Raises UsageError where it is of another kind."""
+        """`data`, for code that needs robot demonstrations. Raises UsageError if it is of another kind."""
         if not isinstance(self.data, DataConfig):
             raise UsageError(
                 f"{self.name}: this is for robots' demonstrations; its data are {type(self.data).__name__}"
@@ -169,30 +169,30 @@ class Experiment:
 
     @property
     def policy(self) -> PolicyConfig:
-        """`model`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        """`model`, for code that needs a robot policy. Raises UsageError if it is of another kind."""
         return as_policy(self.model)
 
     @property
     def robot_eval(self) -> EvalConfig:
-        """`eval`, for what is done with robot policies alone. Raises UsageError where it is of another kind."""
+        """`eval`, for code that needs a robot policy. Raises UsageError if it is of another kind."""
         if not isinstance(self.eval, EvalConfig):
             raise UsageError(f"{self.name}: this is for robot policies; its evaluation is {type(self.eval).__name__}")
         return self.eval
 
     def is_frozen(self, path: str) -> bool:
-        """Whether training leaves the parameter alone."""
+        """Whether the parameter is frozen."""
         return self.model.frozen(path) or self.freezes(path)
 
     def freezes(self, path: str) -> bool:
-        """Whether `freeze` matches the whole of our path, or of the published name; or names a group with the path."""
+        """Whether `freeze` fully matches our path or the published name, or names a group that contains the path."""
         if self.freeze is None:
             return False
         pattern = self.model.parameter_groups.get(self.freeze, self.freeze)
         return any(re.fullmatch(pattern, name) for name in (path, self.model.public_name(path)))
 
     def check(self, num_devices: int) -> None:
-        """Raise UsageError with every conflict between the fields at once, each with the flag to change."""
-        # Where a number is out of range, the others cannot be divided by it.
+        """Raise one UsageError with all conflicts between the fields, each with the flag to change."""
+        # If a number is out of range, the others cannot be divided by it.
         wrong_numbers = too_small(self)
         indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
@@ -207,7 +207,7 @@ class Experiment:
 
     @property
     def numbers_are_in_range(self) -> bool:
-        """Whether every number is one that its field can have."""
+        """Whether every number is in the range of its field."""
         return not too_small(self)
 
     def _check_devices(self, num_devices: int) -> list[str]:
@@ -218,9 +218,9 @@ class Experiment:
         return problems
 
     def _check_batch_size(self, num_devices: int) -> list[str]:
-        """What keeps the batch from being shared by so many devices."""
+        """Why the batch cannot be divided over `num_devices` devices."""
         tensor_devices = self.sharding.tensor_devices
-        # Devices of a tensor group hold the same rows: for them they are one.
+        # Devices of a tensor group hold the same rows, so a group counts as one.
         of_them = "devices" if tensor_devices == 1 else f"groups of {tensor_devices} devices"
         num_devices = max(num_devices // tensor_devices, 1)
         unit = num_devices * self.grad_accum
@@ -246,7 +246,7 @@ class Experiment:
         if (self.lr_scaling == "none") != (self.reference_batch_size is None):
             problems.append(
                 f"--lr-scaling {self.lr_scaling} with --reference-batch-size {self.reference_batch_size}: "
-                "give both, the second being the batch that the learning rate was made for, or neither"
+                "give both, the second being the batch size that the learning rate was chosen for, or neither"
             )
         local = self.local_checkpoints.dir
         if local is not None and not Path(local).is_absolute():
@@ -282,10 +282,10 @@ class Experiment:
 
 
 def of_one_length(experiment: Experiment, argv: Sequence[str]) -> Experiment:
-    """The experiment without its `num_epochs` where the command line has steps. Raises UsageError where it has both."""
+    """The experiment without `num_epochs` if the command line sets steps. Raises UsageError if it sets both."""
     flags = {word.split("=", 1)[0].replace("_", "-") for word in argv}
     if flags >= {"--num-train-steps", "--num-epochs"}:
-        raise UsageError("--num-train-steps and --num-epochs both say how long the run is: give one of them")
+        raise UsageError("--num-train-steps and --num-epochs both set the length of the run: give only one of them")
     return dataclasses.replace(experiment, num_epochs=None) if "--num-train-steps" in flags else experiment
 
 

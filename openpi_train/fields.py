@@ -1,4 +1,4 @@
-"""What configs have in common: a field says its least value and its rule on resume, and all have a JSON form.
+"""Metadata of config fields: least value and rule on resume; and the JSON form of configs.
 
     num_rows: int = at_least(1, 256)
     log_interval: int = at_least(1, 100, on_resume="accept")
@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-# What a resume does where the field has another value than the saved run:
-#   refuse         the change makes another network or another optimizer state: the resume ends with an error
-#   warn           the run goes on, and from here on differs from an uninterrupted one
-#   accept         the run goes on, and its result does not change
-#   refuse_class   refuses another class of config, and warns of any other change
-#   refuse_switch  refuses a change from None to a value or back, and warns of any other change
-# A rule also holds for the fields nested in this one, unless they have their own.
+# What a resume does if the field's value differs from the saved run's:
+#   refuse         the network or the optimizer state would differ: the resume fails
+#   warn           the run continues, and from then on differs from an uninterrupted one
+#   accept         the run continues, and its result does not change
+#   refuse_class   refuse another class of config, and warn of any other change
+#   refuse_switch  refuse a change from None to a value or back, and warn of any other change
+# A rule also applies to nested fields, unless they have their own.
 OnResume = Literal["refuse", "refuse_class", "refuse_switch", "warn", "accept"]
 Verdict = Literal["refuse", "warn", "accept", "retired"]
 _LEAST, _ON_RESUME = "least", "on_resume"
@@ -29,10 +29,10 @@ def setting(
     least: float | None = None,
     on_resume: OnResume | None = None,
 ) -> Any:
-    """A dataclass field with what is known of it beside its type.
+    """A dataclass field with a least value and a rule on resume.
 
-    `least` is its least value; None and strings, where the type has them, are not compared. `on_resume` is its rule.
-    Without one, a nested field has the rule of the field that holds its config, and a field of `Experiment` has `warn`.
+    None and strings, if the type allows them, are not compared with `least`. Without `on_resume`, a nested field has
+    the rule of the field that holds its config, and a field of `Experiment` has `warn`.
     """
     known = {name: value for name, value in ((_LEAST, least), (_ON_RESUME, on_resume)) if value is not None}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=known)
@@ -44,7 +44,7 @@ def at_least(least: float, default: Any, on_resume: OnResume | None = None) -> A
 
 
 def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
-    """What becomes of a run that is resumed with `given` and not `saved`, JSON values, for the field of this path.
+    """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
     `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it.
     """
@@ -74,9 +74,9 @@ def retired(config: type) -> frozenset[str]:
 
 
 def too_small(config: Any, path: str = "") -> list[str]:
-    """A sentence for every number in `config`, and in the configs that it holds, that is below its field's least value.
+    """One sentence for every number in `config` and its nested configs that is below its field's least value.
 
-    `path` is the flag of `config` itself, without dashes; its fields' are behind it.
+    `path` is the flag of `config` itself, without dashes; it is the prefix of its fields' flags.
     """
     return [
         f"--{flag.replace('_', '-')} {value} must be at least {least}"

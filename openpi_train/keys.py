@@ -1,6 +1,6 @@
-"""Randomness per row: a key is a function of (seed, step, row, purpose) and of nothing else.
+"""Random keys per row: a key depends only on (seed, step, row, purpose).
 
-So neither gradient accumulation nor the number of devices or processes can change what a row draws.
+Therefore neither gradient accumulation nor the number of devices or processes changes what a row draws.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""Finds experiments: by name in `configs/`, or as `file.py:name`. Listing reads the files without running them.
+"""Find experiments by name in `configs/`, or as `file.py:name`. Listing parses the files without running them.
 
 An experiment is a top-level assignment in a config file; the string below it is its description:
 
@@ -28,7 +28,7 @@ CONFIGS = "openpi_train_configs"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One named experiment: where it is defined, and what its author says of it."""
+    """One named experiment: its file and description."""
 
     name: str
     file: Path
@@ -41,7 +41,7 @@ class Entry:
 
 
 class UnknownName(ValueError):
-    """A name that is not there; the message gives the closest ones."""
+    """An unknown name; the message gives the closest ones."""
 
 
 def entries() -> dict[str, Entry]:
@@ -58,7 +58,7 @@ def entries() -> dict[str, Entry]:
 def read_entries(file: Path) -> list[Entry]:
     """The described top-level assignments of a config file. The file is parsed, not run.
 
-    Raises ValueError where it does not parse.
+    Raises ValueError if it does not parse.
     """
     try:
         body = ast.parse(file.read_text(), filename=str(file)).body
@@ -77,11 +77,11 @@ def read_entries(file: Path) -> list[Entry]:
 def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, any_dims: bool = False) -> "Experiment":
     """The experiment of this name, or of `path/to/file.py:name`.
 
-    Where the name stands for several (`choice.py`), that for their own dataset, or for what `on` makes of it; with
+    If the name stands for several (`choice.py`), returns the one for their dataset, after applying `on`; with
     `any_dims` the first of them, which has the fields of all.
 
-    Raises UnknownName with the closest names, FileNotFoundError, DataError where no experiment is for the dataset, or
-    ValueError where it is no Experiment.
+    Raises UnknownName with the closest names, FileNotFoundError, DataError if no experiment fits the dataset, or
+    ValueError if it is not an Experiment.
     """
     from openpi_train.choice import ByActionDim
     from openpi_train.experiment import Experiment
@@ -114,7 +114,7 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
 
 
 def description(name: str) -> str:
-    """What the author of an experiment says of it; empty where it has no description."""
+    """The description of an experiment; empty if it has none."""
     if ".py" in name:
         file, _, attribute = name.partition(":")
         return next((entry.description for entry in read_entries(Path(file)) if entry.name == attribute), "")
@@ -122,7 +122,7 @@ def description(name: str) -> str:
 
 
 def unknown(name: str, known, what: str) -> str:
-    """The message for a name that is not known: the closest ones, or all."""
+    """The message for an unknown name: the closest names, or all."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     if close:
         return f"unknown {what} {name!r}; did you mean {' or '.join(close)}? (all: python -m openpi_train list)"
@@ -136,7 +136,7 @@ def _configs_directory() -> Path:
 
 
 def _configs_package() -> str:
-    """`openpi_train_configs` where the project is installed, else the checkout's `configs/` under that name."""
+    """`openpi_train_configs` if the project is installed, else the checkout's `configs/` under that name."""
     if CONFIGS not in sys.modules and importlib.util.find_spec(CONFIGS) is None:
         init = Path(__file__).resolve().parent.parent / "configs" / "__init__.py"
         spec = importlib.util.spec_from_file_location(CONFIGS, init, submodule_search_locations=[str(init.parent)])
@@ -148,7 +148,7 @@ def _configs_package() -> str:
 
 
 def _import_file(file: Path):
-    """Import an experiment file that lies outside the package, from its own folder.
+    """Import an experiment file from outside the package, with its own folder on the path.
 
     The folder stays on `sys.path`, which spawned data workers inherit: classes defined in the file can be unpickled.
     """

@@ -1,6 +1,6 @@
-"""Array types that every part shares: the letter legend, `@pytree`, observations and batches.
+"""Array types shared by all parts: letters of shapes, `@pytree`, observations and batches.
 
-Read next: `keys.py` (randomness per row), `models/model_config.py` (who consumes a batch).
+Read next: `keys.py` (randomness per row), `models/model_config.py` (consumers of a batch).
 
 Letters in shapes, everywhere in the project:
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 def pytree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, keyword-only dataclass whose fields are JAX tree children.
 
-    Unflattening skips `__init__`, so that trees of shapes, shardings or specs may stand where arrays
-    do without failing the run-time shape checks that tests switch on.
+    Unflattening skips `__init__`, so that trees may hold shapes, shardings or specs instead of arrays
+    without failing the run-time shape checks of tests.
     """
     data_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     names = tuple(field.name for field in dataclasses.fields(data_class))
@@ -52,15 +52,15 @@ def tree_of(cls: type[T], **fields: Any) -> T:
 
 @pytree
 class Observation:
-    """What a robot policy sees, for a batch of rows.
+    """The inputs of a robot policy, for a batch of rows.
 
     `images` and `image_masks` are keyed by the model's camera slots (`base_0_rgb`, ...). A slot that no robot of
-    the run has is simply absent: it costs no tokens. Images are uint8 as shipped, or float32 in [-1, 1].
+    the run has is absent and costs no tokens. Images are uint8 from the host, or float32 in [-1, 1].
     `state` is normalised and padded to the model's action width. A model that sees several control steps has them on
-    an axis `o` behind the rows', the present one last.
+    an axis `o` after the rows', the current one last.
 
-    A model of tokens has two masks over the prompt more. `token_ar_mask` marks those that come one by one: each sees
-    all before it, while those without it see each other. `token_loss_mask` marks those that are to be predicted.
+    A model of tokens has two more masks over the prompt. `token_ar_mask` marks causal tokens, which attend to all
+    earlier ones; the others attend to each other. `token_loss_mask` marks the tokens to predict.
     """
 
     images: dict[str, UInt8[Array, "b *o height width 3"] | Float[Array, "b *o height width 3"]]
@@ -72,7 +72,7 @@ class Observation:
     token_loss_mask: Bool[Array, "b t"] | None = None
 
 
-# The entries of a row that only models of tokens have.
+# Entries of a row that only token models have.
 TOKEN_MASKS = ("token_ar_mask", "token_loss_mask")
 
 
@@ -80,9 +80,9 @@ TOKEN_MASKS = ("token_ar_mask", "token_loss_mask")
 class ActionBatch:
     """One batch of imitation data: observations and the action chunks that followed them.
 
-    `action_mask` is False on the steps that lie beyond the episode's end (they repeat its last action).
+    `action_mask` is False on steps beyond the episode's end (they repeat its last action).
     `dim_mask` is False on the action dims that only pad the robot's actions to the model's width.
-    `row` is the row's position in the global batch: with seed and step it fixes all of the row's randomness.
+    `row` is the row's position in the global batch: with seed and step it determines all of the row's randomness.
     """
 
     observation: Observation
@@ -93,7 +93,7 @@ class ActionBatch:
 
 
 def mask_rows(batch: ActionBatch, real: Bool[Array, " b"]) -> ActionBatch:
-    """The batch with rows that count only where `real` says so: of the others no step lies inside the episode."""
+    """The batch where only rows marked in `real` count: all steps of the others are masked."""
     return dataclasses.replace(batch, action_mask=batch.action_mask & real[:, None])
 
 
@@ -115,7 +115,7 @@ def flatten_rows(batch: Any) -> dict[str, Any]:
 
 
 def observation(rows: dict[str, Any]) -> Observation:
-    """Build the `Observation` that a flat dictionary of batched columns stands for; other columns are passed over."""
+    """Build an `Observation` from a flat dictionary of batched columns; other columns are ignored."""
 
     def slots(prefix):
         return {name.removeprefix(prefix): value for name, value in sorted(rows.items()) if name.startswith(prefix)}
@@ -132,7 +132,7 @@ def observation(rows: dict[str, Any]) -> Observation:
 
 
 def action_batch(rows: dict[str, Any]) -> ActionBatch:
-    """Build the `ActionBatch` that a flat dictionary of batched columns stands for (inverse of `flatten_rows`)."""
+    """Build an `ActionBatch` from a flat dictionary of batched columns (inverse of `flatten_rows`)."""
     return tree_of(
         ActionBatch,
         observation=observation(rows),

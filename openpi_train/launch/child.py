@@ -15,25 +15,25 @@ DRAIN_S = 5.0  # for the last lines of a process that has ended
 
 
 class Started(ABC):
-    """What a launcher has started for one or more processes."""
+    """A handle that a launcher has for one or more started processes."""
 
     @abstractmethod
     def watch(self) -> None:
-        """Begin to read the output and to wait for the end, in threads; called when all are started."""
+        """Start the threads that read the output and wait for the end; called when all processes are started."""
 
     @abstractmethod
     def send(self, signum: int) -> None:
-        """Send a signal to the processes; SIGKILL goes to all that they have started, too."""
+        """Send a signal to the processes; SIGKILL also goes to all processes that they have started."""
 
     @abstractmethod
     def close(self) -> None:
-        """Clear away what an ended process has left running, and see its output to the end."""
+        """Kill what an ended process has left running, and read its output to the end."""
 
 
 class Child(Started):
     """A process on this machine. Its lines go to `on_line`, its exit code (128 + n for signal n) to `on_end`.
 
-    With `with_input`, what is given to `write` is its stdin; else it has none.
+    With `with_input`, `write` writes to its stdin; otherwise it has none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Child(Started):
             stdin=subprocess.PIPE if with_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes to the launcher alone, which passes it on
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it
             preexec_fn=_die_with_launcher if sys.platform == "linux" else None,
         )
         self._input_lock = threading.RLock()
@@ -74,13 +74,13 @@ class Child(Started):
                 self._process.send_signal(signum)
 
     def write(self, line: bytes) -> None:
-        """Give the process a line on stdin; nobody may be there any more."""
+        """Write a line to the process's stdin; ignored if the process has ended."""
         assert self._process.stdin is not None
         with self._input_lock, suppress(OSError, ValueError):
             os.write(self._process.stdin.fileno(), line)  # no buffer: a signal handler may write, too
 
     def close_input(self) -> None:
-        """End the process's stdin."""
+        """Close the process's stdin."""
         assert self._process.stdin is not None
         with self._input_lock, suppress(OSError):
             self._process.stdin.close()
@@ -92,12 +92,12 @@ class Child(Started):
             self.drain()
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
-        """Wait until its output is read to the end; a process that it left running may hold it open."""
+        """Wait until its output is read to the end; a process that it left running may keep it open."""
         for thread in self._readers:
             thread.join(timeout=timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it has ended, or after `timeout_s`."""
+        """Wait until it has ended, at most `timeout_s`."""
         self._waiter.join(timeout=timeout_s)
 
     def _wait(self) -> None:
@@ -111,6 +111,6 @@ class Child(Started):
 
 
 def _die_with_launcher() -> None:
-    """In the new process: be killed when the launcher is, so that no run is left behind with a port."""
+    """In the new process: arrange to be killed with the launcher, so that no orphaned run keeps a port."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""The exit codes that launchers act on: `runtime/exits.py` says what each means.
+"""The exit codes that launchers act on; `runtime/exits.py` explains each.
 
-They stand here once more because launching needs nothing but the standard library; a test compares them.
+They are repeated here because launchers use only the standard library; a test compares both lists.
 """
 
 USAGE = 2
 DATA = 3
 CHECKPOINT = 4
 NUMBERS = 5
-INDIVISIBLE = 6  # over fewer devices the batch may divide
+INDIVISIBLE = 6  # the batch may be divisible over fewer devices
 PEER_LOST = 70
 PREEMPTED = 75  # stopped on request after a good save
 INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""The `launch` verb and its launchers, one module each. A new one is a subclass of `Launch` that `FORMS` lists.
+"""The `launch` verb and its launchers, one module each. A new launcher is a subclass of `Launch` listed in `FORMS`.
 
 Standard library only. Read next: `options.py`, `spec.py`, then `slurm.py` as an example.
 """
@@ -44,7 +44,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="openpi-train launch",
-        description="Start the processes of a run. What follows -- is what every process runs.",
+        description="Start the processes of a run. Every process runs the command after --.",
         epilog="example: openpi-train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
     )
     names = {form.__name__.lower(): form for form in FORMS}

@@ -1,9 +1,9 @@
 """`launch kubernetes`: a run on several hosts as a manifest, an Indexed Job with its headless Service or a JobSet.
 
 One pod per host with one process that owns all of its GPUs: jax drives several GPUs from one process, so a pod needs
-no launcher inside, gets SIGTERM itself, and ends with the run's own exit code, which the failure policies read. Who it
-is, `runtime/world.py` reads from JOB_COMPLETION_INDEX, which Kubernetes sets, and from the variables set here; nothing
-asks the cluster's API. Read next: `yaml.py`, `../runtime/exits.py` for the codes.
+no launcher inside, gets SIGTERM itself, and ends with the run's own exit code, which the failure policies read.
+`runtime/world.py` identifies the process by JOB_COMPLETION_INDEX, which Kubernetes sets, and by the variables set here;
+the cluster's API is not used. Read next: `yaml.py`, `../runtime/exits.py` for the codes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _CONTAINER = "train"
 _REPLICATED_JOB = "hosts"
 _GIVE_UP = [codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.NUMBERS, codes.INDIVISIBLE]  # the same would happen again
 _GO_ON = [codes.PEER_LOST, codes.PREEMPTED]
-# Distinguishes jobs, and in a JobSet also attempts: every Job has a uid of its own.
+# Distinguishes jobs, and in a JobSet also attempts: every Job has its own uid.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
@@ -50,23 +50,23 @@ class Kubernetes(Launch):
     name: str = option("name of the job, its service and its pods")
     image: str = option("container image with openpi_train installed")
     num_nodes: int = option("number of hosts: one pod and process on each", flags=["--nodes"], metavar="NODES")
-    gpus_per_node: int = option("GPUs of each pod; 0 trains on processors")
+    gpus_per_node: int = option("GPUs of each pod; 0 trains on CPUs")
     form: str = option("jobset needs its controller (%(default)s)", "job", choices=("job", "jobset"))
     namespace: str | None = option("(default: that of kubectl)", None)
     port: int = option("coordinator's port; it and the next (%(default)s)", DEFAULT_PORT)
     claims: tuple[tuple[str, str], ...] = option(
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
-    cpus: str | None = option('processors of each pod, as Kubernetes writes them: "32"', None)
-    memory: str | None = option('memory of each pod, with its /dev/shm: "256Gi"', None)
+    cpus: str | None = option('CPUs of each pod, in the format of Kubernetes: "32"', None)
+    memory: str | None = option('memory of each pod, including /dev/shm: "256Gi"', None)
     env: tuple[tuple[str, str], ...] = option("set in every pod", (), type=_pair, metavar="NAME=VALUE")
     node_selector: tuple[tuple[str, str], ...] = option(None, (), type=_pair, metavar="KEY=VALUE")
     service_account: str | None = option("(default: the namespace's; none is needed)", None)
     shared_memory_gib: int = option("size of /dev/shm (%(default)s)", 16)
-    max_restarts: int = option("after failures that may pass (%(default)s)", 10)
+    max_restarts: int = option("restarts after temporary failures (%(default)s)", 10)
     grace_s: int = option("time to save after SIGTERM (%(default)s s)", 120)
     out: Path | None = option("file to write (default: the terminal)", None)
-    apply: bool = option("hand the manifest to `kubectl apply`", False)
+    apply: bool = option("pass the manifest to `kubectl apply`", False)
     dry_run: bool = option("only write the manifest, also with --apply", False)
 
     def __post_init__(self):
@@ -74,7 +74,7 @@ class Kubernetes(Launch):
         longest = len(self.pod_name(self.num_nodes - 1))
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or longest > 63:
             raise LaunchError(
-                f"--name {self.name!r} is not a name for Kubernetes: lower-case letters, digits and '-', a letter "
+                f"--name {self.name!r} is not a valid Kubernetes name: lower-case letters, digits and '-', a letter "
                 f"first, at most {len(self.name) + 63 - longest} of them here"
             )
         if self.num_nodes < 1 or self.gpus_per_node < 0 or self.max_restarts < 0 or self.grace_s < 1:
@@ -83,14 +83,14 @@ class Kubernetes(Launch):
         for variable, _ in self.env:
             check_variable(variable)
         if self.memory is not None and not re.fullmatch(r"[1-9]\d*[KMGTP]i?", self.memory):
-            raise LaunchError(f"--memory {self.memory!r} is no amount as Kubernetes writes it: 256Gi")
+            raise LaunchError(f"--memory {self.memory!r} is not in the format of Kubernetes: 256Gi")
         mounts = ["/dev/shm", *(path for _, path in self.claims)]
         if twice := [path for path in mounts if mounts.count(path) > 1]:
             raise LaunchError(f"--pvc: {twice[0]} cannot be mounted twice (/dev/shm is there already)")
         _check_arguments(self.arguments)
 
     def pod_name(self, index: int) -> str:
-        """The host name of the pod of this index, which the headless service makes known to the others."""
+        """The host name of the pod of this index, which the headless service publishes to the others."""
         job = self.name if self.form == "job" else f"{self.name}-{_REPLICATED_JOB}-0"
         return f"{job}-{index}"
 
@@ -98,7 +98,7 @@ class Kubernetes(Launch):
         """Write the manifest, apply it if asked to, and return the exit code."""
         text = dump_all(manifest(self))
         if not self.claims:
-            sys.stderr.write("launch: no --pvc: what a pod writes, checkpoints too, is lost with the pod\n")
+            sys.stderr.write("launch: no --pvc: everything a pod writes, even checkpoints, is lost with the pod\n")
         if self.out:
             self.out.write_text(text, encoding="utf-8")
         if not self.apply or self.dry_run:
@@ -108,7 +108,7 @@ class Kubernetes(Launch):
             return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
         except FileNotFoundError:
             raise LaunchError(
-                "--apply: there is no kubectl here; write the manifest with --out FILE and apply it"
+                "--apply: kubectl is not installed here; write the manifest with --out FILE and apply it"
             ) from None
 
 
@@ -132,7 +132,7 @@ def _job(spec: Kubernetes) -> Json:
 
 
 def _jobset(spec: Kubernetes) -> Json:
-    """All pods are replaced together, as soon as one fails in a way that another attempt may mend."""
+    """All pods are replaced together, as soon as one fails in a way that a restart may fix."""
     give_up = {"name": "giveUp", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -153,7 +153,8 @@ def _jobset(spec: Kubernetes) -> Json:
 
 
 def _service(spec: Kubernetes) -> Json:
-    """Gives the pods names; also before they are ready, since they are ready only when they have met."""
+    """The headless service, which gives the pods names even before they are ready (they are ready once all have
+    met)."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -187,7 +188,7 @@ def _pod_spec(spec: Kubernetes) -> Json:
     memory = {"medium": "Memory", "sizeLimit": f"{spec.shared_memory_gib}Gi"}
     optional = {"serviceAccountName": spec.service_account, "nodeSelector": dict(spec.node_selector)}
     return {
-        "restartPolicy": "Never",  # what podFailurePolicy needs; the Job makes a new pod instead
+        "restartPolicy": "Never",  # required by podFailurePolicy; the Job makes a new pod instead
         "subdomain": spec.name,
         "terminationGracePeriodSeconds": spec.grace_s,
         **{name: value for name, value in optional.items() if value},
@@ -195,7 +196,7 @@ def _pod_spec(spec: Kubernetes) -> Json:
             {
                 "name": _CONTAINER,
                 "image": spec.image,
-                # The process itself is what gets SIGTERM: no shell around it.
+                # No shell around the process, so that SIGTERM reaches it.
                 "command": ["python", "-m", "openpi_train", *spec.arguments],
                 "env": _environment(spec),
                 "ports": [{"containerPort": spec.port}, {"containerPort": spec.port + 1}],
@@ -227,7 +228,7 @@ def _environment(spec: Kubernetes) -> list[Json]:
 
 
 def _resources(spec: Kubernetes) -> Json:
-    """Memory is limited to what is asked for; processor time is not, since data workers can use idle cores."""
+    """Memory is limited to the request; CPU time is not, since data workers can use idle cores."""
     requests = {name: value for name, value in (("cpu", spec.cpus), ("memory", spec.memory)) if value}
     limits = {"memory": spec.memory} if spec.memory else {}
     if spec.gpus_per_node:
@@ -254,4 +255,4 @@ def _check_arguments(arguments: tuple[str, ...]) -> None:
     if "--overwrite" in flags:
         raise LaunchError("--overwrite: a pod that is restarted would move its own run aside; give --resume instead")
     if "--exp-name" in flags and "--resume" not in flags:
-        raise LaunchError("pods are restarted: add --resume after the experiment, which also starts a run that is new")
+        raise LaunchError("pods are restarted: add --resume after the experiment; it also starts new runs")

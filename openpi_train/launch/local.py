@@ -19,7 +19,7 @@ class Local(Launch):
     here: Here
 
     def launch(self) -> int:
-        """Start them, as often as asked, and return the exit code of the run."""
+        """Start the processes, with restarts if requested, and return the exit code of the run."""
         spec = LaunchSpec(
             arguments=self.arguments,
             processes_per_host=self.processes,
@@ -27,7 +27,7 @@ class Local(Launch):
             devices_per_process=self.here.devices_per_process,
         )
         if self.here.dry_run:
-            return show(commands(spec))  # lines to type by hand need no token
+            return show(commands(spec))  # command lines typed by hand need no token
         log_dir = announced(self.processes, self.here.log_dir)
 
         def begin(start: Start) -> LaunchOutcome:

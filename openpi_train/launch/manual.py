@@ -1,4 +1,4 @@
-"""`launch manual`: this machine's share of a run on several hosts, started by hand on each.
+"""`launch manual`: this host's processes of a run on several hosts, started by hand on each.
 
 Read next: `processes.py`.
 """
@@ -13,18 +13,18 @@ from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, shar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manual(Launch):
-    """This machine's share; run it on every host of the run."""
+    """This host's processes; run it on every host of the run."""
 
-    node_rank: int = option("this host, from 0 to the number of hosts - 1")
+    node_rank: int = option("index of this host, from 0 to the number of hosts - 1")
     num_nodes: int = option("number of hosts")
     master_addr: str = option("address of host 0, which all hosts can reach")
     master_port: int = option("coordinator's port there (%(default)s)", DEFAULT_PORT)
     per_node: PerNode
-    job_token: str = option("a word, the same on all hosts, that keeps other jobs out", "")
+    job_token: str = option("a token, the same on all hosts, that keeps other jobs out", "")
     here: Here
 
     def launch(self) -> int:
-        """Start this machine's share, say what to type on the others, and return the exit code of the share."""
+        """Start this host's processes, print the commands for the other hosts, and return the exit code."""
         if not 0 <= self.node_rank < self.num_nodes:
             raise LaunchError(
                 f"--node-rank {self.node_rank} is not from 0 to {self.num_nodes - 1} (--num-nodes less one)"
@@ -48,7 +48,7 @@ class Manual(Launch):
         return run(share, announced(len(share), self.here.log_dir), self.here.grace_s).code
 
     def _line(self, node: int) -> str:
-        """What to type on another host to start its share of the same run."""
+        """The command that starts the processes of another host."""
         options = {
             "--node-rank": node,
             "--num-nodes": self.num_nodes,

@@ -1,8 +1,8 @@
-"""Options of a command line as fields of a dataclass, said once for argparse and for who reads them. Next: `forms.py`.
+"""Command-line options as fields of a dataclass, for argparse. Read next: `forms.py`.
 
     processes: int = option("number of processes")
 
-A dataclass in a field brings its own options with it: those that several forms share are at the end.
+A nested dataclass adds its own options; those that several forms share are at the end.
 """
 
 import argparse
@@ -22,8 +22,8 @@ def option(help: str | None = None, default: Any = dataclasses.MISSING, **settin
     """A field that is an option of the same name; without a default it must be given.
 
     Args:
-        settings: what `add_argument` is told besides, where name and type do not say it. Two are our own: `flags`,
-            other names of the option, and `one_of`, a word that options have of which exactly one must be given.
+        settings: further arguments of `add_argument`. Two are our own: `flags`, other names of the option, and
+            `one_of`, the name of a group of options of which exactly one must be given.
     """
     return dataclasses.field(default=default, metadata={"help": help, **settings})
 
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What the type and the default of a field mean to argparse."""
+    """The argparse settings that follow from the type and the default of a field."""
     needed = {"required": True} if field.default is dataclasses.MISSING else {"default": field.default}
     if field.type is bool:
         return {"action": "store_true", **needed}
@@ -55,7 +55,7 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def read_options(kind: type[Options], given: Mapping[str, Any], **others: Any) -> Options:
-    """The dataclass with the options that argparse has read, and with `others`, its fields that are none."""
+    """The dataclass with the options that argparse has read, and `others` for fields that are not options."""
     values = dict(others)
     for field in dataclasses.fields(typing.cast(Any, kind)):
         if dataclasses.is_dataclass(field.type):
@@ -90,17 +90,17 @@ def seconds(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch(ABC):
-    """A launch as a command line asks for it.
+    """Command-line options of a launch.
 
     Each launcher is one subclass: its fields are its options, and the first line of its docstring is its help.
     """
 
     arguments: tuple[str, ...]
-    """What follows `python -m openpi_train` in every process."""
+    """The arguments after `python -m openpi_train` in every process."""
 
     @abstractmethod
     def launch(self) -> int:
-        """Do it, and return the exit code."""
+        """Start the run, and return the exit code."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class PerNode:
     """How many processes each of several hosts has."""
 
     gpus_per_node: int | None = option(
-        "one process for each of so many GPUs per host", None, type=at_least(1), one_of="processes per host"
+        "GPUs per host, with one process each", None, type=at_least(1), one_of="processes per host"
     )
     processes_per_node: int | None = option(
         "processes per host; they share its GPUs equally", None, type=at_least(1), one_of="processes per host"
@@ -124,11 +124,11 @@ class PerNode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Here:
-    """What every form needs to know that starts processes from this machine."""
+    """Options of launchers that start processes from this machine."""
 
     devices_per_process: int | None = option(
-        "make so many CPU devices in each process, use no GPU", None, type=at_least(1)
+        "CPU devices to create in each process; no GPU is used", None, type=at_least(1)
     )
     dry_run: bool = option("print the processes' command lines, start nothing", False)
     log_dir: Path | None = option("folder for the processes' output (default: a temporary one)", None)
-    grace_s: float = option("time to end after another failed (%(default)s s)", 15.0, type=seconds)
+    grace_s: float = option("seconds to exit after another process failed (%(default)s s)", 15.0, type=seconds)

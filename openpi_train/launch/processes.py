@@ -1,7 +1,7 @@
-"""Start processes on this machine, watch over them, and end them together. Read next: `local.py`, which calls this.
+"""Start processes on this machine, watch them, and end them together. Read next: `local.py`, which calls this.
 
-On the terminal: process 0 as it is, of the others only what they write to stderr, every line with its process. Each
-process also has a file with all of its output. The first failure ends all, and its error is the last thing shown.
+The terminal shows all output of process 0 and the stderr of the others, each line with its process. Each
+process also has a file with all of its output. The first failure ends all, and its error is shown last.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from openpi_train.launch.child import Child, Started
 from openpi_train.launch.spec import DEFAULT_PORT, ProcessCommand
 from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
-# Codes that a process ends with because another one did: never the root cause if there is a different one.
+# Exit codes of a process that ended because another one did: not the root cause if any other code exists.
 _FOLLOWS_FROM_ANOTHER = (codes.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
-_HIDDEN = b"[Gloo] Rank "  # gloo greets every new group of processes on stdout
+_HIDDEN = b"[Gloo] Rank "  # gloo prints a greeting for every new group of processes on stdout
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _showing = threading.Lock()
@@ -44,15 +44,15 @@ class LaunchOutcome:
     asked: bool = False
     """This launcher was told to stop, by a signal or Ctrl-C."""
     lost_hosts: tuple[str, ...] = ()
-    """Those that could not be reached, or no longer."""
+    """Hosts that could not be reached, or were lost."""
     status: Status = NOTHING
-    """What process 0 told of itself."""
+    """The status of process 0."""
 
 
 class ProcessRecord:
-    """What the launcher knows of one process, wherever it runs.
+    """The launcher's record of one process, on any host.
 
-    Its output lies in `path`; `code` is there once it has ended; `status` is what it last told of itself.
+    Its output is in `path`; `code` is set once it has ended; `status` is its last reported status.
     """
 
     def __init__(self, rank: int, log_dir: Path, host: str = ""):
@@ -69,9 +69,9 @@ class ProcessRecord:
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
     def take(self, line: bytes, is_error: bool) -> None:
-        """One line that the process has written to stdout or, if `is_error`, to stderr."""
+        """Record one line that the process has written to stdout or, if `is_error`, to stderr."""
         with self._lock:
-            # Closed: a process that outlived its parent still talks. A full disk must not stop those who write.
+            # Closed: a process that outlived its parent still writes. A full disk must not stop the processes.
             with suppress(ValueError, OSError):
                 self._log.write(line)
             if is_error:
@@ -81,37 +81,37 @@ class ProcessRecord:
             show_line(self.prefix, line)
 
     def end(self, code: int) -> None:
-        """The process has ended, or is given up as lost; the first word counts."""
+        """Record that the process has ended or is lost; only the first call counts."""
         if self.code is not None:
             return
         self.ended_at = time.monotonic()
         self.code = code
 
     def lose(self, code: int) -> None:
-        """Nothing can be heard of the process any more, nor of its host."""
+        """Record that the process and its host can no longer be reached."""
         self.lost = True
         self.end(code)
 
     def close(self) -> None:
-        """No more lines are kept."""
+        """Stop recording lines."""
         with self._lock:
             self._log.close()
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Write a line to the terminal (stderr). One that is gone, or a full disk behind it, stops nobody who trains."""
+    """Write a line to the terminal (stderr). A closed terminal or a full disk does not stop the run."""
     screen: TextIO = sys.stderr if stream is None else stream
     try:
         screen.write(f"{text}\n")
         screen.flush()
     except OSError as error:
-        if error.errno != errno.ENOSPC:  # `| head`, a closed window: nothing will be read there any more
+        if error.errno != errno.ENOSPC:  # `| head`, a closed window: nobody reads any more
             with suppress(OSError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), screen.fileno())
 
 
 def show_line(prefix: str, line: bytes) -> None:
-    """Print a line of a process; those of several are never mixed."""
+    """Print a line of a process; lines of several processes are never interleaved."""
     with _showing:
         tell(_prefixed(prefix, line), sys.stdout)
 
@@ -121,13 +121,13 @@ def _prefixed(prefix: str, line: bytes) -> str:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What a launcher takes as a request to stop. SIGHUP, which a closed terminal sends, not under `nohup`."""
+    """The signals that request a stop; SIGHUP, sent by a closed terminal, is ignored under `nohup`."""
     return [one for one in _STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 @contextmanager
 def stop_signals_to(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Have requests to stop handled so in here."""
+    """Install `handler` for requests to stop, within a `with` block."""
     previous = {signum: signal.signal(signum, handler) for signum in stop_signals()}
     try:
         yield
@@ -144,16 +144,16 @@ def show(share: Sequence[ProcessCommand]) -> int:
 
 
 def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path:
-    """The folder for the processes' output, made and told to the user."""
+    """Create the folder for the processes' output and tell the user where it is."""
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="openpi_train_launch_"))
     log_dir.mkdir(parents=True, exist_ok=True)
     count = "1 process" if num_processes == 1 else f"{num_processes} processes"
-    tell(f"starting {count}{where}; all that each writes: {log_dir}/process_<k>.txt", sys.stdout)
+    tell(f"starting {count}{where}; output of each: {log_dir}/process_<k>.txt", sys.stdout)
     return log_dir
 
 
 def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> LaunchOutcome:
-    """Run all commands on this machine to the end of the run, as `oversee` does."""
+    """Run all commands on this machine to the end, with `oversee`."""
     log_dir.mkdir(parents=True, exist_ok=True)
     records = [ProcessRecord(command.rank, log_dir) for command in commands]
     children = (_child(command, record) for command, record in zip(commands, records, strict=True))
@@ -161,7 +161,7 @@ def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> La
 
 
 def _child(command: ProcessCommand, record: ProcessRecord) -> Child:
-    """The process, whose record ends with its last status."""
+    """Start the process; its record ends with its last status."""
     file = record.path.with_suffix(".status.json")
     file.unlink(missing_ok=True)  # of an earlier run with the same --log-dir
 
@@ -173,11 +173,10 @@ def _child(command: ProcessCommand, record: ProcessRecord) -> Child:
 
 
 def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s: float) -> LaunchOutcome:
-    """Start what `start` yields, wait until all `records` have ended, and return how: code 0, or that of the first
-    failure.
+    """Start what `start` yields and wait until all `records` have ended; returns code 0 or that of the first failure.
 
-    SIGINT, SIGTERM, SIGUSR1 and (as SIGTERM) SIGHUP are passed on to all processes, which may take as long as they need
-    to save; a second one ends them at once. After a failure the others get `grace_s` to end by themselves.
+    SIGINT, SIGTERM, SIGUSR1 and (as SIGTERM) SIGHUP are forwarded to all processes, which may take as long as they need
+    to save; a second one ends them at once. After a failure the others have `grace_s` to exit.
     """
     started: list[Started] = []
     try:
@@ -201,10 +200,10 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
 
 
 def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], grace_s: float) -> None:
-    """Return when all have ended; from the first failure on, make them.
+    """Wait until all have ended; after the first failure, end them.
 
-    They first get a moment to notice by themselves: a process that is told to stop after a peer has died waits for
-    that peer in jax's preemption service, and never says what it saw.
+    They first get a moment to notice the failure themselves: a process that is told to stop after a peer has died waits
+    for that peer in jax's preemption service, and never reports what it saw.
     """
     failed_at, asked, killed = None, False, False
     while any(record.code is None for record in records):
@@ -232,7 +231,7 @@ def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
     assert culprit.code is not None
     if culprit.code == codes.PREEMPTED:
-        tell("stopped on request, with all saved that there was to save: continue with the same command and --resume")
+        tell("stopped on request, and saved: continue with the same command and --resume")
         return culprit.code, "it was asked to stop, and saved"
     for line in culprit.errors:
         tell(_prefixed(culprit.prefix, line))
@@ -244,7 +243,7 @@ def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
 
 @contextmanager
 def forwarded_signals(started: Sequence[Started]) -> Iterator[list[int]]:
-    """Pass a request to stop on to all that is started; the second time kill it. Yields what has come."""
+    """Forward a request to stop to all processes, and kill them on the second. Yields the signals received."""
     received: list[int] = []
 
     def forward(signum: int, _frame: object) -> None:
@@ -262,10 +261,10 @@ def _send(started: Sequence[Started], signum: int) -> None:
 
 
 def free_port() -> int:
-    """A port that is free on this machine together with the next one.
+    """A port that is free on this machine, as is the next one.
 
-    Of those that no kernel gives to outgoing connections: such a one could take it before process 0 listens, which is
-    seconds later.
+    It is outside of the range for outgoing connections: one of these could take it before process 0 listens, seconds
+    later.
     """
     while True:
         port = random.SystemRandom().randrange(_FIRST_PORT, DEFAULT_PORT - 1)

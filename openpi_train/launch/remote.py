@@ -1,9 +1,9 @@
-"""The far side of `launch ssh`: runs one host's share and tells the launcher all. Read next: `ssh.py`, the near side.
+"""The remote side of `launch ssh`: runs one host's processes and reports to the launcher. Read next: `ssh.py`.
 
-Both talk in lines over ssh's own pipes. In comes the job (its token and environment with it, where `ps` shows neither),
-then signals, and every few seconds a sign of life. Out goes, behind a mark that no login message begins with, that the
-share runs, each line of each process, its status where that changes, and its exit code. Nobody at the other end for a
-minute, or the end of stdin, is the end of the run here: SIGTERM, so that the processes save, and after the grace period
+Both sides exchange lines over ssh's pipes. Input: the job (with its token and environment, which `ps` does not show),
+then signals, and a heartbeat every few seconds. Output, with a prefix that no login message begins with: that the
+processes run, each line of each process, changes of its status, and its exit code. If the launcher is silent for a
+minute, or stdin ends, the run here is ended: SIGTERM, so that the processes save, and after the grace period
 SIGKILL.
 """
 
@@ -27,18 +27,18 @@ from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 MARK = b"\x1e"  # the separator of RFC 7464 for JSON texts in a stream
 BEAT_S = 5.0
-SILENCE_S = 60.0  # as long as ssh's own keep-alive waits at the near side
+SILENCE_S = 60.0  # the same as ssh's own keep-alive on the launcher's side
 STARTED, LINE, STATUS, ENDED = "started", "line", "status", "ended"
 
 
 class Share:
-    """The processes of this host, and the way back to the launcher."""
+    """The processes of this host, and the connection to the launcher."""
 
     def __init__(self, job: dict[str, Any], folder: Path):
         """`folder` is for the status files of the processes."""
         self._folder = folder
         self._told: dict[int, Status] = {}
-        self._telling = threading.Lock()  # a status must not be told behind a newer one
+        self._telling = threading.Lock()  # a status must not be sent after a newer one
         self.grace_s: float = job["grace_s"]
         self.alive: set[int] = set()
         self.mail: queue.Queue[bytes | None] = queue.Queue()
@@ -49,7 +49,7 @@ class Share:
         ]
 
     def run(self) -> None:
-        """Return when all processes have ended, after passing on what the launcher sends."""
+        """Forward what the launcher sends, until all processes have ended."""
         self._tell(STARTED)
         for child in self.children:
             child.watch()
@@ -102,7 +102,7 @@ class Share:
         self.mail.put(None)
 
     def _tell(self, *news: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # no launcher: the end of stdin is what ends the run
+        with self._lock, contextlib.suppress(OSError):  # no launcher: the end of stdin ends the run
             sys.stdout.buffer.write(MARK + json.dumps(news).encode() + b"\n")
             sys.stdout.buffer.flush()
 
@@ -116,7 +116,7 @@ class Share:
 
 
 def main() -> int:
-    """Run the share that the first line of stdin describes; 0 unless there is none: the processes' codes are told."""
+    """Run the job in the first line of stdin; returns 0 unless there is none. Exit codes of processes are reported."""
     first = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]
     if not first.endswith(b"\n"):
         return codes.USAGE

@@ -1,7 +1,7 @@
 """`launch slurm`: write an sbatch file for a run, and submit it if asked. Read next: `../runtime/world.py`.
 
-Inside the job nothing is given: Slurm says to every task who it is. So the file only starts one task per process,
-passes on a request to stop, and has the job requeued when starting again would help.
+Inside the job no flags are needed, since Slurm identifies every task. The file only starts one task per process,
+forwards a request to stop, and requeues the job if a restart would help.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pathlib import Path
 from openpi_train.launch.options import Launch, at_least, option
 from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices
 
-# What other ways to start a run leave in a shell; a process would believe them and not Slurm.
+# Variables that other launchers leave in a shell; a process would use them instead of Slurm's.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MOST_SIGNAL_S = 65535  # Slurm's own
 _CONTAINER_RUNTIMES = ("pyxis", "apptainer")
@@ -28,38 +28,39 @@ _OWN_FOLDER = "slurm_scripts"
 class Slurm(Launch):
     """Write an sbatch file that starts, requeues and continues the run.
 
-    What is None is left to the cluster.
+    None leaves an option to the cluster.
     """
 
     nodes: int = option("number of hosts (%(default)s)", 1, flags=("--nodes", "--num-nodes"))
     gpus_per_node: int | None = option("GPUs of each host", None)
     processes_per_node: int | None = option("processes per host (default: one for each GPU)", None, type=at_least(1))
     devices_per_process: int | None = option(
-        "make so many CPU devices in each process, use no GPU", None, type=at_least(1)
+        "CPU devices to create in each process; no GPU is used", None, type=at_least(1)
     )
     job_name: str | None = option("default: the experiment's name", None)
     cpus_per_task: int | None = option("CPU cores of each process", None)
-    memory: str | None = option("of each host, as Slurm writes it: 200G", None)
-    time_limit: str | None = option("as Slurm writes it: 24:00:00, or 2-0 for two days", None)
+    memory: str | None = option("memory of each host, in Slurm's format: 200G", None)
+    time_limit: str | None = option("in Slurm's format: 24:00:00, or 2-0 for two days", None)
     partition: str | None = option(None, None)
     account: str | None = option(None, None)
     qos: str | None = option(None, None)
-    output_dir: Path = option("for file and output (%(default)s)", Path(_OWN_FOLDER))
+    output_dir: Path = option("folder for the file and the output (%(default)s)", Path(_OWN_FOLDER))
     file: Path | None = option("the file to write (default: <output dir>/<job name>.sh)", None)
     venv: Path | None = option("virtual environment to activate (default: the Python that runs this)", None)
-    container: str | None = option("run in this image, whose `python` has the package", None, metavar="IMAGE")
+    container: str | None = option("container image; its `python` must have the package", None, metavar="IMAGE")
     container_runtime: str = option(None, "pyxis", choices=_CONTAINER_RUNTIMES)
     container_mount: tuple[str, ...] = option("may be repeated", (), metavar="SOURCE:TARGET")
     sbatch_arg: tuple[str, ...] = option("may be repeated: --sbatch-arg=--exclusive", ())
     env: tuple[str, ...] = option("may be repeated", (), metavar="NAME=VALUE")
-    max_restarts: int = option("requeue so often (%(default)s); 0: never", 20)
-    stop_before_s: int = option("save and stop so long before the time limit (%(default)s s)", 120)
+    max_restarts: int = option("maximum number of requeues (%(default)s); 0: never", 20)
+    stop_before_s: int = option("seconds before the time limit to save and stop (%(default)s s)", 120)
     submit: bool = option("submit the file and print the job's id", False)
     dry_run: bool = option("print the file, write and submit nothing", False)
     folder: Path = dataclasses.field(default_factory=Path.cwd)
-    """Where the job runs: relative paths of the run mean the same there as where the file was written."""
+    """The folder where the job runs, so that relative paths mean the same as where the file was written."""
     program: tuple[str, ...] | None = None
-    """What runs the arguments; None is our own, by the Python of `venv`, of `container`, or this one."""
+    """The program that runs the arguments; None: this package, with the Python of `venv`, of `container`, or this
+    one."""
 
     def __post_init__(self):
         check_arguments(self.arguments)
@@ -88,7 +89,7 @@ class Slurm(Launch):
         if self.memory is not None and not re.fullmatch(r"\d+[KMGT]?", self.memory):
             raise LaunchError(f"--memory {self.memory!r} is not a number with K, M, G or T, as Slurm writes it: 256G")
         if wrong := [option for option in self.sbatch_arg if not option.startswith("-")]:
-            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is no option of sbatch: --sbatch-arg=--exclusive, say")
+            raise LaunchError(f"--sbatch-arg {wrong[0]!r} is not an option of sbatch, such as --sbatch-arg=--exclusive")
         if self.venv and self.container:
             raise LaunchError("--venv and --container exclude each other: a container brings its own Python")
         if self.container_runtime not in _CONTAINER_RUNTIMES:
@@ -113,20 +114,20 @@ class Slurm(Launch):
         return self.processes_per_node or self.gpus_per_node or 0
 
     def absolute(self, path: Path) -> str:
-        """A path as the job knows it."""
+        """An absolute path for the job."""
         return os.path.abspath(self.folder / path)
 
     def launch(self) -> int:
-        """Write the file, say where it is, and with --submit give it to Slurm."""
+        """Write the file, print its path, and with --submit submit it."""
         if self.venv and not os.path.isfile(activate := f"{self.absolute(self.venv)}/bin/activate"):
-            raise LaunchError(f"--venv {self.venv} is no virtual environment: {activate} is not there")
+            raise LaunchError(f"--venv {self.venv} is not a virtual environment: {activate} does not exist")
         text = script(dataclasses.replace(self, arguments=resumed(self.arguments)))
         if self.dry_run:
             print(text, end="")
             return 0
         output_dir = self.absolute(self.output_dir)
         file = Path(self.absolute(self.file or Path(output_dir, f"{self.name}.sh")))
-        os.makedirs(output_dir, exist_ok=True)  # Slurm makes none
+        os.makedirs(output_dir, exist_ok=True)  # Slurm does not create it
         _write(file, text)
         if not self.submit:
             print(f"written: {file}\nsubmit it: sbatch {file}")
@@ -137,10 +138,11 @@ class Slurm(Launch):
 
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The same arguments with --resume: a requeued job must find its own run, and --resume starts one where none is."""
+    """The same arguments with --resume: a requeued job continues its own run; without one, --resume starts a new
+    run."""
     if bad := [word for word in arguments if word in ("--overwrite", "--no-resume")]:
         raise LaunchError(
-            f"{bad[0]} does not go with Slurm: a requeued job starts with the same line and would move its own run "
+            f"{bad[0]} cannot be used with Slurm: a requeued job runs the same command and would move its own run "
             "aside. Leave it out; for a new run give another --exp-name"
         )
     return arguments if "--resume" in arguments or not arguments else (*arguments, "--resume")
@@ -204,8 +206,8 @@ def _headers(job: Slurm) -> list[str]:
         "qos": job.qos,
         "chdir": job.folder.absolute(),
         "output": f"{job.absolute(job.output_dir).replace('%', '%%')}/%x_%j.out",
-        "open-mode": "append",  # a requeued job goes on in the same file
-        "signal": f"TERM@{job.stop_before_s}",  # to the tasks, which save; the shell is told by their exit codes
+        "open-mode": "append",  # a requeued job appends to the same file
+        "signal": f"TERM@{job.stop_before_s}",  # to the tasks, which save; the shell sees their exit codes
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return [*lines, "--requeue" if job.max_restarts else "--no-requeue", *map(shlex.quote, job.sbatch_arg)]
@@ -231,7 +233,7 @@ def _program(job: Slurm) -> list[str]:
 def _srun(job: Slurm) -> list[str]:
     nodes, tasks = job.nodes, job.num_tasks_per_node
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * tasks}", f"--ntasks-per-node={tasks}"]
-    # srun does not take it over from the job since Slurm 22.05.
+    # Since Slurm 22.05 srun does not inherit it from the job.
     words += [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else []
     if job.container is not None and job.container_runtime == "pyxis":
         folder = job.folder.absolute()
@@ -241,21 +243,21 @@ def _srun(job: Slurm) -> list[str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the file; one that is there and says something else, perhaps edited by hand, is moved aside."""
+    """Write the file; an existing one with other content, perhaps edited by hand, is moved aside."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.read_text() != text:
         aside = file.with_name(f"{file.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         file.rename(aside)
-        print(f"the file that was there is now {aside}")
+        print(f"the existing file was moved to {aside}")
     file.write_text(text)
     file.chmod(0o755)
 
 
 def _submit(file: Path) -> str:
-    """Hand the file to sbatch; returns the job's number."""
+    """Submit the file with sbatch; returns the job's number."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise LaunchError(f"there is no sbatch on this machine: submit {file} from a login node of the cluster")
+        raise LaunchError(f"sbatch is not installed on this machine: submit {file} from a login node of the cluster")
     done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"sbatch refused {file}: {done.stderr.strip()}")
@@ -263,14 +265,14 @@ def _submit(file: Path) -> str:
 
 
 _TASK = r"""
-# srun returns the highest exit code of its tasks, which should be the cause and not what followed from it. So each
-# task moves its own up: an error of the program (1 to 49) by 200, "lost a peer" and "saved and stopped" (70, 75) by
-# 100. A task that was killed (129 and up) then counts only where nobody knows better. Signals are the program's affair.
+# srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each
+# task raises its own: an error of the program (1 to 49) by 200, "lost a peer" and "saved and stopped" (70, 75) by
+# 100. A task that was killed (129 and up) then counts only if there is no other cause. The program handles signals.
 task='trap : INT TERM USR1 USR2; "$@"; code=$?
     case $code in 70|75) code=$((code + 100));; [1-9]|[1-4][0-9]) code=$((code + 200));; esac; exit "$code"'
 
 # The time limit and `scancel --signal=TERM <job>` reach the tasks without this shell, `scancel --batch` only this
-# shell, which passes it on; not by way of srun, which would kill the tasks.
+# shell, which forwards it; not through srun, which would kill the tasks.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM USR1
 """
 

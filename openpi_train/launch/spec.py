@@ -1,6 +1,6 @@
-"""What to start, where, and with which environment: pure data, no process. Read next: `processes.py`, which starts it.
+"""The processes to start, with hosts and environment, as pure data. Read next: `processes.py`, which starts them.
 
-Every launcher describes its run as a `LaunchSpec` and asks `commands` what that means for each process.
+Every launcher describes its run as a `LaunchSpec`; `commands` returns the command of each process.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import shlex
 import sys
 
 DEFAULT_PORT = 29500
-# Which process is which: for launchers to say, never for --env.
+# Variables that identify a process: set by launchers, never by --env.
 _PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     *("OPENPI_TRAIN_NUM_PROCESSES", "OPENPI_TRAIN_COORDINATOR"),
@@ -25,16 +25,16 @@ class LaunchSpec:
     """A run of `processes_per_host` processes on each of `hosts`; the first host is the master."""
 
     arguments: tuple[str, ...]
-    """What follows `python -m openpi_train` in every process."""
+    """The arguments after `python -m openpi_train` in every process."""
     processes_per_host: int
     hosts: tuple[str, ...] = ("127.0.0.1",)
-    """Addresses, or any labels for hosts other than the first, whose address all must be able to reach."""
+    """The address of the first host, which all must reach; addresses or any labels for the others."""
     port: int = DEFAULT_PORT
     """Port of the master for jax's coordinator; the one after it is for the rendezvous."""
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
-    """Word that keeps processes of other jobs out."""
+    """Token that keeps processes of other jobs out."""
     program: tuple[str, ...] = (sys.executable, "-m", "openpi_train")
 
     def __post_init__(self):
@@ -47,28 +47,28 @@ class LaunchSpec:
 
 
 def check_arguments(arguments: tuple[str, ...]) -> None:
-    """Raise LaunchError where there is nothing to run."""
+    """Raise LaunchError if there is nothing to run."""
     if not arguments:
         raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
 
 
 def check_port(port: int, name: str) -> None:
-    """Raise LaunchError where `port` and the next one cannot be the run's. `name` is how the user has said it."""
+    """Raise LaunchError if `port` or the next one is invalid. `name` is the user's name for it."""
     if not 1 <= port <= 65534:
         raise LaunchError(f"{name} {port} is not from 1 to 65534")
 
 
 def check_variable(name: str) -> None:
-    """Raise LaunchError where `name` cannot be a variable of --env."""
+    """Raise LaunchError if `name` cannot be a variable of --env."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise LaunchError(f"--env: {name!r} is not the name of a variable; give NAME=VALUE")
     if name in _PLACE_VARIABLES:
-        raise LaunchError(f"--env {name}: the launcher itself says which process is which; leave it out")
+        raise LaunchError(f"--env {name}: the launcher sets it for each process; leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessCommand:
-    """One process: its command line, and what it needs in its environment besides the usual."""
+    """One process: its command line, and the environment variables that it needs."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -99,7 +99,7 @@ def share_of(spec: LaunchSpec, node: int) -> list[ProcessCommand]:
 
 
 def cpu_devices(count: int | None) -> dict[str, str]:
-    """The variables with which a process makes so many CPU devices; none where jax chooses."""
+    """The variables with which a process creates `count` CPU devices; none if jax chooses."""
     return {} if count is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
 
 
@@ -114,6 +114,6 @@ def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
         "MASTER_PORT": str(spec.port),
     }
     if len(spec.hosts) > 1:
-        environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name who is missing
+        environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name missing hosts
     token = {"OPENPI_TRAIN_JOB_TOKEN": spec.token} if spec.token else {}
     return {**environment, **cpu_devices(spec.devices_per_process), **token}

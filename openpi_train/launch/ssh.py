@@ -1,7 +1,7 @@
 """`launch ssh`: all processes of a run on a list of hosts, started and watched from here. Read next: `remote.py`.
 
-One ssh per host runs the host's share there. The processes look to this launcher like its own: their lines come here,
-the first failure ends all, signals are passed on, and nothing is left running when the launcher or its connection dies.
+One ssh per host runs the host's processes. This launcher treats them like local ones: their lines are shown here,
+the first failure ends all, signals are forwarded, and nothing is left running when the launcher or its connection dies.
 """
 
 import dataclasses
@@ -25,33 +25,31 @@ from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, chec
 from openpi_train.launch.status import Status
 from openpi_train.launch.supervise import Rules, Start, max_restarts_option, supervise
 
-# No questions, which nobody could answer; a host that is gone is noticed after a minute.
+# No prompts, which nobody could answer; a lost host is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-_SSH_FAILED = 255  # ssh's own failure; every other code is that of what ran over there
+_SSH_FAILED = 255  # ssh's own failure; every other code is that of the remote program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ssh(Launch):
     """All processes on a list of hosts, started from here."""
 
-    hosts: str | None = option(
-        "host names with commas between, as ssh knows them; user@host where needed", None, one_of="hosts"
-    )
+    hosts: str | None = option("comma-separated host names for ssh; user@host if needed", None, one_of="hosts")
     hosts_file: Path | None = option("file with a host per line; # begins a comment", None, one_of="hosts")
     per_node: PerNode
     master_addr: str | None = option("address of the first host, which all hosts can reach (default: its name)", None)
     master_port: int | None = option(
         f"coordinator's port there (default: {DEFAULT_PORT}, and others for restarts)", None
     )
-    workdir: str | None = option("folder to run in, on every host (default: this one)", None)
+    workdir: str | None = option("working directory on every host (default: the current one)", None)
     python: str = option("Python on every host (default: the path of this one)", sys.executable)
     env: tuple[str, ...] = option(
-        "variables; NAME alone: as it is here", (), nargs="+", action="extend", metavar="NAME=VALUE"
+        "variables; NAME alone: its value here", (), nargs="+", action="extend", metavar="NAME=VALUE"
     )
-    ssh_command: str = option("what connects, instead of: %(default)s", SSH)
+    ssh_command: str = option("command to connect with, instead of: %(default)s", SSH)
     max_restarts: int = max_restarts_option()
     min_nodes: int | None = option(
-        "go on with the other hosts after one was lost, if so many are left (default: always all)",
+        "continue with the other hosts after one was lost, if this many are left (default: always all)",
         None,
         type=at_least(0),
         metavar="M",
@@ -59,10 +57,10 @@ class Ssh(Launch):
     here: Here
 
     def launch(self) -> int:
-        """Start the shares of all hosts, as often as asked, and return the exit code of the run."""
+        """Start the processes on all hosts, with restarts if requested, and return the exit code of the run."""
         hosts = {_name(host): host for host in self._words_of_hosts()}
         if self.min_nodes is not None and not self.max_restarts:
-            raise LaunchError("--min-nodes is for going on after a host was lost: give --max-restarts, too")
+            raise LaunchError("--min-nodes needs restarts after a host was lost: also give --max-restarts")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= len(hosts):
             raise LaunchError(f"--min-nodes {self.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
         env = _variables(self.env)
@@ -89,7 +87,8 @@ class Ssh(Launch):
         return supervise(begin, first, rules)
 
     def can_share(self, num_hosts: int) -> bool:
-        """Whether so many hosts can share the batch, as far as the command line tells; else the run itself will say."""
+        """Whether `num_hosts` hosts can share the batch, as far as the command line says; otherwise the run itself
+        checks."""
         words = [word.replace("_", "-") for argument in self.arguments for word in argument.split("=", 1)]
         sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
         if not sizes or not sizes[-1].isdecimal() or "--no-keep-effective-batch-size" in words:
@@ -98,7 +97,8 @@ class Ssh(Launch):
         return int(sizes[-1]) % (num_hosts * self.per_node.processes * devices) == 0
 
     def _spec(self, start: Start, first_host: str) -> LaunchSpec:
-        """What one start runs where. A restart has another port: what an old start left cannot be in the way."""
+        """The processes and hosts of one start. A restart has another port, so remains of an old start cannot
+        interfere."""
         master, *others = start.hosts
         if master == first_host and self.master_addr:
             master = self.master_addr
@@ -112,7 +112,7 @@ class Ssh(Launch):
         )
 
     def _words_of_hosts(self) -> list[str]:
-        """The hosts as ssh is told them: name, or user@name."""
+        """The hosts as given to ssh: name, or user@name."""
         if self.hosts_file is None:
             words = (self.hosts or "").split(",")
         else:
@@ -134,7 +134,7 @@ class Ssh(Launch):
 
 
 def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str]], log_dir: Path) -> LaunchOutcome:
-    """One start, to its end: by each host's line, its share of the job."""
+    """Run one start to its end: each host's ssh command gets its processes of the job."""
     log_dir.mkdir(parents=True, exist_ok=True)
     count, names = spec.processes_per_host, list(lines)
     records = [ProcessRecord(rank, log_dir, names[rank // count]) for rank in range(len(names) * count)]
@@ -146,7 +146,7 @@ def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str
 
 
 class Host(Started):
-    """One host of the run: the ssh that runs its share, and the records of the processes there."""
+    """One host of the run: its ssh, and the records of the processes there."""
 
     def __init__(self, name: str, argv: Sequence[str], job: dict[str, Any], records: Sequence[ProcessRecord]):
         self._name = name
@@ -158,20 +158,20 @@ class Host(Started):
         self._say(job)
 
     def watch(self) -> None:
-        """Hear the share, and let it hear that the launcher is there."""
+        """Start to read its reports and to send heartbeats."""
         self._child.watch()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, signum: int) -> None:
-        """Have the share send a signal to all its processes; after SIGKILL it gets no time to answer."""
+        """Send a signal to all processes of the host; after SIGKILL, do not wait for an answer."""
         self._say({"signal": signum})
-        if signum == signal.SIGKILL:  # the share may be out of reach
+        if signum == signal.SIGKILL:  # the host may be unreachable
             timer = threading.Timer(DRAIN_S, self._child.send, [signum])
             timer.daemon = True
             timer.start()
 
     def close(self) -> None:
-        """Let the share clear up, which it does at the end of its input, and hear it to the end."""
+        """Close its input, so that the remote side cleans up, and read its output to the end."""
         self._child.close_input()
         self._child.wait(DRAIN_S)
         self._child.close()
@@ -184,7 +184,7 @@ class Host(Started):
             self._say({})
 
     def _take(self, line: bytes, is_error: bool) -> None:
-        """A line from ssh: news from the share, or what ssh or the far shell has to say."""
+        """Handle a line from ssh: a report of the remote side, or output of ssh or the remote shell."""
         if not line.startswith(remote.MARK):
             self._words.append(line)
             if is_error:
@@ -204,7 +204,7 @@ class Host(Started):
             self._records[rank].end(code)
 
     def _end(self, code: int) -> None:
-        """ssh has ended: processes whose end nobody has heard of are lost."""
+        """ssh has ended: processes whose end was not reported are lost."""
         self._over.set()
         self._child.drain()
         if lost := [record for record in self._records.values() if record.code is None]:
@@ -231,7 +231,7 @@ def _name(host: str) -> str:
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    """The variables of --env: NAME=VALUE, or NAME for the value it has here."""
+    """The variables of --env: NAME=VALUE, or NAME for its local value."""
     variables = {}
     for word in words:
         name, given, value = word.partition("=")

@@ -1,7 +1,8 @@
-"""How far a run is, told by its processes to their launcher in a file, replaced as a whole at every change.
+"""The progress of a run, reported by its processes to their launcher in a file that is replaced atomically.
 
-The launcher names the file in an environment variable; a process that was started by hand has none, and tells nothing.
-The launcher decides by it whether another start continues this run and has brought it further (`supervise.py`).
+The launcher names the file in an environment variable; a process that was started by hand has none, and reports
+nothing.
+The launcher uses it to decide whether a restart continues this run, and whether the run made progress (`supervise.py`).
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ VARIABLE = "OPENPI_TRAIN_STATUS_FILE"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a process has reached.
+    """The progress of a process.
 
     Attributes:
-        opened: The run's directory has been opened: what lies there is this run.
-        saved_step: The last step of which a checkpoint was begun; 0 before the first.
+        opened: The run directory has been opened, so it belongs to this run.
+        saved_step: The last step whose checkpoint was begun; 0 before the first.
     """
 
     opened: bool = False
@@ -30,7 +31,7 @@ NOTHING = Status()
 
 
 def tell(**changes: bool | int) -> None:
-    """Change fields of this process's status, if a launcher wants to know. A full disk keeps it from the launcher."""
+    """Change fields of this process's status, if a launcher asked for it. On a full disk the file is not updated."""
     if path := os.environ.get(VARIABLE):
         status = dataclasses.replace(read(path), **changes)
         draft = Path(f"{path}.draft")
@@ -40,7 +41,7 @@ def tell(**changes: bool | int) -> None:
 
 
 def read(path: str | Path) -> Status:
-    """The status in a file; the first one where there is no file yet, or none of ours."""
+    """The status in a file; the initial status if there is no valid file yet."""
     try:
         return Status(**json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

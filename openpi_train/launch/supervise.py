@@ -1,7 +1,7 @@
-"""Start a run again after an end that another start can mend. Read next: `processes.py`, which is one start of it.
+"""Restart a run after a failure that a restart can fix. Read next: `processes.py`, which runs one start.
 
-A process that was killed, a lost peer, a stop that somebody else asked for: the run goes on from its last good
-checkpoint. Wrong flags, data, checkpoints and numbers would only end the next start, too.
+After a killed process, a lost peer, or a stop requested by somebody else, the run continues from its last good
+checkpoint. Wrong flags, data, checkpoints and numbers would only fail again.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of the run. `number` is 0 for the first; `in_vain` restarts in a row have brought it no further."""
+    """One start of the run. `number` is 0 for the first; `in_vain` counts consecutive restarts without progress."""
 
     arguments: tuple[str, ...]
     hosts: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Start:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before it: 1 s after progress, then twice as long each time, since the cause may last."""
+        """How long to wait before it: 1 s after progress, otherwise doubled each time, since the cause may last."""
         return min(2.0**self.in_vain, _LONGEST_PAUSE_S)
 
     def log_dir(self, base: Path) -> Path:
@@ -39,7 +39,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How often to start again, and with how few hosts: None for always all. `fits` says whether so many can share."""
+    """The number of restarts, and the minimum number of hosts (None: always all). `fits`: whether n hosts can share."""
 
     max_restarts: int
     min_hosts: int | None = None
@@ -47,22 +47,22 @@ class Rules:
 
 
 def max_restarts_option() -> Any:
-    """The option of every form that can start a run again."""
-    help = "start again so many times after a killed or lost process, or a stop not asked of this launcher (0)"
+    """The option of every launcher that can restart a run."""
+    help = "restarts after a killed or lost process, or a stop not requested from this launcher (0)"
     return option(help, 0, type=at_least(0), metavar="N")
 
 
 def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rules) -> int:
-    """Start the run with `begin`, again and again by the rules; returns the exit code of the last start.
+    """Start the run with `begin`, and restart it by the rules; returns the exit code of the last start.
 
-    A signal that ends this launcher's wait between two starts leaves it with that code, too.
+    A signal during the wait between two starts also returns that code.
     """
     while True:
         outcome = begin(start)
         following = after(start, outcome, rules)
         if following is None:
             if rules.max_restarts and can_be_mended(outcome):
-                tell(f"not started again: no restart is left (--max-restarts {rules.max_restarts})")
+                tell(f"not restarted: no restart is left (--max-restarts {rules.max_restarts})")
             return outcome.code
         if _stopped_within(following.pause_s, announcement(start, outcome, following, rules)):
             return outcome.code
@@ -70,13 +70,13 @@ def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rule
 
 
 def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
-    """The start that is to follow on one that ended so; None for none."""
+    """The start that follows one that ended so; None for no restart."""
     fewer = _one_less(start.hosts, outcome, rules)
     if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
         return None
     further = outcome.status.saved_step > start.saved_step
     return Start(
-        # What ended before it had opened its directory may have left somebody's older run there.
+        # A start that ended before opening its directory may have left an older run there.
         arguments=resumed(start.arguments) if outcome.status.opened else start.arguments,
         hosts=fewer or _remaining(start.hosts, outcome, rules),
         number=start.number + 1,
@@ -86,19 +86,19 @@ def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
 
 
 def can_be_mended(outcome: LaunchOutcome) -> bool:
-    """Whether another start may end better: after a lost peer, a stop from elsewhere, or a signal that killed."""
+    """Whether a restart may help: after a lost peer, a stop requested elsewhere, or a killing signal."""
     killed = outcome.code > 128 and outcome.code != codes.INTERRUPTED
     return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.PREEMPTED))
 
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments that continue the run which these have begun."""
+    """The arguments that continue the run started with these."""
     kept = tuple(word for word in arguments if word not in ("--overwrite", "--no-resume"))
     return kept if "--resume" in kept else (*kept, "--resume")
 
 
 def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: Rules) -> str:
-    """The line that says why the run starts again, when, with which hosts, and how often it still may."""
+    """The line with the reason, delay and hosts of a restart, and the restarts left."""
     left = rules.max_restarts - following.number
     without = [host for host in start.hosts if host not in following.hosts]
     hosts = f"; without {', '.join(without)}: on {', '.join(following.hosts)}" if without else ""
@@ -107,17 +107,17 @@ def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: 
 
 
 def _one_less(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
-    """All hosts but one, where the run has said that it cannot share its batch among so many; else none."""
+    """All hosts but one if the run cannot divide its batch over this many; otherwise none."""
     if outcome.asked or outcome.code != codes.INDIVISIBLE or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
         return ()
     return hosts[:-1]
 
 
 def _remaining(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
-    """The hosts to go on with: all, or without the lost ones the most that can share the batch.
+    """The hosts to continue with: all, or without lost hosts the largest number that can share the batch.
 
-    Where too few would remain, all are tried again: the lost ones may come back. Where no number can share, the run
-    itself says why.
+    If too few would remain, all are tried again, since lost hosts may come back. If no number can share the batch, the
+    run itself reports why.
     """
     left = tuple(host for host in hosts if host not in outcome.lost_hosts)
     if rules.min_hosts is None or not rules.min_hosts <= len(left):
@@ -127,7 +127,7 @@ def _remaining(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> 
 
 
 def _stopped_within(pause_s: float, reason: str) -> bool:
-    """Say why, and wait; returns whether this launcher was told to stop meanwhile."""
+    """Print the reason and wait; returns whether this launcher was told to stop meanwhile."""
     told: list[int] = []
     with stop_signals_to(lambda signum, _: told.append(signum)):
         tell(reason)

@@ -1,11 +1,11 @@
-"""Plain values as YAML, since launching needs no library. Read next: `kubernetes.py`, whose manifests it writes."""
+"""Writes plain values as YAML without a library. Read next: `kubernetes.py`, whose manifests it writes."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Words that YAML readers, old ones too, take for no string although they look like one.
+# Words that some YAML readers, including old ones, do not read as strings.
 _NOT_STRINGS = re.compile(r"(?i:y|n|yes|no|on|off|true|false|null)")
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 

@@ -1,6 +1,6 @@
-"""FAST tokens to action chunks on the devices, so that sampled chunks need no way over the host.
+"""Decode FAST tokens to action chunks on the devices, without a transfer to the host.
 
-The same as `data/fast_tokenizer.py: FastTokenizer.decode`, token by token and byte by byte, in array operations.
+Computes the same as `data/fast_tokenizer.py: FastTokenizer.decode`, in array operations.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, Int
 from openpi_train.data.action_prompt import vocabulary_token
 from openpi_train.data.fast_tokenizer import FastTokenizer, load_fast
 
-# UTF-8 takes up to this many bytes for a character below 65 536, and no coefficient has one above.
+# The maximum bytes of a UTF-8 character below 65 536; no coefficient is above.
 _MOST_BYTES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class ActionTokens:
-    """Tokens of a model's vocabulary to normalised chunks. The FAST processor is read when it is first needed."""
+    """Decodes tokens of a model's vocabulary to normalised chunks. The FAST processor is read at first use."""
 
     fast_tokenizer: str
     vocab_size: int
@@ -29,7 +29,7 @@ class ActionTokens:
     action_dim: int
 
     def __call__(self, tokens: Int[Array, "b n"]) -> Float[Array, "b h a"]:
-        """The chunks that the first run of FAST tokens in each row says; zeros where it says no whole chunk."""
+        """The chunks encoded by the first run of FAST tokens in each row; zeros if it does not encode a whole chunk."""
         fast = load_fast(self.fast_tokenizer)
         own = vocabulary_token(tokens, self.vocab_size)
         is_action = (own >= 0) & (own < fast.vocab_size)
@@ -40,7 +40,7 @@ class ActionTokens:
 
 @jax.named_scope("read_actions")
 def decode_chunks(fast: FastTokenizer, tokens: Int[Array, "b n"], horizon: int, dims: int) -> Float[Array, "b h a"]:
-    """The chunks of FAST's tokens, float32; -1 says nothing. Zeros where the tokens are of no such chunk."""
+    """The chunks encoded by FAST tokens, float32; -1 is ignored. Zeros if the tokens do not encode such a chunk."""
     table, lengths = _table(fast)
     one = functools.partial(_decode_one, jnp.asarray(table), jnp.asarray(lengths), horizon * dims)
     characters, is_chunk = jax.vmap(one)(tokens)
@@ -51,7 +51,7 @@ def decode_chunks(fast: FastTokenizer, tokens: Int[Array, "b n"], horizon: int, 
 
 
 def _table(fast: FastTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Every token's bytes, int32 [v + 1, longest], and how many they are; the last row, that of -1, has none."""
+    """The bytes of each token, int32 [v + 1, longest], and their number; the last row, for -1, has none."""
     pieces = [*fast.pieces, b""]
     table = np.zeros((len(pieces), max(map(len, pieces))), np.int32)
     for token, piece in enumerate(pieces):
@@ -60,14 +60,14 @@ def _table(fast: FastTokenizer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_one(table: Array, lengths: Array, count: int, tokens: Int[Array, " n"]) -> tuple[Array, Array]:
-    """`count` characters, and whether the tokens' bytes are so many characters of UTF-8."""
+    """`count` characters, and whether the tokens' bytes are exactly `count` UTF-8 characters."""
     ends = jnp.cumsum(lengths[tokens])
     place = jnp.arange(count * _MOST_BYTES)
     token = jnp.minimum(jnp.searchsorted(ends, place, side="right"), len(tokens) - 1)
     offset = place - (ends - lengths[tokens])[token]
     there = place < ends[-1]
     octets = jnp.where(there, table[tokens[token], jnp.minimum(offset, table.shape[1] - 1)], 0)
-    # How many bytes the character takes that a byte begins; 0 for one in its middle, and for what begins none.
+    # Length of the character that a byte begins; 0 for continuation bytes and invalid first bytes.
     size = jnp.select(
         [octets < 0x80, octets < 0xC2, octets < 0xE0, octets < 0xF0], [jnp.int32(1), 0, 2, 3], jnp.int32(0)
     )
@@ -84,7 +84,7 @@ def _decode_one(table: Array, lengths: Array, count: int, tokens: Int[Array, " n
     # The first byte begins a character, every other follows or begins one, each character ends where the next begins.
     is_text = (size[0] > 0) & jnp.all(~there | (size > 0) | follows) & (size.sum() == ends[-1])
     is_text &= jnp.all(jnp.diff(start) == size[start[:-1]])
-    # What UTF-8 forbids: three bytes for what fits into two, halves of pairs; and the sign for what is no text.
+    # Forbidden in UTF-8: overlong three-byte forms and surrogates; and here the replacement character.
     wide = (value >= 0x800) & ((value < 0xD800) | (value > 0xDFFF)) & (value != 0xFFFD)
     is_text &= jnp.all((size != 3) | wide)
     return value[start], is_text & (begun[-1] == count) & (ends[-1] <= len(place))

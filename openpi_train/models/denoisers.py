@@ -1,6 +1,6 @@
-"""The networks that denoise the chunks of a diffusion policy, as values: sizes, their limits, and how to build each.
+"""Configurations of the networks that denoise the chunks of a diffusion policy: sizes, limits, and `build`.
 
-Read next: `diffusion_policy.py`, which has one of each and takes the one that `--model.denoiser` names.
+Read next: `diffusion_policy.py`, which has one of each and uses the one that `--model.denoiser` names.
 """
 
 import abc
@@ -24,13 +24,13 @@ class Denoiser(abc.ABC):
     """The sizes of one kind of network. Its fields are arguments of the network."""
 
     def problems(self, horizon: int | None) -> list[str]:
-        """Why it cannot be, as sentences; with a `horizon`, also why it cannot denoise chunks of so many steps."""
+        """What is wrong with the sizes, as sentences; with a `horizon`, also why chunks of this length do not fit."""
         del horizon
         return []
 
     @abc.abstractmethod
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingNetwork:
-        """The network, freshly initialised: from (noisy chunks, diffusion steps, condition per step) to a chunk."""
+        """Build the network, which maps (noisy chunks, diffusion steps, condition per step) to chunks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class UnetSizes(Denoiser):
 
     # Width of each level; the horizon is halved from one to the next.
     widths: tuple[int, ...] = (256, 512, 1024)
-    # Steps that a convolution sees.
+    # Kernel size of the convolutions, in steps.
     kernel_size: int = 5
     # Groups of the group norms.
     num_groups: int = 8

@@ -1,7 +1,7 @@
-"""The config of a diffusion policy (Chi et al. 2023): cameras, sizes, and which network denoises.
+"""The config of a diffusion policy (Chi et al. 2023): cameras, sizes, and the denoising network.
 
-Defaults are RoboTwin's (`policy/DP/diffusion_policy/config/robot_dp_14.yaml`, branch stable_2.0), names are
-diffusion_policy's where it has them. Read next: `denoisers.py`, `diffusion_policy_network.py`.
+Defaults are RoboTwin's (`policy/DP/diffusion_policy/config/robot_dp_14.yaml`, branch stable_2.0); fields that
+diffusion_policy also has keep its names. Read next: `denoisers.py`, `diffusion_policy_network.py`.
 """
 
 import dataclasses
@@ -32,32 +32,32 @@ class DiffusionPolicyConfig(PolicyConfig):
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
     reads_text: ClassVar[bool] = False
 
-    # Numbers of an action: those of the robot, none is padded.
+    # Dims of an action: those of the robot, without padding.
     action_dim: int = 14
-    # Numbers of a state; None: as many as of an action.
+    # Dims of a state; None: as many as of an action.
     state_dim: int | None = None
     # Steps of a chunk.
     action_horizon: int = 8
-    # Steps of the observation, the present one last.
+    # Steps of the observation, the current one last.
     n_obs_steps: int = 3
-    # How many actions of a chunk are executed, from the present step on.
+    # How many actions of a chunk are executed, from the current step on.
     n_action_steps: int = 6
-    # Camera slots, those of the run's robots.
+    # Camera slots of the run's robots.
     cameras: tuple[str, ...] = ("head_camera",)
-    # Instructions that it tells apart, each by a number of its own beside the state; () for a policy of one task.
+    # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
     instructions: tuple[str, ...] = ()
     # Size of the images in pixels.
     image_height: int = 240
     image_width: int = 320
     # One image encoder for all cameras, or one for each.
     share_encoder: bool = False
-    # What becomes of an encoder's last feature map: its mean, or keypoints and a linear layer.
+    # Pooling of an encoder's last feature map: its mean, or keypoints and a linear layer.
     pooling: Pooling = "average"
     # Keypoints of spatial_softmax.
     num_keypoints: int = 32
     # Widths of the encoder's stages (ResNet-18's).
     encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
-    # Which network denoises.
+    # The denoising network.
     denoiser: Literal["unet", "transformer", "mlp"] = "unet"
     # Sizes of the UNet.
     unet: UnetSizes = dataclasses.field(default_factory=UnetSizes)
@@ -67,9 +67,9 @@ class DiffusionPolicyConfig(PolicyConfig):
     mlp: MlpSizes = dataclasses.field(default_factory=MlpSizes)
     # Width of the diffusion step's encoding in the UNet and the MLP.
     diffusion_step_embed_dim: int = 128
-    # The diffusion step that flow matching's time 1 stands for.
+    # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
-    # It reads no text but the number of an instruction.
+    # The only text it reads is the index of an instruction.
     vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
     def __post_init__(self):
@@ -105,7 +105,7 @@ class DiffusionPolicyConfig(PolicyConfig):
 
     @property
     def normalization(self) -> Form:
-        """To [-1, 1], to which the samplers limit actions."""
+        """Min-max, since the samplers limit actions to [-1, 1]."""
         return "min_max"
 
     @property
@@ -115,18 +115,18 @@ class DiffusionPolicyConfig(PolicyConfig):
 
     @property
     def condition_width(self) -> int:
-        """Numbers of the condition of each observation step."""
+        """Width of the condition of each observation step."""
         features = num_features(self.pooling, self.encoder_widths, self.num_keypoints)
         return len(self.cameras) * features + self.used_state_dim + len(self.instructions)
 
     @property
     def text_limit(self) -> int | None:
-        """One, the number of the instruction, where there are several."""
+        """1 (the index of the instruction) if there are instructions, else None."""
         return 1 if self.instructions else None
 
     @property
     def network(self) -> Denoiser:
-        """The sizes of the network that denoises."""
+        """The sizes of the denoising network."""
         return {"unet": self.unet, "transformer": self.transformer, "mlp": self.mlp}[self.denoiser]
 
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:

@@ -1,6 +1,6 @@
-"""The network of a diffusion policy: images and states of the last steps to a condition, noisy actions to cleaner ones.
+"""The network of a diffusion policy: encodes images and states of the last steps, and denoises actions given these.
 
-Read next: `diffusion_policy.py`, which describes and builds it, `objectives/diffusion.py`, which trains it.
+Read next: `diffusion_policy.py`, which configures and builds it, `objectives/diffusion.py`, which trains it.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ class DiffusionPolicy(nnx.Module):
     """Image encoders and a denoising network.
 
     Args:
-        encoders: by camera slot; the one named "shared" is for all others.
+        encoders: by camera slot; the one named "shared" is used for all other slots.
         denoiser: from (noisy chunks, diffusion steps, condition per observation step) to a chunk.
-        num_diffusion_steps: the diffusion step that flow time 1, pure noise, stands for.
-        num_instructions: how many of them an observation's one token may name; 0: none is read.
+        num_diffusion_steps: the diffusion step that corresponds to flow time 1, pure noise.
+        num_instructions: number of instructions, indexed by the observation's one token; 0: no token is read.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class DiffusionPolicy(nnx.Module):
 
     @jax.named_scope("encode")
     def context(self, observation: Observation) -> Float[Array, "b o e"]:
-        """What the denoiser is told of each observation step: features of every camera, sorted by slot, a one among
-        zeros for the instruction, then the state.
+        """The condition of each observation step: features of every camera, sorted by slot, the one-hot
+        instruction, then the state.
 
-        An absent camera's features are zeros.
+        Features of an absent camera are zeros.
         """
         features = []
         for slot in sorted(observation.images):
@@ -60,7 +60,7 @@ class DiffusionPolicy(nnx.Module):
     def denoise(
         self, context: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]
     ) -> Float[Array, "b r h a"]:
-        """What the network was trained to tell of `noisy_actions` at a diffusion step, float32; r draws of each row."""
+        """The network's prediction for `noisy_actions` at a diffusion step, float32; r draws of each row."""
         b, draws = step.shape
         repeated = jnp.repeat(context, draws, axis=0)
         found = self.denoiser(noisy_actions.reshape(b * draws, *noisy_actions.shape[2:]), step.reshape(-1), repeated)

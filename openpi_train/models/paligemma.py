@@ -1,4 +1,4 @@
-"""The config of the PaliGemma policy with a flow-matching head (S4's VLA): sizes, host steps, what trains, FLOP counts.
+"""The config of the PaliGemma policy with a flow-matching head (S4's VLA): sizes, transforms and frozen parameters.
 
 Its backbone is published PaliGemma's (224, 448 or 896 pixels); `interop/paligemma_torch.py` reads its files.
 Read next: `paligemma_network.py`, `docs/paligemma.md`.
@@ -16,7 +16,7 @@ from openpi_train.models.row_text import PromptText
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 _BACKBONE = "backbone/"
-# What `--freeze` takes beside patterns.
+# Names that `--freeze` takes in addition to patterns.
 _GROUPS = {
     "vision": f"{_BACKBONE}image_encoder/.*",
     "language": f"{_BACKBONE}transformer/.*",
@@ -37,7 +37,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
 
     # Steps of an action chunk.
     action_horizon: int = 50
-    # The most tokens of a prompt; rows are as long as the run's longest prompt.
+    # Maximum number of prompt tokens; rows are as long as the run's longest prompt.
     max_token_len: int = 48
     # Named sizes of the flow head.
     head_variant: str = "gemma_300m"
@@ -83,7 +83,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         )
 
     def public_name(self, path: str) -> str:
-        """openpi's name for the backbone's parameters, which is also big_vision's; the head's are as they are."""
+        """openpi's and big_vision's name for the backbone's parameters; the head's keep their own."""
         return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
 
     @property
@@ -91,7 +91,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         return _GROUPS
 
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """What to do about a checkpoint of other sizes."""
+        """Advice for a checkpoint of other sizes."""
         del missing, extra
         found = []
         if any(name.endswith("/pos_embedding") for name in misshapen):
@@ -107,7 +107,7 @@ class PaliGemmaFlowConfig(prompted.PromptedConfig):
         return found
 
     def frozen(self, path: str) -> bool:
-        """With low-rank adapters the backbone keeps all but their factors, the image tower too."""
+        """With low-rank adapters, the whole backbone except the adapters is frozen, including the image tower."""
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
 

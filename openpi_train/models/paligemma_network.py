@@ -1,11 +1,11 @@
-"""PaliGemma (Beyer et al. 2024) as a backbone, and a flow-matching head that reads what it gives.
+"""PaliGemma (Beyer et al. 2024) as a backbone, and a flow-matching head that reads its activations.
 
-The backbone is PaliGemma's own: SigLIP's tokens and the prompt's attend to each other in all of Gemma's layers. The
-head is a decoder of its own size whose noisy actions attend to each other and, in each of its layers, to keys and
-values made of the backbone's last activations and the state. Nothing flows from the head's tokens into the backbone:
-where that is frozen it has no backward pass, and sampling runs it once.
+In the backbone, SigLIP's tokens and the prompt's attend to each other in all of Gemma's layers, as in PaliGemma. The
+head is a decoder of any size whose noisy actions attend to each other and, in each of its layers, to keys and
+values projected from the backbone's last activations and the state. The backbone does not see the head's tokens:
+if it is frozen it has no backward pass, and sampling runs it once.
 
-Read next: `paligemma.py`, which describes and builds this, `nn/gemma.py`, `objectives/flow_matching.py`.
+Read next: `paligemma.py`, which configures and builds this, `nn/gemma.py`, `objectives/flow_matching.py`.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ Context = tuple[Cache, Bool[Array, "b c"]]
 
 
 class PaliGemma(nnx.Module):
-    """Images and a prompt to the language model's last activations, `dtype`."""
+    """Maps images and a prompt to the language model's last activations, in `dtype`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PaliGemma(nnx.Module):
         self.transformer = Gemma({"language": language}, vocab_size, {}, **compute, rngs=rngs)
 
     def __call__(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
-        """The activations of images and prompt, all of which see each other; and which count."""
+        """The activations of images and prompt, which all attend to each other; and which are valid."""
         tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
         positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         mask = valid[:, None, :] & valid[:, :, None]
@@ -76,9 +76,9 @@ class ContextLayer(nnx.Module):
 
 
 class FlowHead(nnx.Module):
-    """Noisy actions to the velocity of their flow, given a context of any width.
+    """Maps noisy actions to the velocity of their flow, given a context of any width.
 
-    The flow time steers its norms, as in pi0.5's action expert. Time, state and action projections are float32.
+    The flow time modulates its norms, as in pi0.5's action expert. Time, state and action projections are float32.
 
     Args:
         config: sizes of its decoder.
@@ -122,7 +122,7 @@ class FlowHead(nnx.Module):
     def read(
         self, activations: Float[Array, "b p d"], valid: Bool[Array, "b p"], state: Float[Array, "b s"]
     ) -> Context:
-        """Keys and values of every layer for these activations, then for the state; and which count."""
+        """Keys and values of every layer for these activations, then for the state; and which are valid."""
         tokens = self.context_norm(activations, None)[0]
         tokens = jnp.concatenate([tokens, self.state_proj(state)[:, None].astype(self.dtype)], axis=1)  # b c d
         valid = jnp.concatenate([valid, jnp.ones((len(valid), 1), bool)], axis=1)
@@ -137,7 +137,8 @@ class FlowHead(nnx.Module):
     def __call__(
         self, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"], cache: Cache, valid: Bool[Array, "b c"]
     ) -> Float[Array, "b r h a"]:
-        """The velocity, float32; the r draws of a row share what `read` gave for it and see only their own actions."""
+        """The velocity, float32; the r draws of a row share the result of `read` and attend only to their own
+        actions."""
         b, draws, horizon, _ = noisy_actions.shape
         tokens = self.action_in_proj(noisy_actions)  # b r h w
         encoding = sincos_encoding(time, tokens.shape[-1], _MIN_PERIOD, _MAX_PERIOD)  # b r w
@@ -148,9 +149,9 @@ class FlowHead(nnx.Module):
         return self.action_out_proj(result).reshape(b, draws, horizon, -1)
 
     def layout(self, valid: Bool[Array, "b c"], draws: int) -> tuple[Bool[Array, "b t s"], Int[Array, "b t"]]:
-        """Which of context and actions each action token sees, and its position.
+        """The attention mask of action tokens over context and actions, and their positions.
 
-        As in pi0, what is masked takes up no position, and all draws stand at the same ones: neither an absent camera
+        As in pi0, masked tokens take no position, and all draws have the same positions: neither an absent camera
         nor another draw can change a velocity.
         """
         b, num_context = valid.shape
@@ -177,7 +178,7 @@ class PaliGemmaFlow(nnx.Module):
         )
 
     def context(self, observation: Observation) -> Context:
-        """What the head reads of images, prompt and state: the backbone runs here, and nowhere else."""
+        """Run the backbone; returns what the head reads of images, prompt and state."""
         return self.head.read(*self.backbone(observation), observation.state)
 
     def velocity(

@@ -1,4 +1,4 @@
-"""The config of pi0 and pi0.5: sizes, published names, frozen parameters, host steps and FLOP counts.
+"""The config of pi0 and pi0.5: sizes, published names, frozen parameters and transforms.
 
 Field names and defaults are openpi's where openpi has the field. Read next: `pi0_network.py` (the network itself),
 `pi0_names.py`, `nn/gemma.py` for the variants.
@@ -24,19 +24,21 @@ class Pi0Config(prompted.PromptedConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation"})
 
-    # The flow time steers the action expert's norms, the state is spelled out in the prompt (pi0.5).
+    # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
     pi05: bool = False
     # Steps of an action chunk.
     action_horizon: int = 50
-    # The most tokens of a prompt; None means 48, 200 with `pi05`, or 300, the chunk's tokens among them, if insulated.
+    # Maximum number of prompt tokens; None means 48, 200 with `pi05`, or 300, including the chunk's tokens, if
+    # insulated.
     # Rows are as long as the run's longest prompt.
     max_token_len: int | None = None
-    # Whether the prompt holds the discretised state; None means as `pi05`.
+    # Whether the prompt contains the discretised state; None: the same as `pi05`.
     discrete_state_input: bool | None = None
-    # No gradient goes from the action expert into the language model, which learns to say the chunk as FAST tokens
+    # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
+    # tokens
     # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
     knowledge_insulation: bool = False
-    # With it, a FAST processor: a directory, or a repository on the Hugging Face hub.
+    # FAST processor for knowledge insulation: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
     # Named sizes of the action expert.
     action_expert_variant: str = "gemma_300m"
@@ -56,7 +58,7 @@ class Pi0Config(prompted.PromptedConfig):
         for expert, config in self.experts.items():
             problems += config.check(expert)
         if self.knowledge_insulation and not self.pi05:
-            problems.append("knowledge_insulation goes by pi0.5's prompt, which holds the state: set pi05, too")
+            problems.append("knowledge_insulation needs pi0.5's prompt, which contains the state: also set pi05")
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
@@ -126,7 +128,7 @@ class Pi0Config(prompted.PromptedConfig):
         problems = super().check_objective(name, needs)
         if self.knowledge_insulation and "insulation" not in needs:
             problems.append(
-                f"--model.knowledge-insulation with objective {name}: its gradient does not reach the language model, "
+                f"--model.knowledge-insulation with objective {name}: the gradient does not reach the language model, "
                 "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
             )
         if "insulation" in needs and not self.knowledge_insulation:
@@ -147,7 +149,8 @@ class Pi0Config(prompted.PromptedConfig):
         return pi0_names.explain(self.pi05, missing, extra, misshapen)
 
     def frozen(self, path: str) -> bool:
-        """A LoRA'd expert keeps all but its factors (as openpi's `get_freeze_filter`); images and heads stay free."""
+        """An expert with LoRA is frozen except its factors (as openpi's `get_freeze_filter`); images and heads
+        train."""
         parts = path.split("/")
         if parts[0] != "transformer" or parts[-1] in ("lora_a", "lora_b"):
             return False

@@ -1,7 +1,7 @@
-"""The config of pi0-FAST: sizes, published names, frozen parameters, host steps and FLOP counts.
+"""The config of pi0-FAST: sizes, published names, frozen parameters and transforms.
 
 Field names and defaults are openpi's where openpi has the field. Read next: `pi0_fast_network.py`,
-`data/action_prompt.py` for what a row's tokens are, `docs/pi0_fast.md`.
+`data/action_prompt.py` for the tokens of a row, `docs/pi0_fast.md`.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ class Pi0FastConfig(prompted.PromptedConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample"})
 
-    # Dims of an action; set it to the robot's: every dim more costs tokens.
+    # Dims of an action; set it to the robot's, since every extra dim costs tokens.
     action_dim: int = 32
     # Steps of an action chunk.
     action_horizon: int = 32
-    # Tokens of a row: prompt, state and chunk. What is longer is cut, with a warning.
+    # Maximum tokens of a row: prompt, state and chunk. Longer rows are truncated, with a warning.
     max_token_len: int = 250
     # A FAST processor: a directory, or a repository on the Hugging Face hub.
     fast_tokenizer: str = "physical-intelligence/fast"
-    # The most tokens that an action chunk is given when it is decoded.
+    # Maximum number of tokens of a decoded action chunk.
     max_decoding_steps: int = 256
-    # Where decoded tokens stand and what they see: as in training, or as in openpi's decoding, which leaves out a
-    # position and the positions of masked images, and looks past the first tokens where an image is masked.
+    # Positions and attention of decoded tokens: as in training, or as in openpi's decoding, which skips one
+    # position and those of masked images, and does not attend to the first tokens if an image is masked.
     decoding: Decoding = "as_trained"
-    # The camera slots over which positions count, whether a robot fills them or not.
+    # Camera slots that take positions, whether or not a robot fills them.
     camera_slots: tuple[str, ...] = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ class Pi0FastConfig(prompted.PromptedConfig):
         return pi0_names.public_name(path)
 
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """What to do about a checkpoint of another model, or of other sizes."""
+        """Advice for a checkpoint of another model, or of other sizes."""
         del missing
         return pi0_names.explain_fast(extra, misshapen)
 
@@ -107,7 +107,7 @@ class Pi0FastConfig(prompted.PromptedConfig):
         return pi0_names.GROUPS
 
     def frozen(self, path: str) -> bool:
-        """With LoRA the language model keeps all but its factors (as openpi's `get_freeze_filter`)."""
+        """With LoRA the language model is frozen except the factors (as openpi's `get_freeze_filter`)."""
         root, *_, leaf = path.split("/")
         return self.sizes.lora.enabled and root == "transformer" and leaf not in ("lora_a", "lora_b")
 

@@ -1,9 +1,9 @@
-"""pi0-FAST: a vision-language model that says action chunks as tokens (Pertsch et al. 2025).
+"""pi0-FAST: a vision-language model that predicts action chunks as tokens (Pertsch et al. 2025).
 
 Follows openpi's `models/pi0_fast.py` at 15a9616. Where we differ: an absent camera has no tokens (and keeps its
 positions, over which training counts), and decoding by default continues at the positions of training.
 
-Read next: `pi0_fast.py`, which describes and builds this, `sampling/decoding.py`, `objectives/next_token.py`.
+Read next: `pi0_fast.py`, which configures and builds this, `sampling/decoding.py`, `objectives/next_token.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,20 +27,20 @@ from openpi_train.types import Observation
 END = 1
 
 Decoding = Literal["as_trained", "as_openpi"]
-# Tokens that were decoded, padded, to normalised actions.
+# Maps decoded tokens, padded, to normalised actions.
 ReadActions = Callable[[Int[Array, "b n"]], Float[Array, "b h a"]]
 
 
 class Pi0Fast(nnx.Module):
-    """The network. Tokens: images and the first part of the prompt, which see each other, then the rest one by one.
+    """The network. Images and the first part of the prompt attend to each other; the rest is causal.
 
     Args:
         language: sizes of the language model.
         slots: every camera slot of the model; positions are counted as if all were there.
         dtype: type of the activations.
-        decoding: positions and sight of decoded tokens, as `Pi0FastConfig.decoding` says.
-        max_decoded_tokens: the most tokens that an action chunk is given.
-        read_actions: makes actions of decoded tokens.
+        decoding: positions and attention of decoded tokens, see `Pi0FastConfig.decoding`.
+        max_decoded_tokens: maximum number of tokens of an action chunk.
+        read_actions: converts decoded tokens to actions.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
 
@@ -70,14 +70,16 @@ class Pi0Fast(nnx.Module):
         self.transformer = Gemma({"language": language}, vocab_size, {}, **compute, rngs=rngs)
 
     def token_log_probs(self, observation: Observation) -> tuple[Float[Array, "b n"], Bool[Array, "b n"]]:
-        """Of every prompt token but the first: its log-probability after those before it, and whether none is likelier.
+        """For every prompt token but the first: its log-probability given those before it, and whether it is the most
+        likely.
 
         float32; n is one less than the prompt's tokens.
         """
         return self.transformer.log_probs(self.activations(observation), observation.prompt_tokens[:, 1:])
 
     def logits(self, observation: Observation) -> Float[Array, "b n v"]:
-        """Scores for every prompt token but the first, from those before it, float32; large: for tests and few rows."""
+        """Logits for every prompt token but the first, given those before it, float32; large: for tests and few
+        rows."""
         return self.transformer.logits(self.activations(observation))
 
     def activations(self, observation: Observation) -> Float[Array, "b n d"]:
@@ -92,9 +94,9 @@ class Pi0Fast(nnx.Module):
     def sample_tokens(
         self, observation: Observation, keys: Key[Array, " b"] | None = None, temperature: float = 0.0
     ) -> Int[Array, "b n"]:
-        """The tokens that follow the first part of each prompt, to the end of the chunk, then padding.
+        """Decode the tokens that follow the first part of each prompt, up to the end of the chunk, then padding.
 
-        What comes one by one in `observation` is not looked at. `keys`, one per row, are for temperatures above 0.
+        The causal part of `observation` is ignored. `keys`, one per row, are for temperatures above 0.
         """
         choose = choose_likeliest if keys is None else choose_at(temperature, keys)
         if keys is None and temperature:
@@ -105,7 +107,7 @@ class Pi0Fast(nnx.Module):
     def sample_actions(
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
     ) -> Float[Array, "b h a"]:
-        """The likeliest action chunk, token by token. Noise and steps are for flow models: here nothing is drawn."""
+        """Decode an action chunk greedily. Noise and steps are for flow models and ignored here."""
         del noise, num_steps
         return self.read_actions(self.sample_tokens(observation))
 
@@ -116,7 +118,7 @@ class Pi0Fast(nnx.Module):
         valid = valid if causal is None else valid & ~causal
         last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)
         if self.decoding == "as_openpi":
-            # It counts what is valid, leaves out one position, and looks at that many of the last tokens, valid or not.
+            # It counts valid tokens, skips one position, and attends to that many of the last tokens, valid or not.
             count = valid.sum(axis=1, dtype=jnp.int32)
             positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
             index = jnp.arange(valid.shape[1])
@@ -130,7 +132,7 @@ class Pi0Fast(nnx.Module):
         return Prompt(tokens=tokens, positions=positions, mask=mask, seen=seen, last=last, next_position=next_position)
 
     def positions(self, observation: Observation) -> Int[np.ndarray, " p"]:
-        """Every token's position: over all slots, those of absent cameras too, then over the prompt."""
+        """Positions of all tokens: over all slots, including those of absent cameras, then over the prompt."""
         place = np.arange(self.tokens_per_image)
         images = [self.slots.index(slot) * self.tokens_per_image + place for slot in sorted(observation.images)]
         start = len(self.slots) * self.tokens_per_image

@@ -30,7 +30,7 @@ _EXPERT = {
 _SUFFIX = {"language": "", "action": "_1"}
 
 _VISION, _LANGUAGE = "image_encoder/.*", "transformer/(token_embedding|.*/language/.*)"
-# What `--freeze` takes beside patterns: names of parts, with the patterns of our paths.
+# Names of parts that `--freeze` takes in addition to patterns, with the patterns of our paths.
 GROUPS = {"vision": _VISION, "language": _LANGUAGE, "backbone": f"{_VISION}|{_LANGUAGE}"}
 
 
@@ -45,7 +45,7 @@ def public_name(path: str) -> str:
 
 
 def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-    """What to do about a checkpoint that does not fit a pi0 (or, with `pi05`, a pi0.5)."""
+    """Advice for a checkpoint that does not fit a pi0 (or, with `pi05`, a pi0.5)."""
     found = []
     own, other = ("pi0.5", "pi0") if pi05 else ("pi0", "pi0.5")
     if any(name.startswith(_TIME_MLP[own]) for name in missing) and any(
@@ -63,18 +63,18 @@ def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[st
 
 
 def explain_fast(extra: list[str], misshapen: list[str]) -> list[str]:
-    """What to do about a checkpoint that does not fit a pi0-FAST."""
+    """Advice for a checkpoint that does not fit a pi0-FAST."""
     found = []
     if any(name.startswith((*_TIME_MLP.values(), *_HEADS)) for name in extra):
         found.append(
-            "the checkpoint has an action expert, as pi0 and pi0.5 have, and the model says its actions as tokens: "
+            "the checkpoint has an action expert, as pi0 and pi0.5 have, but the model predicts actions as tokens: "
             "name an experiment of these, or a checkpoint of pi0-FAST"
         )
     return found + explain_sizes(misshapen)
 
 
 def explain_sizes(misshapen: list[str]) -> list[str]:
-    """What to do about parameters of other shapes."""
+    """Advice for parameters of other shapes."""
     found = []
     in_llm = [name for name in misshapen if name.startswith("PaliGemma/llm/")]
     action = [name for name in misshapen if (name in in_llm and "_1/" in name) or name.startswith(_HEADS)]

@@ -3,7 +3,7 @@
 Follows openpi's `models/pi0.py` at 15a9616 number for number (Black et al. 2024; Physical Intelligence 2025 for
 pi0.5). Where we differ: an absent camera has no tokens, and several flow draws may share one prefix.
 
-Read next: `pi0.py`, which describes and builds this module, `nn/gemma.py`, `objectives/flow_matching.py`.
+Read next: `pi0.py`, which configures and builds this module, `nn/gemma.py`, `objectives/flow_matching.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,7 +29,7 @@ _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
 
 @pytree
 class Context:
-    """What the suffix is given of an observation: the prefix's keys and values, which of them it sees, the state."""
+    """The suffix's view of an observation: the prefix's keys and values, which of them are visible, and the state."""
 
     cache: Cache
     visible: Bool[Array, "b p"]
@@ -37,12 +37,12 @@ class Context:
 
 
 class Pi0(nnx.Module):
-    """The network. Tokens: images and prompt (prefix, seen by all), then [state and] noisy actions (suffix).
+    """The network. Tokens: images and prompt (prefix, visible to all), then [state and] noisy actions (suffix).
 
     Args:
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
-        adaptive: pi0.5's form: the flow time steers the action expert's norms and the state is part of the prompt.
-        insulated: no gradient goes from the action expert into the language expert (`objectives/insulated_flow.py`).
+        adaptive: pi0.5's form: the flow time modulates the action expert's norms and the state is part of the prompt.
+        insulated: no gradient flows from the action expert into the language expert (`objectives/insulated_flow.py`).
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
@@ -94,7 +94,7 @@ class Pi0(nnx.Module):
         self.action_out_proj = linear(width, action_dim)
 
     def context(self, observation: Observation) -> Context:
-        """What every velocity for this observation is given of it: the prefix's pass, without what only trains."""
+        """Run the prefix; returns the context that every velocity for this observation needs."""
         tokens, mask, positions, visible = self.prefix(observation)
         cache = self.transformer.keys_and_values({"language": tokens}, positions, mask)
         return self.context_of(cache, visible, observation)
@@ -107,10 +107,11 @@ class Pi0(nnx.Module):
     def velocity(
         self, seen: Observation | Context, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> Float[Array, "b r h a"]:
-        """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix and see only theirs.
+        """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix, not each other's
+        actions.
 
-        `time` is 1 at noise and 0 at actions. Given an observation, and not its context, prefix and suffix go through
-        the layers together, which costs less to train.
+        `time` is 1 at noise and 0 at actions. Given an observation instead of its context, prefix and suffix pass
+        through the layers together, which is cheaper in training.
         """
         if isinstance(seen, Observation):
             if not (self.insulated or self.fixed_prefix):
@@ -128,10 +129,10 @@ class Pi0(nnx.Module):
     def velocity_and_log_probs(
         self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> tuple[Float[Array, "b r h a"], Float[Array, "b n"], Bool[Array, "b n"]]:
-        """`velocity`; and of every prompt token but the first its log-probability, and whether none is likelier.
+        """`velocity`; and for every prompt token but the first its log-probability, and whether it is the most likely.
 
-        The language expert runs first, for its own tokens; the action expert then attends to the keys and values that
-        this made, and no gradient goes back through them.
+        The language expert runs first on its own tokens; the action expert then attends to its keys and values, with
+        no gradient through them.
         """
         tokens, mask, positions, visible = self.prefix(observation)
         outputs, cache = self.transformer.with_keys_and_values({"language": tokens}, positions, mask)
@@ -148,7 +149,7 @@ class Pi0(nnx.Module):
     ) -> Mapping[str, Float[Array, "b _ _"]]:
         """The transformer's last activations, in `dtype`: `language` on the prefix, `action` on the suffix.
 
-        What is not `wanted` is not computed in the last layer, where nothing else needs it.
+        The last layer does not compute outputs that are not `wanted`.
         """
         prefix, prefix_mask = self.embed_prefix(observation)
         suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
@@ -159,9 +160,10 @@ class Pi0(nnx.Module):
     def prefix(
         self, observation: Observation
     ) -> tuple[Float[Array, "b p d"], Bool[Array, "b p p"], Int[Array, "b p"], Bool[Array, "b p"]]:
-        """The prefix's tokens, which of them sees which, their positions, and which of them the suffix sees.
+        """The prefix's tokens, their attention mask, their positions, and which of them the suffix attends to.
 
-        Causal tokens end the prefix: each sees what is before it, and only those after it see it.
+        Causal tokens are at the end of the prefix: each attends only to earlier tokens, and only later ones attend to
+        it.
         """
         tokens, valid = self.embed_prefix(observation)
         causal = causal_tokens(observation, tokens.shape[1])
@@ -169,7 +171,7 @@ class Pi0(nnx.Module):
         return tokens, order_mask(valid, causal), _places(valid), valid & ~causal
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
-        """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
+        """Tokens of the present images, in the order of their slots' names, then of the prompt; and which are valid."""
         return embed_prefix(self.image_encoder, self.transformer, observation)
 
     @jax.named_scope("embed_suffix")
@@ -189,10 +191,10 @@ class Pi0(nnx.Module):
         return jnp.concatenate([self.state_proj(state)[:, None], tokens], axis=1), {}
 
     def layout(self, prefix_mask: Bool[Array, "b p"], num_draws: int) -> tuple[Bool[Array, "b t t"], Int[Array, "b t"]]:
-        """Which token sees which, and every token's position, over prefix and suffix.
+        """The attention mask and positions over prefix and suffix.
 
-        The prefix sees itself; the state also the prefix; an action both and the actions of its own draw. Masked
-        prefix tokens are seen by none and take up no position, and all draws stand at the same positions: so neither
+        The prefix attends to itself; the state also to the prefix; an action to both and to the actions of its own
+        draw. Masked prefix tokens are invisible and take no position, and all draws have the same positions: neither
         an absent camera nor another draw can change a velocity.
         """
         b, num_prefix = prefix_mask.shape
@@ -212,7 +214,7 @@ class Pi0(nnx.Module):
 
     @jax.named_scope("action_head")
     def read_out(self, suffix: Float[Array, "b t w"], shape: tuple[int, ...]) -> Float[Array, "b r h a"]:
-        """The velocity, of the given shape, from the action expert's last activations."""
+        """Project the action expert's last activations to the velocity, in the given shape."""
         b, draws, horizon, _ = shape
         return self.action_out_proj(suffix[:, -draws * horizon :]).reshape(b, draws, horizon, -1)
 

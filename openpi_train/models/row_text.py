@@ -1,4 +1,4 @@
-"""What the text of a row is: the prompt alone, or the prompt and then the chunk, said as FAST tokens.
+"""The text of a row: the prompt alone, or the prompt followed by the chunk as FAST tokens.
 
 Read next: `prompted.py`, whose configs have one of these, `data/action_prompt.py`.
 """
@@ -17,35 +17,35 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowText(abc.ABC):
-    """How a row's text is made, and how long it gets."""
+    """How the text of a row is made, and its length."""
 
-    # Whether rows say which tokens come one by one, and which are to be predicted.
+    # Whether rows mark causal tokens and tokens to predict.
     token_masks: ClassVar[bool] = False
 
-    # The most tokens.
+    # Maximum number of tokens.
     limit: int
-    # Whether the prompt holds the discretised state.
+    # Whether the prompt contains the discretised state.
     with_state: bool
 
     @abc.abstractmethod
     def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
-        """The host step that makes a normalised row's tokens, `length` of them, padding included."""
+        """The transform that tokenizes a normalised row, to `length` tokens including padding."""
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        """What makes a chunk's tokens; None where there are none (default)."""
+        """The tokenizer of chunks; None if the text contains none (default)."""
         del tokenizer
 
     def most_chunk_tokens(self, tokenizer: Any) -> int:
-        """The most tokens that a prompt can go on with (default: none)."""
+        """Maximum number of chunk tokens after a prompt (default: none)."""
         del tokenizer
         return 0
 
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        """The most tokens with this instruction, but for those of the chunk (`PolicyConfig.prompt_tokens`)."""
+        """Maximum number of tokens with this instruction, without those of the chunk (`PolicyConfig.prompt_tokens`)."""
         return min(self.longest_prompt(tokenizer, prompt, num_state_dims), self.limit)
 
     def fitted_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
-        """Tokens that the longest of these prompts needs, each with its robot's state dims; at most `limit`."""
+        """Number of tokens of the longest of these prompts, each with its robot's state dims; at most `limit`."""
         more = self.most_chunk_tokens(tokenizer)
         lengths = [more + self.longest_prompt(tokenizer, text, dims) for text, dims in prompts]
         longest = max(lengths, default=self.limit)
@@ -54,7 +54,7 @@ class RowText(abc.ABC):
         return used
 
     def longest_prompt(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        """The most tokens of this instruction, whatever the state."""
+        """Maximum number of tokens of this instruction, over all states."""
         return tokenizer.longest_prompt(prompt, num_state_dims if self.with_state else None)
 
 
@@ -71,7 +71,7 @@ class PromptText(RowText):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptAndChunkText(RowText):
-    """The prompt, then the chunk of `fast_tokenizer`, in the words of pi0-FAST or of the insulated pi0.5."""
+    """The prompt, then the chunk's FAST tokens, in the format of pi0-FAST or of the insulated pi0.5."""
 
     token_masks = True
 
@@ -82,7 +82,7 @@ class PromptAndChunkText(RowText):
     action_dim: int
 
     def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
-        """As in `RowText`. Raises ValueError where action tokens are words, too."""
+        """As in `RowText`. Raises ValueError if action tokens overlap with words."""
         from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
 
         fast = self.chunk_tokenizer(tokenizer)
@@ -90,11 +90,11 @@ class PromptAndChunkText(RowText):
         return TokenizeActionPrompt(tokenizer, fast, self.vocab_size, length, self.action_dim, self.form)
 
     def most_chunk_tokens(self, tokenizer: Any) -> int:
-        """A chunk of two bytes per number, each a token, and its frame."""
+        """Tokens of a chunk with two bytes per number, each a token, and of its delimiters."""
         return self._frame(tokenizer) + 2 * self.action_horizon * self.action_dim
 
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        if self.form == "pi0_fast":  # which writes instructions small, and cuts what is too long with a warning
+        if self.form == "pi0_fast":  # which lower-cases instructions, and truncates with a warning
             return self.longest_prompt(tokenizer, prompt.lower(), num_state_dims) + self._frame(tokenizer)
         return min(self.longest_prompt(tokenizer, prompt, num_state_dims) + self._frame(tokenizer), self.limit)
 
@@ -105,5 +105,5 @@ class PromptAndChunkText(RowText):
         return load_fast(self.fast_tokenizer, offline=tokenizer.offline)
 
     def _frame(self, tokenizer: Any) -> int:
-        """The tokens around those of the chunk."""
+        """Number of delimiter tokens around those of the chunk."""
         return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))

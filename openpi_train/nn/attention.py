@@ -1,4 +1,4 @@
-"""Attention of grouped query heads, rotary positions, and which token may see which.
+"""Grouped-query attention, rotary positions and attention masks.
 
 Read next: `gemma.py`, which projects to heads and back.
 """
@@ -15,7 +15,7 @@ from openpi_train.runtime.exits import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
 
-# Added weight zero without the NaN that -inf gives in a row with nothing to see (padding). Gemma's own constant.
+# Gives weight zero, without the NaN of -inf in a fully masked row (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
 
 # cuDNN's kernels read rows of the mask in pieces of 16 bytes; jax itself asks for an even number of tokens.
@@ -52,8 +52,9 @@ def attend(
 ) -> Float[Array, "b t n c"]:
     """Values averaged by softmax(query . key / sqrt(c)); `n / k` query heads share a key head. Softmax in float32.
 
-    XLA's form is written out here: that of `jax.nn.dot_product_attention` costs the same FLOPs and, on a CPU, about the
-    same time and memory, but scales the products and not the queries, which in bfloat16 rounds differently from openpi.
+    Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
+    memory)
+    scales the products instead of the queries, which in bfloat16 rounds differently from openpi.
     """
     b, t, n, c = query.shape
     if uses_cudnn(kind, c, query.dtype):
@@ -87,10 +88,10 @@ def flash_attend(
 
 
 def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
-    """Whether attention runs by cuDNN on this process's devices: with `cudnn` alone.
+    """Whether attention uses cuDNN on this process's devices: only with `cudnn`.
 
-    `auto` is XLA's form until cuDNN's has been run and measured (`tests/nn/test_attention.py`, marked `gpu`).
-    Raises UsageError where `kind` is `cudnn` and it cannot.
+    `auto` is XLA's form until cuDNN's has been tested and measured (`tests/nn/test_attention.py`, marked `gpu`).
+    Raises UsageError if `kind` is `cudnn` and cuDNN cannot be used.
     """
     if kind != "cudnn":
         return False
@@ -105,8 +106,8 @@ def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
     By NVIDIA's support matrix for cuDNN 9.18 (docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/
     Attention.html), which is stricter than the checks of jax 0.10.2: 16-bit floats; Ampere or newer; heads of at most
     128, in a multiple of 8 (jax); in the backward pass 256 on Hopper only. So Gemma's heads of 256 run on H100 and
-    H200, and not on A100, B200 or RTX cards. cuDNN 9.23 adds B200 (github.com/NVIDIA/TransformerEngine/pull/3056): to
-    be retried when jax ships it. SigLIP's heads of 72 run on all of them.
+    H200, but not on A100, B200 or RTX cards. cuDNN 9.23 adds B200 (github.com/NVIDIA/TransformerEngine/pull/3056): try
+    again when jax ships it. SigLIP's heads of 72 run on all of them.
     """
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform not in ("gpu", "cuda") or capability is None:
@@ -125,10 +126,10 @@ def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
 def block_mask(
     valid: Bool[Array, "b t"], block: Int[np.ndarray, " t"], branch: Int[np.ndarray, " t"]
 ) -> Bool[Array, "b t t"]:
-    """Row i, column j: whether token i sees token j.
+    """The mask whose entry (i, j) says whether token i attends to token j.
 
-    It does where both are valid, j's block is not later than i's, and j lies on the common trunk (branch 0) or on
-    i's own branch. Blocks make a prefix that sees itself only; branches let several flow draws share that prefix.
+    It does if both are valid, j's block is not later than i's, and j is on the common trunk (branch 0) or on
+    i's own branch. Blocks define a prefix that attends only to itself; branches let several flow draws share it.
     """
     visible = block[None, :] <= block[:, None]
     visible &= (branch[None, :] == 0) | (branch[None, :] == branch[:, None])
@@ -136,10 +137,10 @@ def block_mask(
 
 
 def order_mask(valid: Bool[Array, "b t"], causal: Bool[Array, "b t"]) -> Bool[Array, "b t t"]:
-    """Row i, column j: whether token i sees token j.
+    """The mask whose entry (i, j) says whether token i attends to token j.
 
-    It does where both are valid and no causal token comes after i and up to j: causal tokens see what is before them,
-    and runs of others see each other (big_vision's `ar_mask`, which openpi uses).
+    It does if both are valid and no causal token comes after i and up to j: causal tokens attend to earlier tokens,
+    and runs of others to each other (big_vision's `ar_mask`, which openpi uses).
     """
     block = jnp.cumsum(causal, axis=1, dtype=jnp.int32)
     return (block[:, None, :] <= block[:, :, None]) & valid[:, None, :] & valid[:, :, None]

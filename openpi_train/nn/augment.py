@@ -1,4 +1,4 @@
-"""Random changes to training images, on the device, each row from its own keys.
+"""Random augmentation of training images on the device, with keys per row.
 
 The transformations and their strengths are openpi's (`models/model.py` at 15a9616: augmax's RandomCrop, Resize, Rotate
 and ColorJitter); ours are drawn per row and done in one resampling instead of three.
@@ -19,22 +19,22 @@ from openpi_train.nn.siglip import float_images
 from openpi_train.types import Observation
 
 Images = dict[str, UInt8[Array, "b *o _ _ 3"] | Float[Array, "b *o _ _ 3"]]
-# Rec. 601 luma: what a colour's brightness is to the eye.
+# Rec. 601 luma: the perceived brightness of a colour.
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Augmentation(abc.ABC):
-    """What training changes in the images of each row at random, and what evaluation and serving see in its place."""
+    """Random changes to the images of each row in training, and the fixed form for evaluation and serving."""
 
     def __call__(self, observation: Observation, keys: Key[Array, " b"] | None) -> Observation:
-        """The observation with changed images; with `keys` None, as evaluation sees it."""
+        """The observation with augmented images; with `keys` None, in the form for evaluation."""
         images = self.fixed(observation.images) if keys is None else self.augment(observation.images, keys)
         return dataclasses.replace(observation, images=images)
 
     @abc.abstractmethod
     def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
-        """The changed images by slot. `keys` holds one key per row."""
+        """The augmented images by slot. `keys` holds one key per row."""
 
     def fixed(self, images: Images) -> Images:
         """The images by slot that evaluation sees (default: the same)."""
@@ -43,9 +43,9 @@ class Augmentation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomCrop(Augmentation):
-    """A crop of fixed size, the same for all steps of a row's history: anywhere in training, in the centre otherwise.
+    """A crop of fixed size, the same for all steps of a row's history: random in training, centred otherwise.
 
-    Raises ValueError in a call with images that are smaller.
+    A call with smaller images raises ValueError.
     """
 
     # Height and width of the crop in pixels.
@@ -54,7 +54,7 @@ class RandomCrop(Augmentation):
 
     @jax.named_scope("augment")
     def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
-        """Each camera of each row has a place of its own for the crop."""
+        """Crop each camera of each row at its own random position."""
         result = {}
         for slot, image in images.items():
             rows, columns = self._room(slot, image)
@@ -70,13 +70,13 @@ class RandomCrop(Augmentation):
     def fixed(self, images: Images) -> Images:
         result = {}
         for slot, image in images.items():
-            # Halves to the even number, as torchvision's center_crop does, which diffusion_policy takes.
+            # Rounds halves to even, like torchvision's center_crop, which diffusion_policy uses.
             top, left = (round(room / 2) for room in self._room(slot, image))
             result[slot] = image[..., top : top + self.height, left : left + self.width, :]
         return result
 
     def _room(self, slot: str, image: Array) -> tuple[int, int]:
-        """How many pixels higher and wider than the crop the images of a camera are."""
+        """The pixels by which the images of a camera exceed the crop in height and width."""
         rows, columns = image.shape[-3] - self.height, image.shape[-2] - self.width
         if rows < 0 or columns < 0:
             raise ValueError(
@@ -88,7 +88,7 @@ class RandomCrop(Augmentation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoAugmentation(Augmentation):
-    """Images as they are."""
+    """No changes to images."""
 
     def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
         del keys
@@ -97,10 +97,10 @@ class NoAugmentation(Augmentation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageAugmentation(Augmentation):
-    """How strongly images are changed.
+    """Random crop, rotation and colour jitter of a given strength.
 
     `crop_scale` and `rotation_degrees` apply to all cameras but wrist cameras (slots with "wrist" in their name), whose
-    picture is fixed to the gripper. Brightness, contrast and saturation are multiplied by factors drawn from
+    view is fixed to the gripper. Brightness, contrast and saturation are multiplied by factors drawn from
     [1 - strength, 1 + strength].
     """
 
@@ -136,7 +136,7 @@ class ImageAugmentation(Augmentation):
         return self._recolour(image, uniform[3:])
 
     def _move(self, image: Float[Array, "height width 3"], uniform: Float[Array, "3"]) -> Array:
-        """Crop, scale back and rotate: where every pixel of the result lies in the source, then bilinear sampling."""
+        """Crop, scale back and rotate: compute the source position of every pixel, then sample bilinearly."""
         height, width, _ = image.shape
         angle = uniform[0] * np.float32(np.deg2rad(self.rotation_degrees))
         shift = uniform[1:] * (1.0 - self.crop_scale) / 2 * jnp.array([height, width], jnp.float32)
@@ -163,7 +163,7 @@ class ImageAugmentation(Augmentation):
 def sample_bilinear(
     image: Float[Array, "height width c"], rows: Float[Array, "p q"], columns: Float[Array, "p q"]
 ) -> Float[Array, "p q c"]:
-    """The image at fractional places, between its four nearest pixels; black (-1) outside."""
+    """The image at fractional positions, interpolated from the four nearest pixels; black (-1) outside."""
     height, width, channels = image.shape
     # A black frame, so that every place has four neighbours and places outside fade to black.
     framed = jnp.pad(image, ((1, 2), (1, 2), (0, 0)), constant_values=-1.0).reshape(-1, channels)

@@ -1,7 +1,7 @@
 """The smallest network of a diffusion policy: a residual MLP over the whole chunk, for policies from states.
 
-Where an action chunk is short and nothing is to be seen, it does on two CPU cores what a UNet does on a GPU.
-Read next: `unet1d.py`, what it stands in for; `models/diffusion_policy_network.py`.
+For short action chunks without images, it replaces on two CPU cores a UNet on a GPU.
+Read next: `unet1d.py`, the network it replaces; `models/diffusion_policy_network.py`.
 """
 
 import functools
@@ -18,7 +18,7 @@ _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 
 
 class ResidualLayer(nnx.Module):
-    """A norm, Mish and a linear layer beside a short cut."""
+    """A norm, Mish and a linear layer with a skip connection."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
@@ -29,12 +29,12 @@ class ResidualLayer(nnx.Module):
 
 
 class DenoisingMlp(nnx.Module):
-    """From noisy action chunks, diffusion steps and a condition to what the objective asks for, of the chunks' shape.
+    """Maps noisy action chunks, diffusion steps and a condition to the objective's target, of the chunks' shape.
 
     Args:
-        action_dim: numbers of an action.
-        condition_width: numbers of the condition.
-        step_width: of the diffusion step's encoding, which joins the condition.
+        action_dim: dims of an action.
+        condition_width: width of the condition.
+        step_width: width of the diffusion step's encoding, which is appended to the condition.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The transformer of diffusion policies: actions attend to each other, to the diffusion step and to the observations.
 
-Number for number the network of diffusion_policy (`model/diffusion/transformer_for_diffusion.py` at 5ba07ac, with the
-step and the observations as condition, causal, and an MLP over the condition), but for dropout, which it has none of.
+Equal to diffusion_policy's network (`model/diffusion/transformer_for_diffusion.py` at 5ba07ac, with the
+step and the observations as condition, causal, and an MLP over the condition), but without dropout.
 Read next: `models/diffusion_policy_network.py`.
 """
 
@@ -25,7 +25,7 @@ def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Several heads of attention, from `x` to `seen`."""
+    """Multi-head attention from `x` to `seen`."""
 
     def __init__(self, width: int, num_heads: int, *, rngs: nnx.Rngs):
         self.num_heads = num_heads
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention among the actions, then to the condition, then an MLP; each behind a norm, beside a short cut."""
+    """Attention among the actions, then to the condition, then an MLP; each pre-norm, with a skip connection."""
 
     def __init__(self, width: int, num_heads: int, *, rngs: nnx.Rngs):
         self.norm_1, self.norm_2, self.norm_3 = (_norm(width, rngs) for _ in range(3))
@@ -70,8 +70,8 @@ class DenoisingTransformer(nnx.Module):
     """As `unet1d.ConditionalUnet1d`, but with one token per action and per step of the observation.
 
     Args:
-        action_dim: numbers of an action.
-        condition_width: numbers of the condition of each observation step.
+        action_dim: dims of an action.
+        condition_width: width of the condition of each observation step.
         horizon: steps of an action chunk.
         num_obs_steps: steps of the observation.
     """
@@ -108,7 +108,7 @@ class DenoisingTransformer(nnx.Module):
         seen = jnp.concatenate(tokens, axis=1) + self.condition_positions[...]  # n t d
         seen = self.condition_out(jax.nn.mish(self.condition_in(seen)))
         place, other = jnp.arange(x.shape[1])[:, None], jnp.arange(seen.shape[1])
-        # An action sees those before it, the diffusion step, and the observations up to its own place.
+        # An action attends to earlier actions, the diffusion step, and the observations up to its own step.
         masks = (place >= jnp.arange(x.shape[1]), place >= other - 1)
         x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x, seen, masks), None), x, remat="none")
         return self.outputs(self.last_norm(x))

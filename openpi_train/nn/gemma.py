@@ -1,10 +1,10 @@
-"""Gemma's decoder (Gemma Team 2024) for one or more experts whose tokens meet in attention only.
+"""Gemma's decoder (Gemma Team 2024) for one or more experts whose tokens interact only in attention.
 
 Each expert has its own width and weights; in every layer all experts' tokens are projected to heads of one shape,
-attend jointly, and go their own ways again (pi0, Black et al. 2024, appendix B; openpi `models/gemma.py`).
-Over a tensor group heads and the MLP's width are shared out (`sharding/tensor.py`): weights then hold a device's own.
+attend jointly, and are projected back (pi0, Black et al. 2024, appendix B; openpi `models/gemma.py`).
+A tensor group splits heads and the MLP's width (`sharding/tensor.py`): weights then hold a device's own part.
 
-Read next: `models/pi0.py`, which says what the experts read.
+Read next: `models/pi0.py`, which defines the experts' inputs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -79,18 +79,19 @@ class Expert(nnx.Module):
             return query, key, value
         if self.fused:
             return None, self.query_key_value(own, *one, index=1), self.query_key_value(own, *one, index=2)
-        # Key heads that are too few to share out are made by all: from `x`, whose gradient is then not summed.
+        # Key heads that are too few to split are computed by all devices: from `x`, whose gradient is then not summed.
         key, value = self.key_value(own if varies(self.key_value.weight[...]) else x, *several)
         return self.query(own, *one) if with_queries else None, key, value
 
     @jax.named_scope("attention")
     def from_heads(self, heads: Float[Array, "b t n c"]) -> Float[Array, "b t d"]:
-        """Back to the expert's width. The low-rank part sums its factors over heads separately, as openpi does."""
+        """Project back to the expert's width. The low-rank part sums its factors over heads separately, as openpi
+        does."""
         return summed(self.output(heads, "btnc,ncd->btd", "btnc,ncl->btl", "btl,nld->btd"))
 
 
 def _spans(tokens: Tokens, names: Sequence[str]) -> dict[str, slice]:
-    """Where each present expert's tokens stand among all of them."""
+    """The position range of each present expert's tokens."""
     spans, start = {}, 0
     for name in names:
         if name in tokens:
@@ -104,10 +105,10 @@ def _rows_of(names: Sequence[str], spans: Mapping[str, slice], x: Array) -> Arra
 
 
 def _own_heads(x: Float[Array, "b s k c"], num_queries: int, per_head: int) -> Float[Array, "b s _ c"]:
-    """The key (or value) heads that this device's query heads look at, `per_head` at each."""
+    """The key (or value) heads that this device's query heads attend to, `per_head` query heads at each."""
     if x.shape[2] in (1, num_queries // per_head):
         return x
-    # A tensor group shares out the query heads, and has too few key heads for that: all have all of them.
+    # A tensor group splits the query heads, but has too few key heads to split: every device has all of them.
     first = jax.lax.axis_index(TENSOR) * num_queries
     return x[:, :, (first + jnp.arange(num_queries)) // per_head]
 
@@ -144,9 +145,9 @@ class GemmaLayer(nnx.Module):
         cache: Cache | None,
         wanted: Collection[str] | None = None,
     ) -> tuple[Tokens, Cache]:
-        """The experts' tokens after this layer, and their keys and values; cached ones are attended to as well.
+        """The experts' tokens after this layer, and their keys and values; tokens also attend to cached ones.
 
-        Of experts that are not `wanted` (None: all are) only keys and values are made.
+        For experts that are not `wanted` (None: all are) only keys and values are computed.
         """
         spans = _spans(tokens, self.names)
         wanted = [name for name in spans if wanted is None or name in wanted]
@@ -184,11 +185,11 @@ class GemmaLayer(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    """The decoder. The first expert owns the token embedding; experts' tokens stand in the order of `configs`.
+    """The decoder. The first expert owns the token embedding; experts' tokens are in the order of `configs`.
 
     Args:
         configs: sizes by expert name; depth and head shape must agree.
-        vocab_size: tokens that it can embed; 0 makes no table.
+        vocab_size: size of the token table; 0 makes none.
         condition_widths: experts whose norms are adaptive, with the width of their condition.
         dtype: the type of activations; parameters are float32 and cast where they are used.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -245,10 +246,10 @@ class Gemma(nnx.Module):
         Args:
             tokens: "b t_i d_i" by expert; the t_i add up to t. An absent expert costs nothing.
             positions: one per token, over the experts in order.
-            mask: which of the s keys (cached ones first) each token sees.
+            mask: which of the s keys (cached ones first) each token attends to.
             conditions: "b r c" for each adaptive expert.
-            cache: what `keys_and_values` gave for the tokens that came before.
-            wanted: experts whose tokens are asked for (None: all present ones). The last layer makes no others.
+            cache: result of `keys_and_values` for earlier tokens.
+            wanted: experts whose outputs are needed (None: all present ones). The last layer computes no others.
         """
         conditions = conditions or {}
         outputs, _ = self._run(tokens, positions, mask, conditions, cache, wanted=wanted, caching=False)
@@ -257,9 +258,10 @@ class Gemma(nnx.Module):
     def keys_and_values(
         self, tokens: Mapping[str, Float[Array, "b _ _"]], positions: Int[Array, "b t"], mask: Bool[Array, "b t t"]
     ) -> Cache:
-        """Keys and values of these tokens in every layer, so that later tokens can attend to them at no new cost.
+        """Keys and values of these tokens in every layer, so that later tokens can attend to them without
+        recomputation.
 
-        For sampling, and for tokens whose path holds nothing that trains: it is laid out for no backward pass.
+        For sampling, and for tokens whose whole path is frozen: it is not designed for a backward pass.
         """
         angles = rotary_angles(positions, self.head_dim)
 
@@ -278,18 +280,18 @@ class Gemma(nnx.Module):
         mask: Bool[Array, "b t s"],
         cache: Cache | None = None,
     ) -> tuple[Tokens, Cache]:
-        """What calling it gives, and these tokens' own keys and values in every layer (those in `cache` left out)."""
+        """The result of `__call__`, and these tokens' own keys and values in every layer (without those in `cache`)."""
         outputs, own = self._run(tokens, positions, mask, {}, cache, wanted=None, caching=True)
         return {name: self.final_norm[name](x, None)[0] for name, x in outputs.items()}, own
 
     def logits(self, x: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-        """Scores of every token of the vocabulary, by the table that embeds them, float32."""
+        """Logits over the vocabulary, by the tied embedding table, float32."""
         return logits(x, self.token_embedding.get_value())
 
     def log_probs(
         self, x: Float[Array, "b t d"], tokens: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
-        """The log-probability of each of these tokens, float32, and whether none is likelier."""
+        """The log-probability of each of these tokens, float32, and whether it is the most likely."""
         return log_probs(x, self.token_embedding.get_value(), tokens)
 
     @jax.named_scope("gemma")
@@ -306,5 +308,5 @@ class Gemma(nnx.Module):
         layers, last = cut_last(self.layers, self.dtype)
         caches = jax.tree.map(lambda x: x[:-1], cache), jax.tree.map(lambda x: x[-1], cache)
         tokens, _ = scan_layers(layers, body, tokens, caches[0], remat=self.remat)
-        # The backward pass begins with this layer: what it keeps is used at once, so recomputing it would save nothing.
+        # The backward pass begins with this layer and uses its activations at once, so recomputing them saves nothing.
         return body(last, tokens, caches[1], wanted)

@@ -1,4 +1,4 @@
-"""Sizes of a Gemma decoder's experts: the named variants, and what may be changed in them. Read next: `gemma.py`."""
+"""Sizes of a Gemma decoder's experts: named variants and overrides. Read next: `gemma.py`."""
 
 import dataclasses
 import difflib
@@ -21,11 +21,11 @@ class GemmaConfig:
 
     @property
     def fused_projection(self) -> bool:
-        """Whether query, key and value share one weight, as openpi has it where every query head has its own key."""
+        """Whether query, key and value share one weight, as in openpi if every query head has its own key."""
         return self.num_heads == self.num_kv_heads
 
     def check(self, name: str) -> list[str]:
-        """What cannot be built, as sentences about the expert of this name."""
+        """What is wrong with the sizes, as sentences about the expert of this name."""
         problems = []
         if self.num_heads % self.num_kv_heads:
             problems.append(f"{name}: num_heads {self.num_heads} is not a multiple of {self.num_kv_heads}")
@@ -49,7 +49,7 @@ VARIANTS: Mapping[str, GemmaConfig] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaOverrides:
-    """Sizes that differ from a named variant's; None means "as the variant has it". See `GemmaConfig`, `LoraConfig`."""
+    """Sizes that differ from a named variant's; None keeps the variant's. See `GemmaConfig`, `LoraConfig`."""
 
     # Width of the tokens.
     width: int | None = None
@@ -73,7 +73,7 @@ class GemmaOverrides:
     lora_rslora: bool | None = None
 
     def without_lora(self) -> "GemmaOverrides":
-        """These, of a decoder without low-rank factors."""
+        """These overrides without low-rank factors."""
         return dataclasses.replace(self, lora_attention_rank=0, lora_mlp_rank=0)
 
     def apply(self, variant: str) -> GemmaConfig:

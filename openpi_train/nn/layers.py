@@ -1,6 +1,6 @@
 """Blocks that several networks share: layer stacks that are scanned, RMS norms, the encoding of flow time.
 
-Read next: `attention.py`, then `siglip.py` and `gemma.py`, which are made of these.
+Read next: `attention.py`, then `siglip.py` and `gemma.py`, which use these.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from jaxtyping import Array, Float
 
 from openpi_train.nn.shard import Gathering, is_shard, whole
 
-# What the backward pass may keep of a layer beside its input: everything; the products with weights and what attention
-# gives; what attention reads and gives; nothing. Each keeps less than the one before and recomputes more.
+# What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
+# attention; inputs and outputs of attention; nothing. Each stores less than the one before and recomputes more.
 Remat = Literal["none", "dots", "attention", "full"]
-# Or the one that recomputes least of those that fit the devices of a run.
+# Or the policy that recomputes least of those that fit the devices of a run.
 RematChoice = Literal["auto", "none", "dots", "attention", "full"]
 
 _KEPT = "attention"
 
 
 def keep(x: Array) -> Array:
-    """`x`, marked as one of the arrays that attention reads or gives, which all policies but `full` keep."""
+    """Mark `x` as an input or output of attention, which all policies but `full` store."""
     return checkpoint_name(x, _KEPT)
 
 
@@ -51,9 +51,9 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M:
-    """One module whose parameters are those of `depth` separately initialised layers, stacked on a new first axis.
+    """One module with the parameters of `depth` separately initialised layers, stacked on a new first axis.
 
-    It runs by `scan_layers` and the functions below, which gather a layer of it when it runs.
+    Run it by `scan_layers` and the functions below, which gather each layer when it runs.
     """
     stacked = nnx.vmap(make)(rngs.split(depth))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
@@ -62,12 +62,12 @@ def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M
 
 
 def _split(stacked: nnx.Module) -> tuple[nnx.GraphDef, Any]:
-    """Graph and parameters of a stack. Raises ValueError where it is none that `stack_layers` made."""
+    """Graph and parameters of a stack. Raises ValueError if `stack_layers` did not make it."""
     graph, params = nnx.split(stacked)
     for path, variable in nnx.to_flat_state(params):
         if isinstance(variable, nnx.Param) and variable.get_metadata("gathering", None) is not Gathering.BY_LAYER:
             raise ValueError(
-                f"{'/'.join(map(str, path))} of these layers was not made by stack_layers: devices that share it out "
+                f"{'/'.join(map(str, path))} of these layers was not made by stack_layers: devices that shard it "
                 "would gather all layers at once. Make the stack by stack_layers"
             )
     return graph, params
@@ -79,9 +79,9 @@ def scan_layers(
     """Apply a stack of layers in order.
 
     Args:
-        stacked: what `stack_layers` made.
+        stacked: result of `stack_layers`.
         body: (layer, carry, this layer's slice of `per_layer`) -> (carry, output).
-        carry: what flows from layer to layer.
+        carry: the value passed from layer to layer.
         per_layer: a tree of arrays with the layers on the first axis, or None.
         remat: what the backward pass recomputes.
 
@@ -95,29 +95,29 @@ def scan_layers(
         return body(nnx.merge(graph, whole(layer_params)), carry, extra)
 
     if policy := _policy(remat, params):
-        # Inside a scan nothing can be merged across the barrier anyway, so it need not be there (prevent_cse).
+        # Inside a scan nothing can be merged across the barrier anyway, so it is not needed (prevent_cse).
         step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     return jax.lax.scan(step, carry, (params, per_layer))
 
 
 def _policy(remat: Remat, params: Any) -> Any:
-    """What the backward pass may keep; None for everything. Layers that were gathered are gathered again."""
+    """The checkpoint policy; None to store everything. Gathered layers are gathered again in the backward pass."""
     if remat != "none":
         return _POLICIES[remat]
     return _all_but_weights if any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) else None
 
 
 def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
-    """All that takes arithmetic. A gathered weight goes through the others only until it is multiplied."""
+    """Whether the primitive does arithmetic. A gathered weight only passes through others before its product."""
     return primitive.name not in _WITHOUT_ARITHMETIC
 
 
 def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
-    """The stack without its last layer, and that layer, so that it may compute something else than the others.
+    """The stack without its last layer, and that layer, which may then be computed differently.
 
-    Cutting copies the stack. So the matrices, which layers cast to `dtype` anyway, are cast first: the copy is then
-    the only one, and of half the size in bfloat16. Norm scales and biases stay as they are (they are used in float32),
-    and so do shards, which are cast where they are gathered.
+    Slicing copies the stack. Matrices, which layers cast to `dtype` anyway, are therefore cast first: the copy is then
+    the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are used in float32),
+    and so are shards, which are cast when gathered.
     """
     graph, params = _split(stacked)
     params = jax.tree.map(lambda x: x if is_shard(x) or x.ndim < 3 else x.astype(dtype), params, is_leaf=is_shard)
@@ -126,9 +126,9 @@ def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
 
 
 def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:
-    """Apply a stack of layers but for its last: what `scan_layers` returns, and the last layer. Makes no copy of any.
+    """Apply all layers but the last: returns the result of `scan_layers`, and the last layer. Copies no layer.
 
-    For what has no backward pass: through this every layer's gradient would be an array as large as the stack's.
+    Only without a backward pass: here the gradient of each layer would be as large as the stack.
     """
     graph, params = _split(stacked)
 
@@ -142,7 +142,7 @@ def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], car
 class LayerNorm(nnx.Module):
     """Layer norm, computed in float32 and returned in the type of its input.
 
-    flax's own (`nnx.LayerNorm` at 0.12.8) rounds its parameters to bfloat16 first, which openpi's tower does not do.
+    flax's own (`nnx.LayerNorm` at 0.12.8) first rounds its parameters to bfloat16, unlike openpi's tower.
     """
 
     def __init__(self, width: int):
@@ -160,7 +160,7 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm, computed in float32; with `condition_width` its scale, shift and gate are predicted.
 
-    The predicted form is the adaptive norm by which pi0.5 sees the flow time (as in DiT, Peebles & Xie 2023,
+    The predicted form is the adaptive norm that conditions pi0.5 on the flow time (as in DiT, Peebles & Xie 2023,
     section 3.2, "adaLN-zero"): it starts as the plain norm with a closed gate.
     """
 
@@ -197,7 +197,7 @@ def sincos_encoding(
 ) -> Float[Array, "*n width"]:
     """Sines, then cosines, of `position` at `width / 2` periods spaced evenly in logarithm, in float32.
 
-    Angles reach hundreds of turns, where float32 rounding shows: the order of operations is openpi's, on purpose.
+    Angles reach hundreds of turns, where float32 rounding matters: the order of operations is openpi's, on purpose.
     """
     fraction = jnp.linspace(0.0, 1.0, width // 2)
     period = min_period * (max_period / min_period) ** fraction

@@ -1,6 +1,6 @@
-"""Weights with an optional low-rank addition (LoRA, Hu et al. 2021), in openpi's form, and how it is folded in.
+"""Weights with an optional low-rank addition (LoRA, Hu et al. 2021), in openpi's form, and how to merge it.
 
-Two things are openpi's own and kept so that its checkpoints mean the same here: the MLP's addition is never scaled
+Two peculiarities of openpi are kept, so that its checkpoints mean the same here: the MLP's addition is never scaled
 by alpha / rank, and the attention output's factors are summed over heads one by one (see `merge_lora`).
 
 Read next: `gemma.py`.
@@ -23,7 +23,7 @@ class LoraConfig:
     """Ranks of the additions to the attention and MLP weights of every layer; rank 0 means none.
 
     `alpha` scales the attention's addition: by alpha / rank, or by alpha / sqrt(rank) with `rslora`. It does not
-    touch the MLP's, exactly as in openpi.
+    affect the MLP's, as in openpi.
     """
 
     attention_rank: int = 0
@@ -58,7 +58,7 @@ class LoraWeight(nnx.Module):
     def __call__(self, x: Array, base: str, down: str = "", up: str = "", index: int | None = None) -> Array:
         """einsum(base, x, weight) + scale * einsum(up, einsum(down, x, lora_a), lora_b), in the type of `x`.
 
-        `index` takes one entry of the weights' first axis. `down` and `up` are used only where there are factors.
+        `index` selects an entry of the weights' first axis. `down` and `up` are used only if there are factors.
         """
 
         def cast(param):
@@ -75,7 +75,7 @@ class LoraWeight(nnx.Module):
 def merge_lora(
     params: Mapping[str, Array], scale: Callable[[str], float], heads_axis: Callable[[str], int | None]
 ) -> dict[str, Array]:
-    """Parameters by path with every pair of factors folded into its weight, in float32, and removed.
+    """Parameters by path, with every pair of factors merged into its weight in float32 and removed.
 
     Args:
         params: all parameters; a weight is `<path>/weight`, its factors `<path>/lora_a` and `<path>/lora_b`.

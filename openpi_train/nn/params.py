@@ -39,7 +39,7 @@ def module_params(module: nnx.Module) -> dict[str, Any]:
 
 
 def gatherings(module: nnx.Module) -> dict[str, Gathering]:
-    """How a module gathers its parameters, by path; those that are to be whole before it runs are left out."""
+    """How a module gathers its parameters, by path; without those that must be whole before it runs."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
     found = {"/".join(map(str, path)): variable.get_metadata("gathering", None) for path, variable in variables}
     return {path: gathering for path, gathering in found.items() if gathering is not None}
@@ -51,5 +51,5 @@ def stacked_paths(module: nnx.Module) -> frozenset[str]:
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:
-    """The module that `params` (all of its leaves, by path: arrays, their shapes, or shards) make."""
+    """Build the module from `params`, all of its leaves by path (arrays, their shapes, or shards)."""
     return nnx.merge(graphdef, nested_params(params))

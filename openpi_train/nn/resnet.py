@@ -1,8 +1,8 @@
-"""ResNet-18 with group norms, and what becomes of its last feature map: the image encoder of diffusion policies.
+"""ResNet-18 with group norms and pooling of its last feature map: the image encoder of diffusion policies.
 
 The network is torchvision's `resnet18` (He et al. 2016) with every batch norm replaced by a group norm of 16 channels
-per group, as diffusion_policy does (`model/vision/multi_image_obs_encoder.py` at 5ba07ac): averaging weights (EMA) does
-not go with batch statistics. Read next: `models/diffusion_policy_network.py`.
+per group, as diffusion_policy does (`model/vision/multi_image_obs_encoder.py` at 5ba07ac), because an average of
+weights (EMA) does not work with batch statistics. Read next: `models/diffusion_policy_network.py`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 Pooling = Literal["average", "spatial_softmax"]
 
-# Of torchvision's resnet18: blocks of a stage, and of ResNets in general the width of the first stage.
+# Blocks per stage of torchvision's resnet18, and the width of the first stage of ResNets.
 _BLOCKS = 2
 _WIDTH = 64
 _CHANNELS_PER_GROUP = 16
@@ -41,7 +41,7 @@ def _conv(inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs) -> 
 
 
 class BasicBlock(nnx.Module):
-    """Two convolutions beside a short cut."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs):
         self.conv_1 = _conv(inputs, outputs, 3, stride, rngs)
@@ -60,10 +60,10 @@ class BasicBlock(nnx.Module):
 
 
 class ResNet18(nnx.Module):
-    """Images to features. `widths` are those of the four stages; a test's may be smaller.
+    """Maps images to features. `widths` are those of the four stages; tests use smaller ones.
 
-    With `average`, the mean of the last feature map: `widths[-1]` numbers, 512 in ResNet-18. With `spatial_softmax`,
-    what `SpatialSoftmax` makes of it.
+    `average` returns the mean of the last feature map: `widths[-1]` numbers, 512 in ResNet-18. `spatial_softmax`
+    applies `SpatialSoftmax` to it.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class ResNet18(nnx.Module):
 
 
 def num_features(pooling: Pooling, widths: Sequence[int], num_keypoints: int) -> int:
-    """How many features a `ResNet18` gives for an image."""
+    """Number of features of a `ResNet18` per image."""
     return widths[-1] if pooling == "average" else 2 * num_keypoints
 
 
 class SpatialSoftmax(nnx.Module):
-    """Keypoints: each of `num_keypoints` maps, softmaxed over the pixels, to its mean place; then a linear layer.
+    """Keypoints: the mean position of the softmax over the pixels of each of `num_keypoints` maps; then a linear layer.
 
-    Places are (x, y) in [-1, 1], x to the right and y down. robomimic's (`models/base_nets.py:
+    Positions are (x, y) in [-1, 1], x to the right and y down. robomimic's (`models/base_nets.py:
     SpatialSoftmax`, with the linear layer of its `VisualCore`; Finn et al. 2016), as in diffusion_policy's hybrids.
     """
 
@@ -115,7 +115,7 @@ class SpatialSoftmax(nnx.Module):
 
 
 def expected_places(maps: Float[Array, "b height width k"]) -> Float[Array, "b k 2"]:
-    """The mean place (x, y) in [-1, 1] of each map's softmax over its pixels."""
+    """The mean position (x, y) in [-1, 1] of each map's softmax over its pixels."""
     b, height, width, keypoints = maps.shape
     share = jax.nn.softmax(maps.reshape(b, height * width, keypoints), axis=1).reshape(maps.shape)
     x = jnp.einsum("bhwk,w->bk", share, jnp.linspace(-1.0, 1.0, width))
@@ -124,6 +124,6 @@ def expected_places(maps: Float[Array, "b height width k"]) -> Float[Array, "b k
 
 
 def _max_pool(x: Float[Array, "b height width c"]) -> Float[Array, "b h2 w2 c"]:
-    """The largest of 3 x 3, every second pixel."""
+    """Max pooling of 3 x 3 with stride 2."""
     window, strides, padding = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, padding)

@@ -1,8 +1,8 @@
-"""A parameter of which each device holds a part, made whole where and when it is used.
+"""A sharded parameter that is gathered when it is used.
 
-For use inside `jax.shard_map`, so that what is sent is said here and not found by the compiler: the part is sent in
-the type that the computation wants, and its gradient is summed and cut again in float32 (ZeRO stage 3, Rajbhandari et
-al. 2020). And what devices of a tensor group, which compute different heads of the same rows, tell each other: `spread`
+For use inside `jax.shard_map`, so that communication is explicit and not chosen by the compiler: the part is sent in
+the compute dtype, and its gradient is reduce-scattered in float32 (ZeRO stage 3, Rajbhandari et
+al. 2020). Also the communication in a tensor group, whose devices compute different heads of the same rows: `spread`
 and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and `training/devices.py`.
 """
 
@@ -19,25 +19,26 @@ from openpi_train.sharding.mesh import TENSOR
 
 
 class Gathering(enum.Enum):
-    """How a module gathers a parameter by itself. It is metadata of the variable, `gathering`, in `nnx.Param`.
+    """How a module gathers a parameter itself; the metadata `gathering` of `nnx.Param`.
 
-    Parameters without it are whole before their module runs.
+    Parameters without it are gathered before their module runs.
     """
 
-    BY_LAYER = enum.auto()  # `layers.py: stack_layers` says so of all layers that it makes; `scan_layers` gathers
-    BY_ROW = enum.auto()  # a table's module says so itself, and reads it by `take_rows` and `vocabulary.py` alone
+    BY_LAYER = enum.auto()  # set by `layers.py: stack_layers` for all its layers; `scan_layers` gathers
+    BY_ROW = enum.auto()  # set by a table's module, which reads it only by `take_rows` and `vocabulary.py`
 
 
-_STATIC = {"static": True}  # by jax's convention: a part of the tree's structure, no leaf
+_STATIC = {"static": True}  # by jax's convention: part of the tree's structure, not a leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False)
 class Shard:
-    """This device's `part` of an array that is cut along `dim` (counted from the last, -1) over the mesh axis `axis`.
+    """This device's `part` of an array that is sharded along `dim` (counted from the last, -1) over the mesh axis
+    `axis`.
 
-    `dtype` is the type in which the whole is wanted. `copy` is the whole, where the device has it at hand: then nothing
-    is gathered, and the gradient is summed and cut where it arises all the same (ZeRO stage 2). `gathering` says how
+    `dtype` is the type of the gathered array. `copy` is the whole array, if the device has it: then nothing
+    is gathered, but the gradient is still reduce-scattered where it arises (ZeRO stage 2). `gathering` says how
     the module that reads it gathers it; None: it does not.
     """
 
@@ -47,16 +48,16 @@ class Shard:
     dtype: Any = dataclasses.field(metadata=_STATIC)
     copy: Any = None
     gathering: Gathering | None = dataclasses.field(default=None, metadata=_STATIC)
-    # Where `part` has some entries of every layer of a stack, one after the other: the shape of a layer.
+    # The shape of a layer, if `part` has consecutive entries of every layer of a stack.
     layer: tuple[int, ...] | None = dataclasses.field(default=None, metadata=_STATIC)
 
     @property
     def has_rows(self) -> bool:
-        """Whether each device has some of the rows, all of each."""
+        """Whether each device has some of the rows, each of them whole."""
         return self.dim == -self.part.ndim
 
     def whole(self) -> Array:
-        """All parts together, in `dtype`. The gradient in it becomes that in `part`; `copy` has none."""
+        """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none."""
         dim = self.part.ndim + self.dim
 
         @jax.named_scope("gather")
@@ -78,14 +79,14 @@ class Shard:
         return known(self.copy, self.part)
 
     def with_copy(self, copy: Array | None) -> "Shard":
-        """The same part, with the whole at hand."""
+        """The same part, with the whole array available."""
         return dataclasses.replace(self, copy=copy)
 
     @jax.named_scope("share_layers")
     def of_every_layer(self) -> "Shard":
-        """For a stack of which each device has some of the layers: some of every layer, so that each can be gathered.
+        """Reshard a stack of which each device has some layers, so that each device has a part of every layer.
 
-        Devices exchange what they hold, once. Of a layer a device then has consecutive entries, whatever their dim.
+        Devices exchange their parts once. A device then has consecutive entries of each flattened layer.
         """
         flat = _filled(self.part.reshape(len(self.part), -1), jax.lax.axis_size(self.axis))
         part = jax.lax.all_to_all(flat, self.axis, split_axis=1, concat_axis=0, tiled=True)
@@ -102,7 +103,7 @@ class Shard:
 
 
 def _filled(x: Array, num_parts: int) -> Array:
-    """`x` with zeros after its last dim, so that so many parts of it are equal."""
+    """`x` zero-padded in its last dim to a multiple of `num_parts`."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % num_parts),))
 
 
@@ -112,13 +113,13 @@ def is_shard(leaf: Any) -> bool:
 
 
 def whole(tree: Any) -> Any:
-    """`tree` with every shard in it made whole."""
+    """`tree` with every shard gathered."""
     return jax.tree.map(lambda leaf: leaf.whole() if is_shard(leaf) else leaf, tree, is_leaf=is_shard)
 
 
 @jax.named_scope("gather_rows")
 def take_rows(table: Array | Shard, rows: Int[Array, "*n"]) -> Float[Array, "*n d"]:
-    """`table[rows]`. Where the table is cut by rows only they are sent, never the table, and neither its gradient."""
+    """`table[rows]`. If the table is sharded by rows, only these rows are sent, never the table or its gradient."""
     if not isinstance(table, Shard):
         return table[rows]
     if not table.has_rows:
@@ -132,15 +133,15 @@ def take_rows(table: Array | Shard, rows: Int[Array, "*n"]) -> Float[Array, "*n 
 
 
 def varies(x: Array) -> bool:
-    """Whether the devices of a tensor group have different `x`: a part each, or what they computed from it."""
+    """Whether `x` differs between the devices of a tensor group: parts, or values computed from parts."""
     return TENSOR in jax.typeof(x).manual_axis_type.varying
 
 
 def spread(x: Float[Array, "*n"], weight: Array) -> Float[Array, "*n"]:
-    """`x`, which a tensor group has in common, to be multiplied by each device's own part of `weight`.
+    """Prepare `x`, replicated in a tensor group, for products with each device's own part of `weight`.
 
-    Its gradient is summed over the group, once for all products that are made of what this returns (the operator f of
-    Shoeybi et al. 2019, section 3). Where `weight` is whole, or `x` not common, it is `x` itself.
+    Its gradient is summed over the group, once for all products with the result (the operator f of
+    Shoeybi et al. 2019, section 3). If `weight` is whole, or `x` is not replicated, returns `x` itself.
     """
     if varies(x) or not varies(weight):
         return x
@@ -148,17 +149,17 @@ def spread(x: Float[Array, "*n"], weight: Array) -> Float[Array, "*n"]:
 
 
 def summed(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """The sum over a tensor group, which then has it in common; its gradient needs no sending (the operator g)."""
+    """The sum over a tensor group, replicated; its gradient needs no communication (the operator g)."""
     return jax.lax.psum(x, TENSOR) if varies(x) else x
 
 
 def as_varied(x: Array, other: Array) -> Array:
-    """`x`, by jax's types as different between devices as `other` is: a loop wants one type before and after."""
+    """`x` with the varying mesh axes (in jax's types) of `other`: a loop needs the same type before and after."""
     axes = jax.typeof(other).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def on_all_devices(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether `flag` holds on all devices on which it may differ: the same answer on each, as loops that send need."""
+    """Whether `flag` holds on all devices on which it may differ: the same on each, as required by loops that send."""
     axes = tuple(jax.typeof(flag).manual_axis_type.varying)
     return jax.lax.psum((~flag).astype(jnp.int32), axes) == 0 if axes else flag

@@ -1,6 +1,6 @@
 """SigLIP's vision transformer (Zhai et al. 2023), as PaliGemma uses it: one token per patch, no pooling.
 
-Read next: `models/pi0.py`, which places the tokens before the prompt.
+Read next: `models/pi0.py`, which puts the tokens before the prompt.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class SiglipConfig:
     patch_size: int = 14
 
     def check(self, image_size: int) -> list[str]:
-        """What does not fit, as sentences."""
+        """What is wrong with the sizes, as sentences."""
         problems = []
         if self.width % self.num_heads:
             problems.append(f"siglip.width {self.width} is not a multiple of siglip.num_heads {self.num_heads}")
@@ -41,12 +41,12 @@ class SiglipConfig:
         return problems
 
     def num_tokens(self, image_size: int) -> int:
-        """Tokens that one square image of `image_size` pixels becomes."""
+        """Number of tokens of a square image of `image_size` pixels."""
         return (image_size // self.patch_size) ** 2
 
 
 def float_images(images: UInt8[Array, "*b 3"] | Float[Array, "*b 3"]) -> Float[Array, "*b 3"]:
-    """float32 images in [-1, 1] from shipped uint8 ones; float images are taken to be so already."""
+    """float32 images in [-1, 1] from uint8 ones; float images are assumed to be in [-1, 1] already."""
     if images.dtype == jnp.uint8:
         return images.astype(jnp.float32) / 255.0 * 2.0 - 1.0
     return images.astype(jnp.float32)
@@ -70,7 +70,7 @@ class PatchEmbedding(nnx.Module):
 
 
 def _linear(layer: nnx.Linear | nnx.LinearGeneral, equation: str, x: Array) -> Array:
-    """einsum(equation, x, kernel) + bias; of parts over a tensor group the sum, to which a whole bias is added once."""
+    """einsum(equation, x, kernel) + bias; parts are summed over a tensor group before a whole bias is added."""
     assert layer.bias is not None
     x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], layer.bias[...]), dtype=layer.dtype)
     product = jnp.einsum(equation, x, kernel)
@@ -164,7 +164,7 @@ class Siglip(nnx.Module):
         )
         self.norm = LayerNorm(config.width)
         # openpi's head starts at zero; the norm that follows then multiplies its first gradients by 1000
-        # (1 / sqrt(1e-6)), which clipping turns into a stand-still of everything else in a run without start weights.
+        # (1 / sqrt(1e-6)), after which clipping stops everything else in a run without start weights.
         self.head = nnx.Linear(config.width, out_width, dtype=dtype, rngs=rngs)
 
     @jax.named_scope("siglip")

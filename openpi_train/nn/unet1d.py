@@ -1,6 +1,6 @@
-"""The conditional 1-D UNet of diffusion policies: along the steps of an action chunk, steered by FiLM.
+"""The conditional 1-D UNet of diffusion policies: along the steps of an action chunk, conditioned by FiLM.
 
-Number for number the network of diffusion_policy (`model/diffusion/conditional_unet1d.py` at 5ba07ac, with
+Equal to diffusion_policy's network (`model/diffusion/conditional_unet1d.py` at 5ba07ac, with
 `cond_predict_scale`; Chi et al. 2023). Read next: `denoising_transformer.py`, its alternative, and
 `models/diffusion_policy_network.py`, which has either.
 """
@@ -21,12 +21,12 @@ from openpi_train.nn.resnet import TORCH_INIT, group_norm
 
 _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 _conv = functools.partial(nnx.Conv, kernel_init=TORCH_INIT)
-# Angles fall from the diffusion step itself to a ten-thousandth of it (Vaswani et al. 2017).
+# Angles range from the diffusion step itself to a ten-thousandth of it (Vaswani et al. 2017).
 _MIN_PERIOD, _MAX_PERIOD = 2 * np.pi, 2e4 * np.pi
 
 
 def encode_step(step: Float[Array, " n"], width: int) -> Float[Array, "n d"]:
-    """Sines and cosines of a diffusion step, a number from 0 to the count of them."""
+    """Sines and cosines of a diffusion step."""
     return sincos_encoding(step, width, _MIN_PERIOD, _MAX_PERIOD)
 
 
@@ -42,7 +42,7 @@ class ConvBlock(nnx.Module):
 
 
 class FilmBlock(nnx.Module):
-    """Two `ConvBlock`s beside a short cut; between them the condition scales and shifts every channel (FiLM)."""
+    """Two `ConvBlock`s with a skip connection; between them the condition scales and shifts every channel (FiLM)."""
 
     def __init__(
         self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs
@@ -59,15 +59,15 @@ class FilmBlock(nnx.Module):
 
 
 class ConditionalUnet1d(nnx.Module):
-    """From noisy action chunks, diffusion steps and a condition to what the objective asks for, of the chunks' shape.
+    """Maps noisy action chunks, diffusion steps and a condition to the objective's target, of the chunks' shape.
 
     Args:
-        action_dim: numbers of an action.
-        condition_width: numbers of the condition.
-        widths: of the levels, the first at full length; each halves the steps of the one before.
-        step_width: of the diffusion step's encoding, which joins the condition.
+        action_dim: dims of an action.
+        condition_width: width of the condition.
+        widths: widths of the levels, the first at full length; each level halves the steps of the one before.
+        step_width: width of the diffusion step's encoding, which is appended to the condition.
 
-    Raises ValueError in a call with a horizon that cannot be halved so often.
+    A call raises ValueError if the horizon cannot be halved at every level.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""Scores over a vocabulary by its token table, and log-probabilities of given tokens without all scores at once.
+"""Logits by a token table, and log-probabilities of given tokens without all logits at once.
 
-A table whose rows are cut over devices is never gathered: each device scores all devices' tokens by its own rows
-(vocabulary parallelism, Shoeybi et al. 2019, section 3), and only activations and a few numbers per token are sent.
+A table whose rows are sharded over devices is never gathered: each device computes logits of all devices' tokens for
+its
+own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
+sent.
 Read next: `shard.py`, `gemma.py`.
 """
 
@@ -11,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.shard import Shard
 
-# Tokens of a row that are scored at once: 33 MB of float32 for each row, with PaliGemma's 257 152.
+# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
 CHUNK_TOKENS = 32
 
 
 @jax.named_scope("logits")
 def logits(x: Float[Array, "b t d"], table: Array | Shard) -> Float[Array, "b t v"]:
-    """The products of tokens' activations with all rows of the table, in the type of `x`, summed in float32."""
+    """The products of activations with all rows of the table, in the dtype of `x`, summed in float32."""
     if not isinstance(table, Shard):
         return _products(x, table)
     if not table.has_rows:
@@ -30,9 +32,9 @@ def logits(x: Float[Array, "b t d"], table: Array | Shard) -> Float[Array, "b t 
 def log_probs(
     x: Float[Array, "b t d"], table: Array | Shard, tokens: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
-    """The log-softmax of `logits(x, table)` at `tokens`, float32, and whether no other token has a higher score.
+    """The log-softmax of `logits(x, table)` at `tokens`, float32, and whether no other token has a higher logit.
 
-    Scores are made for a few tokens at a time, and made again in the backward pass.
+    Logits are computed for a few tokens at a time, and recomputed in the backward pass.
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
@@ -65,7 +67,7 @@ def _log_probs(x: Array, table: Array | Shard, tokens: Array) -> tuple[Array, Ar
 
 
 def _log_probs_by_rows(x: Array, table: Shard, tokens: Array) -> tuple[Array, Array]:
-    """Every device makes the scores of its rows for all devices' tokens; what is summed over devices goes home."""
+    """`_log_probs` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
     scores = _products(jax.lax.all_gather(x, table.axis), table.part)  # devices b t v/devices
     index = jax.lax.axis_index(table.axis)
     place = jax.lax.all_gather(tokens, table.axis) - index * table.part.shape[0]

@@ -1,8 +1,8 @@
 """Denoising diffusion on action chunks: the loss of diffusion policies (Chi et al. 2023).
 
-A diffusion step is drawn evenly, noise is added to the actions accordingly, and the network is to predict it (or the
-actions, or a velocity): the mean squared error of that. Steps outside the episode, which repeat its first or last
-action, count, as in diffusion_policy. Read next: `sampling/noise_schedule.py`.
+A diffusion step is drawn uniformly, noise is added to the actions accordingly, and the network predicts the noise (or
+the actions, or a velocity); the loss is the mean squared error. Steps outside the episode, which repeat its first or
+last action, count, as in diffusion_policy. Read next: `sampling/noise_schedule.py`.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from openpi_train.types import ActionBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diffusion(Objective):
-    """Mean squared error of what the network predicts of noisy actions."""
+    """Mean squared error of the network's prediction from noisy actions."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"denoise"})
 
     # How noise is added, and what of it is predicted.
     noise_schedule: NoiseSchedule = dataclasses.field(default_factory=NoiseSchedule)
-    # How actions are sampled: in as many steps as there are (ddpm), or in few (ddim).
+    # How actions are sampled: in all diffusion steps (ddpm), or in few (ddim).
     sampler: Literal["ddpm", "ddim"] = "ddpm"
     # Draws of noise and diffusion step per row, which share one pass over the images.
     num_draws: int = 1
     # Leave out steps outside the episode.
     mask_padded_steps: bool = False
-    # What training changes in images, and evaluation sees in its place.
+    # Image augmentation in training, and its fixed form in evaluation.
     augmentation: Augmentation = dataclasses.field(default_factory=NoAugmentation)
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ class Diffusion(Objective):
         return element_mask(batch, mask_padded_steps=self.mask_padded_steps)
 
     def norms(self, batch: ActionBatch) -> Norms:
-        """How many elements count, times the draws per row."""
+        """Number of elements that count, times the draws per row."""
         return {"elements": self.num_draws * jnp.maximum(self.element_mask(batch).sum(), 1.0)}
 
     def loss(
@@ -79,7 +79,7 @@ class Diffusion(Objective):
         noise: Float[Array, "b r h a"],
         step: Int[Array, "b r"],
     ) -> tuple[Float[Array, ""], Metrics]:
-        """The loss for given noise and diffusion steps; the observation is used as it is."""
+        """The loss for given noise and diffusion steps, without augmentation."""
         actions, schedule = batch.actions[:, None], self.noise_schedule  # b 1 h a
         noisy = schedule.add_noise(actions, noise, step)
         predicted = model.denoise(model.context(batch.observation), noisy, step.astype(jnp.float32))

@@ -25,9 +25,9 @@ from openpi_train.types import ActionBatch
 class FlowMatching(Objective):
     """Mean squared error of the velocity.
 
-    `num_flow_draws` draws of noise and time per row: the suffix is a small part of pi0's work, so that 4 draws cost
-    little and quarter that part of the gradient's variance. `mask_action_dims` leaves out the dims that only pad the
-    robot's actions (openpi counts them). `mask_padded_steps` leaves out the steps beyond an episode's end (openpi
+    `num_flow_draws` draws of noise and time per row: the suffix is a small part of pi0's work, so 4 draws cost
+    little and quarter that part of the gradient's variance. `mask_action_dims` excludes the dims that only pad the
+    robot's actions (openpi counts them). `mask_padded_steps` excludes the steps beyond an episode's end (openpi
     counts them).
     """
 
@@ -62,7 +62,7 @@ class FlowMatching(Objective):
         return element_mask(batch, mask_action_dims=self.mask_action_dims, mask_padded_steps=self.mask_padded_steps)
 
     def norms(self, batch: ActionBatch) -> Norms:
-        """How many elements count, times the draws per row."""
+        """Number of elements that count, times the draws per row."""
         return {"elements": self.num_flow_draws * jnp.maximum(self.element_mask(batch).sum(), 1.0)}
 
     @jax.named_scope("noise")
@@ -105,14 +105,14 @@ class FlowMatching(Objective):
         noise: Float[Array, "b r h a"],
         time: Float[Array, "b r"],
     ) -> tuple[Float[Array, ""], Metrics]:
-        """The loss for given noise and times; the observation is used as it is."""
+        """The loss for given noise and times, without augmentation."""
         noisy, wanted = self.path(batch.actions, noise, time)
         return self.loss_of(batch, norms, model.velocity(batch.observation, noisy, time), wanted)
 
     def path(
         self, actions: Float[Array, "b h a"], noise: Float[Array, "b r h a"], time: Float[Array, "b r"]
     ) -> tuple[Float[Array, "b r h a"], Float[Array, "b r h a"]]:
-        """Where the flow from noise to actions is at these times, and its velocity there."""
+        """The position x_t of the flow from noise to actions at these times, and its velocity."""
         actions = actions[:, None]  # b 1 h a
         t = time[:, :, None, None]
         return t * noise + (1 - t) * actions, noise - actions

@@ -1,8 +1,9 @@
-"""Knowledge insulation: flow matching trains the action expert alone, action tokens the language model.
+"""Knowledge insulation: flow matching trains only the action expert, action tokens the language model.
 
-Driess et al. 2025, "Knowledge Insulating Vision-Language-Action Models": the expert sees the language model's keys and
-values, and no gradient goes back through them. So the language model is trained to say the same chunk as FAST tokens,
-which the expert does not see. Read next: `models/pi0_network.py`, where the gradient stops.
+Driess et al. 2025, "Knowledge Insulating Vision-Language-Action Models": the expert attends to the language model's
+keys and values, without a gradient through them. The language model is trained to predict the same chunk as FAST
+tokens,
+which the expert does not see. Read next: `models/pi0_network.py`, which stops the gradient.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from openpi_train.types import ActionBatch
 class InsulatedFlow(Objective):
     """`flow_weight` x flow matching + `token_weight` x next-token prediction, in one pass over images and prompt.
 
-    The two losses share no parameter, so that 1 and 1 will mostly do.
+    The two losses share no parameters, so weights of 1 usually work.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity", "insulation"})

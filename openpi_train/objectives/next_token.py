@@ -1,8 +1,8 @@
-"""Next-token prediction: the loss of pi0-FAST, and of any model whose actions or words are tokens.
+"""Next-token prediction: the loss of pi0-FAST, and of any model that predicts tokens.
 
 Formula: openpi's `models/pi0_fast.py` (`compute_loss`, at 15a9616): the mean over rows of each row's mean of -log p.
-Where we differ: the mean is taken over the whole optimizer batch, and rows that only fill it do not count.
-Read next: `nn/vocabulary.py`, which makes the log-probabilities.
+Where we differ: the mean is taken over the whole optimizer batch, and padding rows do not count.
+Read next: `nn/vocabulary.py`, which computes the log-probabilities.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from openpi_train.types import ActionBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextToken(Objective):
-    """Cross entropy of the tokens that `token_loss_mask` marks, each after those before it.
+    """Cross entropy of the tokens that `token_loss_mask` marks, each given those before it.
 
-    Of the model it asks `token_log_probs(observation)`: for every prompt token but the first, its log-probability
-    float32 [b, n], and whether none is likelier, bool [b, n].
+    Calls the model's `token_log_probs(observation)`: for every prompt token but the first, its log-probability
+    float32 [b, n], and whether it is the most likely, bool [b, n].
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"logits"})
 
-    # What counts the same: every row, however many tokens it has (openpi), or every token.
+    # Average per row, independent of its number of tokens (openpi), or per token.
     mean_over: Literal["rows", "tokens"] = "rows"
     # How images are changed.
     augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)
@@ -37,20 +37,20 @@ class NextToken(Objective):
     augment: bool = True
 
     def weights(self, batch: ActionBatch) -> Float[Array, "b n"]:
-        """How much every prompt token but the first counts. A row without any valid step is filler and never does."""
+        """Weights of all prompt tokens but the first. A row without any valid step is padding and has weight 0."""
         marked = batch.observation.token_loss_mask
         assert marked is not None, "these rows have no token_loss_mask: their model's `transforms` must make one"
         counts = (marked[:, 1:] & batch.action_mask.any(axis=1, keepdims=True)).astype(jnp.float32)
         return counts if self.mean_over == "tokens" else counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1.0)
 
     def norms(self, batch: ActionBatch) -> Norms:
-        """How many tokens count, or how many rows have some."""
+        """Number of tokens that count, or of rows that have such tokens."""
         return {"tokens": jnp.maximum(self.weights(batch).sum(), 1.0)}
 
     def loss(
         self, model: nnx.Module, batch: ActionBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
-        """This micro-batch's share of the mean cross entropy, and of the share of tokens that are the likeliest."""
+        """This micro-batch's share of the mean cross entropy, and of the token accuracy."""
         batch = augmented(batch, self.used_augmentation, keys if train else None)
         policy: Any = model
         return self.loss_of(batch, norms, *policy.token_log_probs(batch.observation))

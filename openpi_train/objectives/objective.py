@@ -1,4 +1,4 @@
-"""What every objective promises. Read next: `flow_matching.py`, then `training/step.py` for who calls it."""
+"""The interface of objectives. Read next: `flow_matching.py`, then `training/step.py`, the caller."""
 
 import abc
 import dataclasses
@@ -19,9 +19,9 @@ Metrics = dict[str, Float[Array, ""]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective(abc.ABC):
-    """A loss that is a sum of `c * numerator / norm`, every norm taken from masks of the whole optimizer batch.
+    """A loss that is a sum of `c * numerator / norm`, where norms are computed from masks of the whole optimizer batch.
 
-    Micro-batch losses and gradients therefore simply add: accumulation, device count and sharding cannot change them.
+    Losses and gradients of micro-batches therefore add up: accumulation, devices and sharding cannot change them.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -46,9 +46,9 @@ class Objective(abc.ABC):
 
     @property
     def action_sampler(self) -> ActionSampler:
-        """What draws actions with a model that was trained so.
+        """The sampler of actions for a model trained with this objective.
 
-        Default: Euler steps where a velocity is trained, else what the model has of its own.
+        Default: Euler steps if a velocity is trained, otherwise the model's own `sample_actions`.
         """
         return FlowSampler() if "velocity" in self.needs else OwnSampler()
 
@@ -56,9 +56,9 @@ class Objective(abc.ABC):
 def element_mask(
     batch: ActionBatch, *, mask_action_dims: bool = False, mask_padded_steps: bool = True
 ) -> Float[Array, "b h a"]:
-    """1 where an element of `actions` counts, else 0. A row without any valid step is filler and never counts.
+    """1 where an element of `actions` counts, else 0. A row without any valid step is padding and never counts.
 
-    Args: whether the dims beyond the robot's own, and the steps outside the episode, are left out.
+    The flags exclude dims beyond the robot's own, and steps outside the episode.
     """
     steps = batch.action_mask
     if not mask_padded_steps:
@@ -68,5 +68,5 @@ def element_mask(
 
 
 def augmented(batch: ActionBatch, augmentation: Augmentation, keys: Key[Array, " b"] | None) -> ActionBatch:
-    """The batch with its images changed, each row's by its own key; with `keys` None, as evaluation sees them."""
+    """The batch with augmented images, with one key per row; with `keys` None, in the form for evaluation."""
     return dataclasses.replace(batch, observation=augmentation(batch.observation, keys))

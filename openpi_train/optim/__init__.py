@@ -1,4 +1,4 @@
-"""Schedules, optimizers and loss scaling as values.
+"""Configurations of schedules, optimizers and loss scaling.
 
 Read next: `schedules.py`, `optimizer_config.py`, `loss_scale.py`.
 """

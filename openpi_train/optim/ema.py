@@ -1,4 +1,4 @@
-"""The exponential moving average of the parameters: how much of it each step keeps. Read next: `training/update.py`."""
+"""The decay of the exponential moving average of the parameters. Read next: `training/update.py`."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ class EmaWarmup:
     """A decay that grows from 0 to `ema_decay`: 1 - (1 + n / inv_gamma) ** -power after n + 1 averaged steps.
 
     diffusion_policy's (`model/diffusion/ema_model.py` at 5ba07ac): the first two updates keep nothing of the
-    average. It depends on the step alone, which is saved, so that it goes on after a resume.
+    average. The decay depends only on the saved step, so it continues after a resume.
     """
 
     # 0.75 reaches 0.999 at 10,000 steps, 2/3 at 31,600; None: no warm-up, the decay is ema_decay from the start.
@@ -24,10 +24,10 @@ class EmaWarmup:
     min_decay: float = 0.0
 
     def check(self, most: float | None) -> list[str]:
-        """What is wrong with these values beside `--ema-decay` `most`, each with the flag to change."""
+        """What is wrong with these values given `--ema-decay` `most`, each with the flag to change."""
         problems = []
         if self.power is None and self != EmaWarmup():
-            problems.append("--ema-warmup.inv-gamma and the like do nothing without --ema-warmup.power")
+            problems.append("--ema-warmup.inv-gamma and the like have no effect without --ema-warmup.power")
         if self.power is not None and most is None:
             problems.append("--ema-warmup.power with --ema-decay None: there is no average; leave one out")
         if (self.power is not None and not self.power > 0) or not self.inv_gamma > 0 or self.update_after_step < 0:

@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for float16: config, state, and how one follows from the other. Read next: `training/step.py`.
+"""Dynamic loss scaling for float16: config, state and its updates. Read next: `training/step.py`.
 
-float16 ends at 65504 and at 6e-8: the loss is multiplied by a scale before the backward pass, so that small gradients
-survive, and gradients are divided by it after. Semantics are DeepSpeed's (`runtime/fp16/loss_scaler.py`).
+float16 ranges from 6e-8 to 65504: the loss is multiplied by a scale before the backward pass, so that small gradients
+do not underflow, and gradients are divided by it afterwards. Semantics are DeepSpeed's (`runtime/fp16/loss_scaler.py`).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from openpi_train.types import pytree
 
 @pytree
 class LossScale:
-    """The scale, the good steps since it last changed or was last too large, and how many overflows it still bears."""
+    """The scale, the good steps since it last changed or overflowed, and the overflows left before it shrinks."""
 
     value: Float[Array, ""]
     good_steps: Int[Array, ""]
@@ -23,20 +23,20 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the scale moves; used where the model computes in float16, without effect elsewhere.
+    """How the scale changes; used if the model computes in float16, without effect otherwise.
 
-    An overflow, that is a gradient that is not finite, is not applied and is no error while the scale can shrink.
+    An update that overflows (a gradient is not finite) is not applied, and is no error while the scale can shrink.
     """
 
     # The scale at the first step; powers of two cost no rounding.
     initial: float = 2.0**16
     # Good steps in a row after which it grows; 0 never (a fixed scale: minimum as initial).
     growth_interval: int = 1_000
-    # By how much it grows.
+    # Factor of growth.
     growth: float = 2.0
-    # By how much it shrinks on overflow.
+    # Factor of shrinking on overflow.
     backoff: float = 0.5
-    # It shrinks no further; an overflow there is a NaN or Inf update (--on-nan).
+    # Minimum of the scale; an overflow there is a NaN or Inf update (--on-nan).
     minimum: float = 1.0
     # Overflows before the first one that shrinks it, counting that one; restored when it grows.
     hysteresis: int = 2
@@ -66,7 +66,7 @@ class LossScaling:
         return LossScale(value=jnp.float32(self.initial), good_steps=jnp.int32(0), patience=jnp.int32(self.hysteresis))
 
     def can_yield(self, scale: LossScale) -> Bool[Array, ""]:
-        """Whether an overflow now would be answered: by patience, or by a smaller scale."""
+        """Whether an overflow now can be handled: by hysteresis, or by a smaller scale."""
         return (scale.patience > 1) | (scale.value > self.minimum)
 
     def after(self, scale: LossScale, overflow: Bool[Array, ""]) -> LossScale:

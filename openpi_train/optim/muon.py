@@ -1,4 +1,4 @@
-"""Muon: which leaves are matrices, and optax's rule for them and for the rest. Read next: `optimizers.py`."""
+"""Muon: optax's rule for matrices, and AdamW for other parameters. Read next: `optimizers.py`."""
 
 import dataclasses
 import re
@@ -14,10 +14,10 @@ from openpi_train.optim.state_rules import is_stacked
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(OptimizerConfig):
-    """Muon (Jordan 2024): the momentum of a matrix, orthogonalised; AdamW for all that is no matrix.
+    """Muon (Jordan 2024): orthogonalised momentum for matrices; AdamW for other parameters.
 
-    A matrix is the last two dims of a parameter; layers, heads, and the gate and up halves of an MLP are matrices of
-    their own. `consistent_rms` makes updates as large as AdamW's (Liu et al. 2025), so that one learning rate fits
+    A matrix is the last two dims of a parameter; layers, heads, and the gate and up halves of an MLP are separate
+    matrices. `consistent_rms` makes updates as large as AdamW's (Liu et al. 2025), so that one learning rate fits
     both kinds. optax's Muon gives its AdamW the Nesterov step too.
     """
 
@@ -25,13 +25,13 @@ class Muon(OptimizerConfig):
     beta: float = 0.95
     # Newton-Schulz iterations of the orthogonalisation.
     ns_steps: int = 5
-    # Look ahead along the momentum.
+    # Nesterov momentum.
     nesterov: bool = True
     # Root mean square of an orthogonalised update; None: sqrt(max(1, outputs / inputs)) times an orthogonal matrix.
     consistent_rms: float | None = 0.2
     # Decoupled weight decay, times the learning rate.
     weight_decay: float = 0.0
-    # Regex of paths that AdamW gets beside vectors: biases, scales, tables, and what reads and writes robot units.
+    # Regex of paths for AdamW, in addition to vectors: biases, scales, tables, projections from and to robot units.
     adam_mask: str = r"(^|/)(bias|scale)$|embedding|action_in_proj|action_out_proj|state_proj"
     # AdamW's decay of the first moment.
     adam_b1: float = 0.9
@@ -49,10 +49,10 @@ class Muon(OptimizerConfig):
         return [*problems, *check_regex("adam_mask", self.adam_mask)]
 
     def update_rule(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        """Directions of both kinds, then one weight decay and one learning rate for all."""
+        """Update directions of both kinds, then one weight decay and one learning rate for all."""
         matrices: Any = self.matrices  # by path; optax's annotation asks for nested trees
         directions = muon(
-            -1.0,  # optax's Muon ends by minus the rate; ours follows the decay, so that `decay_mask` holds for all
+            -1.0,  # optax's Muon ends with minus the rate; ours comes after the decay, so `decay_mask` applies to all
             beta=self.beta,
             ns_steps=self.ns_steps,
             nesterov=self.nesterov,
@@ -65,7 +65,7 @@ class Muon(OptimizerConfig):
         return optax.chain(directions, decay, optax.scale_by_learning_rate(schedule))
 
     def matrices(self, params: Mapping[str, Any]) -> dict[str, MuonDimensionNumbers | None]:
-        """By path: which dims are a matrix's inputs and outputs, None for what AdamW gets."""
+        """By path: which dims are a matrix's inputs and outputs; None for parameters of AdamW."""
         return {path: self._matrix(path, getattr(leaf, "ndim", 0)) for path, leaf in params.items()}
 
     def _matrix(self, path: str, num_dims: int) -> MuonDimensionNumbers | None:

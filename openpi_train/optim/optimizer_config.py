@@ -1,4 +1,4 @@
-"""What every optimizer promises: an optax rule behind the clipping, checked fields. Read next: `optimizers.py`."""
+"""The interface of optimizers: an optax rule after gradient clipping, checked fields. Read next: `optimizers.py`."""
 
 import abc
 import dataclasses
@@ -11,7 +11,7 @@ import optax
 
 from openpi_train.optim.state_rules import moments_stored_as
 
-# A bfloat16 has 8 significant bits: what moves by less than this share of itself per step may never move.
+# A bfloat16 has 8 significant bits: a value that changes by less than this share per step may never change.
 _FINEST_BFLOAT16_STEP = 2.0**-8
 
 
@@ -19,13 +19,13 @@ _FINEST_BFLOAT16_STEP = 2.0**-8
 class OptimizerConfig(abc.ABC):
     """An optimizer without its learning rate."""
 
-    # Gradients of a larger global norm are scaled down to it.
+    # Gradients with a larger global norm are scaled down to this norm.
     clip_gradient_norm: float = 1.0
     # Weight decay, times the learning rate.
     weight_decay: float = 0.0
     # Regex of the parameter paths that decay; None decays all.
     decay_mask: str | None = None
-    # In which type the moments lie between steps; they are computed in float32.
+    # Storage dtype of the moments between steps; they are computed in float32.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @abc.abstractmethod
@@ -34,7 +34,7 @@ class OptimizerConfig(abc.ABC):
 
     @abc.abstractmethod
     def decay_rates(self) -> dict[str, float]:
-        """By field: how much of each moment is kept per step, from 0 to below 1."""
+        """Decay rates by field: how much of each moment is kept per step, from 0 to below 1."""
 
     def check(self) -> list[str]:
         """What is wrong with these values, each with the flag to change."""

@@ -1,7 +1,7 @@
-"""Optimizers as values, and the optax rule that each makes. Read next: `muon.py`, then `training/step.py`.
+"""Optimizer configurations and their optax rules. Read next: `muon.py`, then `training/step.py`.
 
 AdamW's defaults are openpi's (`training/optimizer.py` at 15a9616), the others' optax's. Weight decay is decoupled and
-times the learning rate everywhere but in SGD. A layer of a stack is treated as if it were a parameter of its own.
+times the learning rate except in SGD. Each layer of a stack is treated as a separate parameter.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class AdamW(OptimizerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(OptimizerConfig):
-    """Adafactor (Shazeer & Stern 2018): of a matrix's second moment it keeps a row and a column.
+    """Adafactor (Shazeer & Stern 2018): stores a row and a column of each matrix's second moment.
 
-    optax's, but that weight decay goes with the learning rate. Its natural rates are far larger than AdamW's: they are
-    relative to the size of the parameters (`multiply_by_parameter_scale`).
+    optax's, except that weight decay is scaled by the learning rate. Its usual rates are far larger than AdamW's: they
+    are relative to the size of the parameters (`multiply_by_parameter_scale`).
     """
 
     # Matrices whose smaller dim is less than this keep their whole second moment.
@@ -53,14 +53,14 @@ class Adafactor(OptimizerConfig):
     multiply_by_parameter_scale: bool = True
     # Updates of a larger root mean square are scaled down to it, parameter by parameter.
     clipping_threshold: float = 1.0
-    # Share of the last update that is kept; None keeps no first moment.
+    # Momentum: share of the last update that is kept; None keeps no first moment.
     momentum: float | None = None
 
     def decay_rates(self) -> dict[str, float]:
         return {} if self.momentum is None else {"momentum": self.momentum}
 
     def check(self) -> list[str]:
-        """Also that the second moment, which comes to change ever less, does not lie in bfloat16."""
+        """Also checks that the second moment, which changes less and less, is not stored in bfloat16."""
         problems = super().check()
         if self.moment_dtype != "float32":
             problems.append(
@@ -138,7 +138,7 @@ OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
 
 
 def named_optimizer(name: str, like: OptimizerConfig) -> OptimizerConfig:
-    """The optimizer of this name: `like` itself where that is it, else one with what `like` says for any optimizer.
+    """The optimizer of this name: `like` itself if it has that name, else a new one with `like`'s common fields.
 
     Raises ValueError with the known names.
     """

@@ -1,7 +1,7 @@
-"""The learning rate by optimizer step: a warm-up, then one of five ways on. Read next: `optimizer_config.py`.
+"""The learning rate by optimizer step: a warm-up, then one of five schedules. Read next: `optimizer_config.py`.
 
 Defaults and formulas are openpi's (`training/optimizer.py` at 15a9616), whose flag names are kept; `tests/golden` holds
-the numbers. Every schedule is one dataclass with a `kind`, since schedules differ by numbers, not by code.
+the numbers. All schedules are one dataclass with a `kind`, since they differ in numbers, not in code.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Tail = Literal["linear", "cosine", "1-sqrt"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """A warm-up from `warmup_lr` to `peak_lr`, then one of five ways on.
+    """A warm-up from `warmup_lr` to `peak_lr`, then one of five schedules.
 
     constant: stays at the peak (DeepSpeed's WarmupLR). linear, cosine: reach `decay_lr` at step `decay_steps` (which
     counts the warm-up) and stay there. rsqrt: `peak_lr / sqrt(1 + t / decay_steps)`, t counted from the end of the
@@ -27,11 +27,11 @@ class LRSchedule:
     Hägele et al. 2024).
     """
 
-    # What follows the warm-up.
+    # Schedule after the warm-up.
     kind: ScheduleKind = "cosine"
     # Steps of the warm-up.
     warmup_steps: int = 1_000
-    # The warm-up as a share of num_train_steps; in place of warmup_steps.
+    # The warm-up as a fraction of num_train_steps, instead of warmup_steps.
     warmup_ratio: float | None = None
     # linear, or DeepSpeed's log: the share log(step + 1) / log(warmup_steps) of the way.
     warmup_shape: Literal["linear", "log"] = "linear"
@@ -49,7 +49,7 @@ class LRSchedule:
     tail: Tail = "1-sqrt"
 
     def over(self, num_train_steps: int) -> "LRSchedule":
-        """The schedule of a run of this length: what depends on the length, as steps."""
+        """The schedule for a run of this length, with fractions of the length converted to steps."""
         changes: dict[str, Any] = {}
         if self.warmup_ratio is not None:
             changes |= {"warmup_steps": round(self.warmup_ratio * num_train_steps), "warmup_ratio": None}
@@ -92,9 +92,9 @@ class LRSchedule:
         return problems
 
     def create(self) -> optax.Schedule:
-        """The schedule as optax understands it: optimizer step -> learning rate.
+        """The optax schedule: optimizer step -> learning rate.
 
-        Raises ValueError where it depends on the run's length, which `over` fills in.
+        Raises ValueError if it depends on the run's length, which `over` fills in.
         """
         if self.warmup_ratio is not None or self.decay_steps is None:
             raise ValueError("this schedule depends on the run's length: create it by over(num_train_steps).create()")

@@ -1,6 +1,6 @@
-"""Two ways to run an optax rule otherwise: layer by layer, and with its moments stored in a smaller type.
+"""Two wrappers of optax rules: layer by layer, and with moments stored in a smaller dtype.
 
-Both take a rule and give a rule, over parameters as a flat dictionary by path. Read next: `optimizer_config.py`.
+Both map a rule to a rule, over parameters in a flat dictionary by path. Read next: `optimizer_config.py`.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ def is_stacked(path: str) -> bool:
 
 
 def by_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`rule`, given each layer of a stack as if it were a parameter of its own.
+    """Apply `rule` to each layer of a stack as a separate parameter.
 
-    The state is the rule's own by group: `whole` for what is not stacked, `layers_18` for stacks of 18, in which every
-    array has the layers on its first dim and counters stay single.
+    The state is the rule's own by group: `whole` for parameters that are not stacked, `layers_18` for stacks of 18,
+    in which every array has the layers on its first dim; counters are shared.
     """
 
     def init(params: Any) -> dict[str, Any]:
@@ -57,17 +57,17 @@ def _groups(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _layer_axes(rule: optax.GradientTransformation, group: Mapping[str, Any]) -> Any:
-    """The rule's state with 0 for what each layer has its own of, None for counters, which are alike in all."""
+    """The vmap axes of the rule's state: 0 for arrays per layer, None for shared counters."""
     layer = {path: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for path, leaf in group.items()}
     state = jax.eval_shape(rule.init, layer)
     return jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.integer) else 0, state)
 
 
 def moments_stored_as(dtype: Any, rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`rule`, computing in float32 but keeping its moments (whatever has a parameter's path and shape) in `dtype`.
+    """Compute `rule` in float32, but store its moments (arrays with a parameter's path and shape) in `dtype`.
 
-    Rounded to nearest, so a step that reproduces the saved state reproduces the run, and no random key is needed.
-    Stochastic rounding would be unbiased where a moment changes by less than half a unit in its last place per step;
+    Rounding is to nearest, so a restored state reproduces the run, and no random key is needed.
+    Stochastic rounding would be unbiased if a moment changes by less than half a unit in its last place per step;
     `OptimizerConfig.check` refuses the decay rates at which that happens instead.
     """
 

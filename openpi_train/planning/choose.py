@@ -1,6 +1,7 @@
-"""What a run may choose from: the strategies that its flags leave open, and what each costs one device.
+"""The strategies that a run's flags allow, and the cost of each per device.
 
-A common rule of thumb goes by the parameter count (`docs/sharding.md`). Read next: `forecast.py`, which compares the
+A common rule of thumb uses the parameter count instead (`docs/sharding.md`). Read next: `forecast.py`, which compares
+the
 times of those that fit.
 """
 
@@ -21,10 +22,10 @@ from openpi_train.sharding.strategy import Plan, Strategy
 def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> list[tuple[Strategy, int]]:
     """The strategies to choose from, each with the number of devices that share one copy of the state.
 
-    More than one only where neither `--sharding.strategy` nor `--fsdp-devices` was given.
+    More than one only if neither `--sharding.strategy` nor `--fsdp-devices` was given.
     """
     given, strategy = experiment.fsdp_devices, experiment.sharding.strategy
-    # A tensor group shares out the layers as one device would hold them: the strategies cut over such groups.
+    # A tensor group counts as one device: the strategies shard over such groups.
     num_devices //= experiment.sharding.tensor_devices
     devices_per_host //= experiment.sharding.tensor_devices
     if strategy != "auto":
@@ -35,7 +36,7 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
     if num_devices == 1:
         return [("replicated", 1)]
     within_host: list[tuple[Strategy, int]] = [("hsdp", devices_per_host)] if 1 < devices_per_host < num_devices else []
-    # Models' dims are powers of two, or few times one: 12 devices divide few of them, groups of 4 all.
+    # Models' dims are small multiples of powers of two: few are divisible by 12, all by 4.
     sizes = [num_devices, *({num_devices & -num_devices} - {1, num_devices})]
     cut: list[tuple[Strategy, int]] = [(strategy, size) for strategy in ("zero1", "zero2") for size in sizes]
     deep: list[tuple[Strategy, int]] = [("zero3", size) for size in sizes if ("hsdp", size) not in within_host]
@@ -43,7 +44,7 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
 
 
 def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_devices: int) -> Plan:
-    """The plan for devices that need not be there."""
+    """The plan for devices that need not be present."""
     sharding = experiment.sharding
     mesh = planned_mesh(fsdp_devices, num_devices, sharding.tensor_devices)
     return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)

@@ -1,4 +1,4 @@
-"""What the compiled step needs of the memory, beside the forecast in `plan.json`. Read next: `training/run.py`."""
+"""Compare the compiled step's memory with the forecast in `plan.json`. Read next: `training/run.py`."""
 
 import logging
 from pathlib import Path
@@ -9,19 +9,19 @@ from openpi_train.planning.memory import GIB
 
 logger = logging.getLogger(__name__)
 
-# The state is known exactly; so much is for scalars and the padding of small arrays.
+# The state is known exactly; this tolerance is for scalars and the padding of small arrays.
 _TOLERANCE = 0.02
 
 
 def check_plan(path: Path, compiled: Any, batch_bytes: int) -> None:
-    """Add to the plan at `path` what `compiled`, the step with `batch_bytes` on each device, needs; and say it.
+    """Add the memory of `compiled`, the step with `batch_bytes` on each device, to the plan at `path`, and log it.
 
-    Its state counts what lies in host memory, which XLA for CPUs does not tell apart. Warns where that differs from the
-    forecast, or where the step may not fit the device. For process 0 alone.
+    Its state includes host memory, which XLA for CPUs does not distinguish. Warns if the state differs from the
+    forecast, or if the step may not fit the device. For process 0 only.
     """
     memory = compiled.memory_analysis()
     if memory is None:
-        logger.info("this backend does not say how much memory the compiled step needs")
+        logger.info("this backend does not report the memory of the compiled step")
         return
     plan = read_json(path)
     forecast, available = plan["bytes_per_device"], plan["available_bytes_per_device"]

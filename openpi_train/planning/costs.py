@@ -1,4 +1,4 @@
-"""What one row costs a device, read from the traced gradient of a micro-batch. Read next: `live_bytes.py`, `flops.py`.
+"""The cost of one row on a device, from the traced gradient of a micro-batch. Read next: `live_bytes.py`, `flops.py`.
 
 `training/prepare.py` traces it, for every rematerialisation policy that a run may choose.
 """
@@ -14,7 +14,7 @@ from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
 
-# Rows of the traced micro-batch. Arrays whose sizes are multiples of this prime belong to rows, others do not.
+# Rows of the traced micro-batch. Arrays whose sizes are multiples of this prime are per row, others are not.
 ROWS = 8191
 
 
@@ -29,20 +29,20 @@ class TracedGradient:
     jaxpr: Any
 
 
-# Who says how many bytes a device needs at once for each row of a micro-batch, beside parameters and gradients: the
+# Counts the bytes that a device needs at once for each row of a micro-batch, without parameters and gradients: the
 # estimate below, or a compiler.
 ActivationBytes = Callable[[TracedGradient], float]
 
 
 def live_activation_bytes(gradient: TracedGradient) -> float:
-    """By the arrays of the traced program that are alive at once."""
+    """Bytes per row of the arrays of the traced program that are alive at once."""
     return peak_bytes(gradient.jaxpr, bytes_per_row)
 
 
 def cost(
     remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
 ) -> RematCost:
-    """What a row costs under the policy of this name."""
+    """The cost of a row under the policy of this name."""
     return RematCost(
         remat=remat,
         flops_per_row=product_flops(gradient.jaxpr) / ROWS,
@@ -53,6 +53,6 @@ def cost(
 
 
 def bytes_per_row(aval: Any) -> float:
-    """Bytes that an array of this shape and type has for each row; 0 where its size does not go by the rows."""
+    """Bytes per row of an array of this shape and type; 0 if its size does not depend on the rows."""
     size = getattr(aval, "size", 0)
     return 0.0 if size % ROWS else size // ROWS * aval.dtype.itemsize

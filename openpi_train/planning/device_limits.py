@@ -1,4 +1,4 @@
-"""What the devices that are here can hold and do: memory in bytes, peak FLOP/s. Read next: `kinds.py`, `memory.py`."""
+"""Memory in bytes and peak FLOP/s of the local devices. Read next: `kinds.py`, `memory.py`."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from openpi_train.planning.kinds import kind_of
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of one device, or None where it is not in the table (a CPU, for one)."""
+    """Peak bfloat16 FLOP/s of one device, or None if it is not in the table (such as a CPU)."""
     kind = kind_of(device_kind)
     return kind.peak_flops if kind.is_known else None
 
@@ -25,7 +25,7 @@ def memory_bytes(device: Any, processes_on_host: int = 1) -> int:
 
 
 def total_bytes(device: Any, processes_on_host: int = 1) -> int:
-    """`memory_bytes` of a device on which nothing else runs: a choice by it is the same at every start."""
+    """`memory_bytes` of an otherwise idle device: a choice that depends on it is the same at every start."""
     return _limit(device) or _host_total_bytes() // (processes_on_host * jax.local_device_count())
 
 
@@ -35,7 +35,7 @@ def host_bytes_per_device(processes_on_host: int = 1) -> int:
 
 
 def _limit(device: Any) -> int:
-    """What an accelerator reports; 0 for a CPU."""
+    """The memory limit that an accelerator reports; 0 for a CPU."""
     return int((device.memory_stats() or {}).get("bytes_limit") or 0)
 
 
@@ -53,13 +53,13 @@ def _host_total_bytes() -> int:
 
 
 def _meminfo(name: str) -> int:
-    """A line of what Linux says of its memory, bytes."""
+    """A line of /proc/meminfo, in bytes."""
     (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(kib) * 1024
 
 
 def _cgroup_limit() -> int | None:
-    """Bytes that this process's control group may use; None where nothing limits it."""
+    """Bytes that this process's control group may use; None without a limit."""
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else ""
     return int(text) if text.isdigit() else None

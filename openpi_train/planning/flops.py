@@ -1,19 +1,20 @@
-"""FLOPs of a traced program, so that nobody has to trust a formula. Read next: `training/program.py`, which asks."""
+"""Count the FLOPs of a traced program. Read next: `training/program.py`, the caller."""
 
 import math
 from typing import Any
 
 from openpi_train.planning.jaxprs import bodies, devices, turns
 
-# What jax calls the part of a backward pass that `jax.checkpoint` adds to it (jax 0.10.2: `ad_checkpoint.py`).
+# jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).
 _RECOMPUTED = "rematted_computation"
 
 
 def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
-    """Two per multiply-add of every matrix product and convolution (those with padding included), in loops as often as
-    they run, on all devices together.
+    """FLOPs over all devices: two per multiply-add of every matrix product and convolution (including padding), times
+    the
+    number of iterations in loops.
 
-    With recomputation, or without: the model's own work, forward and backward.
+    With recomputation, or without it: only the model's forward and backward pass.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -31,8 +32,8 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
 
 
 def _convolution_flops(equation: Any) -> float:
-    """Of one convolution: each output is made of as many products as its kernel has weights for it, less the zeros that
-    a dilated input has between its numbers (the gradient of a stride).
+    """FLOPs of one convolution: each output needs as many products as the kernel has weights for it, without the zeros
+    between the values of a dilated input (the gradient of a stride).
     """
     kernel, params = equation.invars[1].aval.shape, equation.params
     weights = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]

@@ -1,6 +1,6 @@
-"""What a step would need and how long it would take, per strategy and rematerialisation policy; and which to take.
+"""Forecast of memory and time of a step per strategy and rematerialisation policy, and the recommendation.
 
-Pure arithmetic over what `memory.py`, `costs.py` and `links.py` found out. Read next: `tools/plan.py`, which asks.
+Pure arithmetic on the results of `memory.py`, `costs.py` and `links.py`. Read next: `tools/plan.py`, the caller.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import GIB, Memory
 from openpi_train.sharding.strategy import Strategy
 
-# Steps whose times differ by less are equally short: room is then worth more, in units of this share of the memory,
-# also because what is kept must be written and read.
+# Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory,
+# also because stored activations must be written and read.
 _EQUAL = 0.01
-# Of what jax may take of a device the run may plan to use so much: the rest is the allocator's and the collectives'.
+# Share of the memory that jax may use which a run may plan with: the rest is for the allocator and the collectives.
 USABLE = 0.9
-# What rings reach of a link's nominal rate.
+# Share of a link's nominal rate that rings reach.
 LINK_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices to plan for. `available_bytes` is what jax may take of each.
+    """Devices to plan for. `available_bytes` is the memory that jax may use on each.
 
     `network_gb_s`: GB/s out of one host; `efficiency`: share of the peak while they compute.
     """
@@ -43,16 +43,16 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """What the run may plan to use of it; the rest is workspace."""
+        """The part of it that the run may plan with; the rest is workspace."""
         return int(USABLE * self.available_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """A strategy's cost: `memory`, without activations, with so many micro-batches; and `flows`, what is sent then.
+    """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
 
-    These also go by the bytes that a tensor group sums for one row. `uncut_share` of the parameters should be cut and
-    stays whole (`Plan.uncut_share`).
+    `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
+    sharded but stays whole (`Plan.uncut_share`).
     """
 
     strategy: Strategy
@@ -80,7 +80,7 @@ class RematCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One strategy with one policy, at the least accumulation with which it fits (or with which it needs least)."""
+    """One strategy with one policy, at the least accumulation with which it fits (or else needs least memory)."""
 
     layout: LayoutCost
     policy: RematCost
@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much to use."""
+        """Whether it fits the usable memory of the device."""
         return self.memory.total <= self.machine.usable_bytes
 
     @property
@@ -117,12 +117,12 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """Where sending and computing do not overlap at all: candidates are compared by it."""
+        """Step time without overlap of communication and computation; used to compare candidates."""
         return self.compute_s + self.sending_s + self.memory.host_link_s
 
     @property
     def overlapped_s(self) -> float:
-        """Where they overlap fully. What lies in host memory is waited for even so."""
+        """Step time with full overlap, except for transfers of host memory."""
         return max(self.compute_s, self.sending_s) + self.memory.host_link_s
 
     def as_json(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Forecast:
         }
 
     def words(self) -> str:
-        """What it is and what it needs, for a log line."""
+        """Strategy, policy and needs, for a log line."""
         remat = f", remat {self.policy.remat}" if self.policy.remat else ""
         sent = sum(max(flow.within, flow.between) for flow in self.flows)
         needs = f"{self.memory.total / GIB:.1f} GiB, {sent / 1e9:.3g} GB sent"
@@ -173,7 +173,7 @@ def forecast(
 ) -> Forecast:
     """The forecast with the least of `accumulations` (ascending, each divides the rows of a device) that fits.
 
-    Where none does, with the one that needs least: to add up micro-batches takes memory, too.
+    If none fits, that which needs least: summing micro-batches takes memory, too.
     """
     rows = batch_size * layout.tensor_devices // machine.num_devices
 
@@ -204,9 +204,9 @@ def forecast(
 
 
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
-    """The strategy with the shortest step of those that fit, with the policy that leaves most room; and why.
+    """The strategy with the shortest step of those that fit, with the policy that needs least memory; and why.
 
-    A policy may cost `_EQUAL` of the time. None where nothing fits. Among equals the first is taken.
+    A policy may cost `_EQUAL` of the time. None if nothing fits. Among equals the first is taken.
     """
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
@@ -230,5 +230,5 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
 
 
 def least_memory(forecasts: Sequence[Forecast]) -> Forecast:
-    """The one that needs least of a device."""
+    """The forecast that needs the least memory."""
     return min(forecasts, key=lambda one: one.memory.total)

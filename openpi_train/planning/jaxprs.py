@@ -1,4 +1,4 @@
-"""Traced programs (jaxprs) as what counts in them needs them. Read next: `flops.py`, `live_bytes.py`, `traffic.py`."""
+"""Helpers to traverse traced programs (jaxprs). Read next: `flops.py`, `live_bytes.py`, `traffic.py`."""
 
 import math
 from typing import Any
@@ -7,18 +7,18 @@ import jax
 
 
 def bodies(equation: Any) -> list[Any]:
-    """The jaxprs inside an operation: what it calls, or a loop's turn, or the branches of which it takes one."""
+    """The jaxprs inside an operation: a called function, a loop's body, or the branches of a conditional."""
     leaves = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr)
     return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
 
 
 def turns(equation: Any) -> int:
-    """How often what is inside runs on a device: 1 where it is no loop, or where nobody knows."""
+    """How often the body runs on a device: 1 if it is not a loop, or if the count is unknown."""
     return equation.params.get("length", 1)
 
 
 def devices(equation: Any) -> int:
-    """How many devices run what is inside, each by itself."""
+    """How many devices each run the body."""
     if equation.primitive.name != "shard_map":
         return 1
     axes = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]  # in jax 0.10.2; elsewhere

@@ -1,6 +1,6 @@
-"""Kinds of devices: memory, peak FLOP/s and links, for those that are here and for plans made where there are none.
+"""Kinds of devices: memory, peak FLOP/s and links, for local devices and for plans.
 
-Read next: `links.py` (what flows over the links), `device_limits.py` (what the devices that are here report).
+Read next: `links.py` (traffic over the links), `device_limits.py` (what the local devices report).
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ def _kind(
 _NVLINK_5, _NVLINK_4, _NVLINK_3 = ("NVLink 5", 900.0), ("NVLink 4", 450.0), ("NVLink 3", 300.0)
 _PCIE_5, _PCIE_4 = ("PCIe 5.0 x16", 63.0), ("PCIe 4.0 x16", 31.5)
 
-# Memory is the total that nvidia-smi shows, a little less than the maker's round number. Peaks and links are NVIDIA's,
-# by the document named; where it gives peaks with sparsity, half of that. The first row that matches counts. Bridges
+# Memory is the total that nvidia-smi shows, a little less than the nominal size. Peaks and links are NVIDIA's,
+# from the named document; if it gives peaks with sparsity, half of that. The first matching row counts. Bridges
 # between pairs of cards (H100 NVL, A6000, 3090) are not counted: a ring over more than two goes through PCIe.
 KINDS = (
     _kind("b200", r"B200", 179.0, 2250, _NVLINK_5, "HGX B200 data sheet"),
@@ -77,19 +77,20 @@ KINDS = (
     _kind("rtx3090", r"3090", 24.0, 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
 )
 
-# All others (a CPU, for one): taken to send and compute in an H100's proportion, so that candidates can be compared.
+# All others (such as a CPU): assumed to have an H100's ratio of compute to bandwidth, so that candidates can be
+# compared.
 UNKNOWN = _kind("unknown", "", 0.0, 989, _NVLINK_4, "none")
 
 
 def kind_of(device_kind: str) -> DeviceKind:
-    """The kind that jax calls so, or `UNKNOWN`."""
+    """The kind with this `device_kind` in jax, or `UNKNOWN`."""
     return next((kind for kind in KINDS if re.search(kind.reported, device_kind, re.IGNORECASE)), UNKNOWN)
 
 
 def find_kind(text: str) -> DeviceKind:
-    """The kind that `text` names, whatever its case, spaces and dashes; what the driver reports will do as well.
+    """The kind that `text` names, ignoring case, spaces and dashes; names that the driver reports also work.
 
-    Raises UsageError, with the closest name and all that there are, for any other.
+    Raises UsageError for any other, with the closest name and the known ones.
     """
     by_plain = {_plain(kind.name): kind for kind in KINDS}
     kind = by_plain.get(_plain(text), kind_of(text))

@@ -1,4 +1,4 @@
-"""Over which links a step's bytes flow: within a host, or between hosts. Read next: `forecast.py`.
+"""Assign a step's traffic to links: within a host, or between hosts. Read next: `forecast.py`.
 
 Collectives are rings over the devices in the mesh's order (`sharding/mesh.py`: hosts one after the other, `tensor` the
 innermost axis, `fsdp` the next). Every member of a ring sends the same bytes to the next one, which is on its own host
@@ -23,12 +23,13 @@ class Flow:
     between: float
 
     def seconds(self, link_gb_s: float, network_gb_s: float) -> float:
-        """How long it takes: a ring goes on as fast as its slowest link."""
+        """Time of the collective: a ring is as fast as its slowest link."""
         return max(self.within / link_gb_s, self.between / network_gb_s) / 1e9
 
 
 def flows(sent_by_axes: Mapping[tuple[str, ...], float], mesh: Any, devices_per_host: int) -> list[Flow]:
-    """What each link carries of what one device sends along each of the mesh's axes (`traffic.py: formula_by_axes`)."""
+    """The traffic per link, given what one device sends along each of the mesh's axes (`traffic.py:
+    formula_by_axes`)."""
     found = []
     for axes, sent in sent_by_axes.items():
         edges = [edge for ring in _rings(axes, mesh) for edge in _edges(ring, devices_per_host)]
@@ -39,7 +40,7 @@ def flows(sent_by_axes: Mapping[tuple[str, ...], float], mesh: Any, devices_per_
 
 
 def _rings(axes: tuple[str, ...], mesh: Any) -> list[list[int]]:
-    """Numbers of the devices that meet in each ring along `axes`."""
+    """Indices of the devices in each ring along `axes`."""
     grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in AXES])
     members = math.prod(mesh.shape[axis] for axis in axes)
     last = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
@@ -47,7 +48,7 @@ def _rings(axes: tuple[str, ...], mesh: Any) -> list[list[int]]:
 
 
 def _edges(ring: Sequence[int], devices_per_host: int) -> list[tuple[int, int]]:
-    """The hosts of each member and of the next one."""
+    """The hosts of each member and its successor."""
     if len(ring) < 2:
         return []
     hosts = [device // devices_per_host for device in ring]

@@ -1,8 +1,8 @@
-"""The most memory that the arrays of a traced program take at once. Read next: `costs.py`, which asks.
+"""The peak memory of the arrays of a traced program. Read next: `costs.py`, the caller.
 
-What a compiler does with the program is imitated, not asked: an array is stored where an operation is no arithmetic by
-element, reads it as it lies (a product, a convolution, a loop), or where to keep it takes less than to keep what it is
-made of. All others are made where they are read, as part of the reader.
+This models a compiler's fusion without running one. An array is stored if its operation is not elementwise, if a
+product, convolution or loop reads it, or if storing it takes less memory than storing its inputs. All others are
+computed where they are read, fused into the reader.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from openpi_train.planning.jaxprs import bodies
 # Bytes of an array of this shape and type that count.
 SizeOf = Callable[[Any], float]
 
-# What lies in memory like its input.
+# Operations whose output has the memory layout of their input.
 _VIEWS = frozenset(
     "bitcast_convert_type copy expand_dims mesh_cast name optimization_barrier pvary pcast reshape sharding_constraint "
     "squeeze stop_gradient transpose".split()
 )
-# What can be a part of its reader beside arithmetic by element.
+# Operations that can be fused into their reader, besides elementwise arithmetic.
 _MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather iota pad rev slice split".split())
-# What looks like arithmetic by element and reads other elements.
+# Operations that look elementwise but read other elements.
 _BY_ITSELF = frozenset(
     "all_to_all cumlogsumexp cummax cummin cumprod cumsum fft ppermute psum psum_invariant random_bits sort".split()
 )
-# What gives the memory of its first input to its output.
+# Operations that reuse the memory of their first input for the output.
 _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-add".split())
 
 
 def peak_bytes(jaxpr: Any, size_of: SizeOf) -> float:
-    """The most bytes that what a jaxpr makes takes at once, by `size_of`; its inputs left out."""
+    """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs."""
     program = _Program(size_of)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
     program.add(jaxpr, known)
@@ -44,9 +44,9 @@ def peak_bytes(jaxpr: Any, size_of: SizeOf) -> float:
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An array: its bytes; at which operation it is made, and at which it is last read (-1: never).
+    """An array: its bytes, the operation that makes it, and the one that reads it last (-1: none).
 
-    `sources`, from which a reader may make it, are None where it is stored in any case.
+    `sources` are the arrays from which a reader may recompute it; None if it is always stored.
     """
 
     size: float
@@ -58,19 +58,19 @@ class _Array:
 
 @dataclasses.dataclass
 class _Program:
-    """The operations of a jaxpr in their order, those of the functions that it calls in place of the calls."""
+    """The operations of a jaxpr in order, with calls inlined."""
 
     size_of: SizeOf
     arrays: list[_Array] = dataclasses.field(default_factory=list)
-    # Of every operation whether it ends what can be made by its readers, and the bytes that it takes inside.
+    # For every operation: whether it ends a fusion, and the bytes that it takes inside.
     ends: list[bool] = dataclasses.field(default_factory=list)
     inside: list[float] = dataclasses.field(default_factory=list)
-    # Inputs whose memory an operation gives to its outputs, where nothing reads them afterwards.
+    # Inputs whose memory an operation reuses for its outputs, if nothing reads them afterwards.
     given: list[tuple[_Array, int]] = dataclasses.field(default_factory=list)
 
     @property
     def now(self) -> int:
-        """The number of the next operation."""
+        """The index of the next operation."""
         return len(self.ends)
 
     def add(self, jaxpr: Any, known: dict[Any, _Array]) -> None:
@@ -105,12 +105,12 @@ class _Program:
                 self._end(True, _inside(equation, self.size_of))
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
-        """Something reads this array after all operations so far; `stored`: as it lies in memory."""
+        """Record that this array is read after all operations so far; `stored`: it must be in memory."""
         self._read(self._array(known, var), stored)
 
     def peak(self) -> float:
-        """The most bytes at any operation."""
-        ended = np.cumsum([0, *self.ends, 0])  # how many ends there are before each operation
+        """The maximum bytes over all operations."""
+        ended = np.cumsum([0, *self.ends, 0])  # number of ends before each operation
         alive = np.zeros(self.now + 2)
         given = {(id(array), when) for array, when in self.given}
         for array in reversed(self.arrays):
@@ -132,7 +132,7 @@ class _Program:
         return float((np.cumsum(alive)[: self.now + 1] + np.array([*self.inside, 0.0])).max())
 
     def _is_stored(self, array: _Array, ended: Any) -> bool:
-        """Whether it is written to memory. What reads it later is known already."""
+        """Whether it is written to memory. All its readers are known by now."""
         if array.sources is None or array.first_stored_read is not None:
             return True
         if ended[array.last_read] == ended[array.made]:
@@ -158,10 +158,10 @@ class _Program:
 
 
 def _is_fused(equation: Any) -> bool:
-    """Whether it can be a part of what reads its output: arithmetic by element, and some moves.
+    """Whether an operation can be fused into the reader of its output: elementwise arithmetic, and some moves.
 
-    Arithmetic between an array and its sums or means (norms) is left out: XLA fuses it on GPUs and not on CPUs, and to
-    take it as stored is the safe side.
+    Arithmetic between an array and its sums or means (norms) is excluded: XLA fuses it on GPUs but not on CPUs, and
+    assuming that it is stored is conservative.
     """
     name = equation.primitive.name
     if name in _MOVES:
@@ -172,7 +172,7 @@ def _is_fused(equation: Any) -> bool:
 
 
 def _called(equation: Any) -> Any:
-    """The jaxpr that an operation does nothing but call; None where it is not such a one."""
+    """The jaxpr of a plain call; None for other operations."""
     found = bodies(equation)
     if len(found) != 1 or equation.primitive.name in ("scan", "while", "cond"):
         return None
@@ -180,7 +180,7 @@ def _called(equation: Any) -> Any:
 
 
 def _inside(equation: Any, size_of: SizeOf) -> float:
-    """Bytes that an operation takes beside its inputs and outputs: those of one turn of a loop, or of one branch."""
+    """Bytes that an operation takes in addition to its inputs and outputs: one iteration of a loop, or one branch."""
     if equation.primitive.name == "scan":
         consts, carried = equation.params["num_consts"], equation.params["num_carry"]
         return _loop_bytes(bodies(equation)[0], consts, carried, size_of)
@@ -191,7 +191,8 @@ def _inside(equation: Any, size_of: SizeOf) -> float:
 
 
 def _loop_bytes(body: Any, num_consts: int, num_carried: int, size_of: SizeOf) -> float:
-    """Of one turn, beside what the loop is given and gives: what it makes, and its parts of the stacked inputs."""
+    """Bytes of one iteration in addition to the loop's inputs and outputs: what it makes, and its slices of the
+    inputs."""
     program = _Program(size_of)
     consts, carried = body.invars[:num_consts], body.invars[num_consts : num_consts + num_carried]
     known = dict.fromkeys((*body.constvars, *consts), _Array(0.0, 0, ()))
@@ -199,7 +200,7 @@ def _loop_bytes(body: Any, num_consts: int, num_carried: int, size_of: SizeOf) -
     known |= {var: _Array(size_of(var.aval), 0, ()) for var in body.invars[num_consts + num_carried :]}
     program.arrays += [known[var] for var in body.invars[num_consts:]]
     program.add(body, known)
-    for var in body.outvars[num_carried:]:  # written to its place in the stack as soon as it is there
+    for var in body.outvars[num_carried:]:  # written to its place in the stack immediately
         array = known.get(var) if not isinstance(var, Literal) else None
         if array is not None:
             array.last_read = max(array.last_read, array.made)

@@ -1,4 +1,5 @@
-"""What a run needs on one device, known before anything is allocated. Read next: `choose.py`, `training/prepare.py`.
+"""Memory that a run needs on one device, computed before anything is allocated. Read next: `choose.py`,
+`training/prepare.py`.
 
 State is exact: abstract shapes under the plan's shardings. Activations are an estimate (`costs.py`).
 """
@@ -17,7 +18,7 @@ from openpi_train.sharding.mesh import FSDP
 from openpi_train.sharding.strategy import HOST_MEMORY
 
 GIB = 2**30
-# What a device reads of host memory while it writes as much there, GB/s: PCIe 4.0 with 16 lanes, 31.5 nominal.
+# Rate at which a device reads host memory while writing at the same rate, GB/s: PCIe 4.0 x16, 31.5 nominal.
 HOST_LINK_GB_S = 25
 
 
@@ -27,9 +28,9 @@ class DoesNotFit(UsageError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, by purpose; and what it keeps in its host's memory between steps.
+    """Bytes on one device, by purpose; and in its host's memory between steps.
 
-    `micro_grads` are the present micro-batch's, `grads` the sum of several.
+    `micro_grads` are those of the current micro-batch, `grads` the sum of several.
     """
 
     params: int
@@ -41,27 +42,27 @@ class Memory:
     activations: int
     micro_grads: int = 0
     host: int = 0
-    # Of `host` on the device at once: the gradients are complete then, and activations and compute copy gone.
+    # Part of `host` on the device at once, when the gradients are complete and activations and compute copy are freed.
     fetched: int = 0
 
     @property
     def state(self) -> int:
-        """What lives on the device from step to step."""
+        """Bytes that stay on the device between steps."""
         return self.params + self.frozen + self.optimizer + self.ema
 
     @property
     def total(self) -> int:
-        """The most that a step holds at once."""
+        """Peak bytes of a step."""
         return self.state + self.grads + max(self.working, self.fetched)
 
     @property
     def working(self) -> int:
-        """What is there beside state and sum of gradients until these are complete."""
+        """Bytes in addition to state and sum of gradients, until the gradients are complete."""
         return self.compute_copy + self.activations + self.micro_grads
 
     @property
     def host_link_s(self) -> float:
-        """Seconds for which the device reads and writes host memory in a step; overlapped only with the update."""
+        """Seconds per step for reading and writing host memory, which overlap only with the update."""
         return self.host / (HOST_LINK_GB_S * 1e9)
 
     def as_json(self) -> dict[str, int]:
@@ -95,9 +96,9 @@ def predict(
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
-    Gradients are summed in float32. Where the plan cuts them they are so layer by layer, as they arise; else those of a
-    micro-batch are whole for a while, in `dtype`, the layers' type. So is the copy that is computed with, of all
-    parameters that are cut or of another type.
+    Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises; otherwise those of a
+    micro-batch are temporarily whole, in the compute dtype `dtype`. So is the copy used for computation, of all
+    parameters that are sharded or have another dtype.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -105,7 +106,7 @@ def predict(
     leaves = {**shapes.frozen, **shapes.params}
 
     def narrow(paths: Iterable[str]) -> int:
-        """Bytes of these parameters in `dtype`, as the copy is cut."""
+        """Bytes of these parameters in `dtype`, sharded like the copy."""
         narrowed = {path: jax.ShapeDtypeStruct(leaves[path].shape, dtype) for path in paths}
         return bytes_per_device(narrowed, plan.tree("copy", {path: leaves[path] for path in narrowed}))
 
@@ -142,7 +143,7 @@ def _on_host(layout: Any) -> dict[str, int]:
 
 
 def require_host(memory: Memory, available: int, offload: str) -> None:
-    """Raise DoesNotFit where a device keeps more than `available` bytes in host memory, with what would help."""
+    """Raise DoesNotFit, with advice, if a device keeps more than `available` bytes in host memory."""
     if memory.host <= available:
         return
     raise DoesNotFit(
@@ -156,7 +157,7 @@ def require_host(memory: Memory, available: int, offload: str) -> None:
 
 
 def require(memory: Memory, available: int, num_devices: int, experiment: Any) -> None:
-    """Raise DoesNotFit where the run needs more than `available` bytes on a device, with what would help."""
+    """Raise DoesNotFit, with advice, if the run needs more than `available` bytes on a device."""
     if memory.total <= available:
         return
     advice = []

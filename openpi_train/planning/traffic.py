@@ -1,4 +1,4 @@
-"""What the devices send each other in one step: read from the compiled program, and as the strategy's formula says.
+"""Traffic between devices in one step: read from the compiled program, and by the strategy's formula.
 
 Bytes sent by one device with ring algorithms (Thakur et al. 2005): an all-gather or reduce-scatter of a whole array of
 W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next: `training/devices.py`, which sends.
@@ -28,7 +28,7 @@ _ITEM_BYTES = {
     "u64": 8,
     "f64": 8,
 }
-# What jax calls two of them in a traced program.
+# jax's names of two collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
@@ -39,7 +39,7 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective operation of a compiled program: what comes out of it on one device, and how often it runs."""
+    """A collective operation of a compiled program: its output on one device, and how often it runs."""
 
     kind: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
@@ -48,7 +48,7 @@ class Collective:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the first array."""
+        """The shape of the first array."""
         return self.arrays[0][1]
 
     @property
@@ -65,7 +65,7 @@ class Collective:
 
 
 def collectives(hlo: str, num_devices: int) -> list[Collective]:
-    """All collectives of an optimized HLO module's text, with the trip counts of the loops that they lie in.
+    """All collectives of an optimized HLO module's text, with the trip counts of the enclosing loops.
 
     Raises ValueError for a loop around a collective whose trip count the compiler does not know.
     """
@@ -74,10 +74,10 @@ def collectives(hlo: str, num_devices: int) -> list[Collective]:
 
 
 def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1) -> float:
-    """What a step with these trainable parameters (or their shapes) must send under the plan's strategy.
+    """Bytes that a step with these trainable parameters (or their shapes) must send under the plan's strategy.
 
     Gradients are float32, gathered parameters `itemsize` bytes wide (ZeRO: Rajbhandari et al. 2020, section 7).
-    Devices of a tensor group have different parameters to send; what they tell each other is in `tensor_bytes`.
+    Devices of a tensor group send different parameters; the traffic inside the group is `tensor_bytes`.
     """
     return sum(formula_by_axes(plan, params, itemsize, num_micros).values())
 
@@ -85,7 +85,7 @@ def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micr
 def formula_by_axes(
     plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1
 ) -> dict[tuple[str, ...], float]:
-    """`formula_bytes` by the mesh axes along which the devices lie that send them to each other."""
+    """`formula_bytes` by the mesh axes along which the bytes are sent."""
     shards, replicas = plan.mesh.shape[FSDP], plan.mesh.shape[REPLICA]
     specs = {path: plan.spec("state", leaf, path) for path, leaf in params.items()}
     sizes = {
@@ -103,12 +103,12 @@ def formula_by_axes(
 
 
 def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
-    """What a device sends to its tensor group in a step: all-reduces of activations, for its `rows` of the batch."""
+    """Bytes that a device sends to its tensor group in a step: all-reduces of activations, for its `rows`."""
     return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows
 
 
 def summed_bytes(jaxpr: Any, axis: str, size_of: SizeOf) -> float:
-    """Bytes, by `size_of`, of what a traced program sums over the mesh axis `axis`, in loops as often as they run."""
+    """Bytes, by `size_of`, that a traced program sums over the mesh axis `axis`, times the iterations of loops."""
     total = 0.0
     for equation in jaxpr.eqns:
         if _KIND_OF.get(equation.primitive.name) == "all-reduce" and axis in equation.params["axes"]:
@@ -118,7 +118,7 @@ def summed_bytes(jaxpr: Any, axis: str, size_of: SizeOf) -> float:
 
 
 def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
-    """The collectives as the traced program asks for them: XLA for CPUs sends bfloat16 as float32."""
+    """The collectives in the dtypes of the traced program: XLA for CPUs sends bfloat16 as float32."""
     asked = {(_KIND_OF.get(name), shape) for name, dtype, shape in _asked(jaxpr) if dtype == "bfloat16"}
 
     def narrow(one: Collective) -> Collective:
@@ -131,7 +131,7 @@ def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
 
 
 def _asked(jaxpr: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of every operation's first result, in a jaxpr and all that lie in it."""
+    """Name, type and shape of every operation's first result, in a jaxpr and all nested ones."""
     for equation in jaxpr.eqns:
         if equation.outvars:
             aval = equation.outvars[0].aval
@@ -178,7 +178,7 @@ def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int, num_
 
 
 def _results(operation: str, shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What comes out. What starts an asynchronous operation also names what goes in, before; but an all-reduce."""
+    """The output arrays. Asynchronous start operations, except all-reduce, list their inputs first."""
     arrays = _arrays(shapes)
     if not operation.endswith("-start") or operation == "all-reduce-start":
         return arrays
@@ -192,7 +192,7 @@ def _arrays(shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _group_size(line: str, num_devices: int) -> int:
-    """How many devices take part together, in any of the three notations of `replica_groups`."""
+    """Size of the groups of devices, in any of the three notations of `replica_groups`."""
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])

@@ -1,8 +1,8 @@
 """Agreement between processes: barrier, broadcast, gather of small JSON values. Read next: `session.py`.
 
 Everything goes through jax's coordination service, so it works without devices, files or a compiled program. Each call
-is named; all processes must make the same calls in the same order, from the main thread. A call that finds another
-process at a different name says so at once, and one that finds nobody says after its time-out who is missing.
+is named; all processes must make the same calls in the same order, from the main thread. If processes are at
+different names, the call fails at once; if a process does not come, it names the missing ones after the time-out.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jax._src import distributed  # the service's client has no public name yet 
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
-# As long as process 0 may take to read a checkpoint of a large model back for its checksums, on a slow file system.
+# Enough for process 0 to read a checkpoint of a large model back for its checksums, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
 _SLICE_MS = 2000  # Python handles signals only between calls into the service
 
@@ -26,7 +26,7 @@ _hosts: list[str] = []
 
 
 def name_hosts(hosts: list[str]) -> None:
-    """Note which host each process is on, by process index, to say in messages."""
+    """Set the host of each process, by process index, for messages."""
     _hosts[:] = hosts
 
 
@@ -37,7 +37,7 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
 @contextlib.contextmanager
 def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
-    """Around what process 0 makes and the others find: they enter when it has left. Every process must call it."""
+    """Run a block on process 0 first, then on the others, which can use what it made. Every process must call it."""
     is_first = _place()[0] == 0
     if not is_first:
         barrier(f"process 0 {what}", timeout_s)
@@ -47,12 +47,12 @@ def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator
 
 
 def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-    """Process 0's `value` on every process; what the others pass is not looked at. Raises like `gather`."""
+    """Return process 0's `value` on every process; values of the others are ignored. Raises like `gather`."""
     return gather(name, value if _place()[0] == 0 else None, timeout_s)[0]
 
 
 def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-    """The values that all processes passed, by process index, on every process.
+    """Return the values of all processes, by process index, on every process.
 
     Values are JSON: tuples come back as lists, keys of dictionaries as strings.
 
@@ -69,7 +69,7 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     _calls_made += 1
     client.key_value_set(_key(call, process_index), json.dumps({"name": name, "value": value}))
     if call >= 2:
-        # Whoever is in this call has left the last one, so everyone entered it, so nobody reads the one before.
+        # A process in this call has left the last one, so all have entered that one, and none reads the one before.
         client.key_value_delete(_key(call - 2, process_index))
     wait = Wait(timeout_s)
     return [_value_of(client, name, call, index, process_count, wait) for index in range(process_count)]

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, so that the second start of a run compiles nothing. Read next: `session.py`."""
+"""The cache of compiled programs, so that the second start of a run compiles nothing. Read next: `session.py`."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def use(kind: str) -> None:
-    """Keep what this process compiles for devices of this kind ("cpu", "gpu") and use what is kept."""
+    """Enable the cache of compiled programs for devices of this kind ("cpu", "gpu")."""
     folder = compilation_cache_dir(os.environ)
     jax.config.update("jax_compilation_cache_dir", folder)
     if jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,6 @@
-"""Process 0's side of the rendezvous: who has come, and may the run start? Read next: `rendezvous.py`, the other side.
+"""Process 0's side of the rendezvous: accepts processes and decides whether the run starts. Read next: `rendezvous.py`.
 
-The door stays open for the life of the run, so that a stray second process 2 is turned away with a reason. jax itself
+The door stays open for the life of the run, so that an extra process 2, say, is refused with a reason. jax itself
 would end the process 2 that is already training.
 """
 
@@ -24,22 +24,22 @@ from openpi_train.runtime.world import listen_host
 
 logger = logging.getLogger(__name__)
 
-# From the connection to the end of the hello; and where others wait for a place, which a process of ours needs for
-# milliseconds.
+# Limit from the connection to the end of the hello; and the same while others wait for a slot (our processes need
+# milliseconds).
 _HELLO_TIMEOUT_S, _HURRIED_TIMEOUT_S = 10.0, 1.0
 _HELLO_LIMIT_BYTES = 1 << 18
 _HOST_LIMIT = 255
-# Guests that are heard at once: each has a thread, and up to some megabytes of what it says.
+# Connections read at the same time: each has a thread, and a buffer of up to some megabytes.
 _MOST_HEARD = 32
 _MOST_DIFFERENCES = 8
 _WARNINGS = 100
-# Until the next try where no connection can be taken in: a process may lack files or threads for a while.
+# Delay before the next try if no connection can be accepted: a process may temporarily lack files or threads.
 _RETRY_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a process says of itself. All processes must say the same `facts` (versions, code, configuration)."""
+    """A process's introduction. All processes must have the same `facts` (versions, code, configuration)."""
 
     process_index: int
     process_count: int
@@ -54,7 +54,7 @@ class Hello:
 
 @dataclasses.dataclass(kw_only=True)
 class Guest:
-    """A process that has come to process 0. `gone` once the other end has closed."""
+    """A process that has connected to process 0. `gone` is set once the other end has closed."""
 
     hello: Hello
     peer: Peer
@@ -64,10 +64,10 @@ class Guest:
 
 
 class Door:
-    """Process 0's side: listens, hears every guest in a thread of its own, and tells all of them one verdict."""
+    """Process 0's side: listens, reads every guest in a separate thread, and sends all of them the same verdict."""
 
     def __init__(self, own: Hello, host: str, port: int, host_of: Callable[[int], str | None] = lambda index: None):
-        """`host_of` is the name of the host of a process that has not come, where it is known."""
+        """`host_of` returns the host name of a process that has not come, if it is known."""
         self.own, self.host_of = own, host_of
         self.arrivals: queue.Queue[Guest] = queue.Queue()
         self.waiting, self.started = True, False
@@ -80,7 +80,7 @@ class Door:
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def gather(self, timeout_s: float, cpu_collectives: bool) -> list[Peer]:
-        """Wait for all guests, give the verdict, and return all. Raises like `meet`."""
+        """Wait for all guests, send the verdict, and return them. Raises like `meet`."""
         guests: dict[int, Guest] = {}
         error, kind = None, UsageError
         wait = Wait(timeout_s)
@@ -113,7 +113,7 @@ class Door:
             send_line(connection, {"host": self.own.host, "error": error, "lost": lost})
 
     def _receive(self, guest: Guest, guests: dict[int, Guest]) -> str | None:
-        """Take in one arrival or departure; what makes the whole run impossible comes back as text."""
+        """Handle one arrival or departure; returns the error that makes the whole run impossible, if any."""
         hello = guest.hello
         present = guests.get(hello.process_index)
         if guest.gone:
@@ -163,7 +163,7 @@ class Door:
                 connection.close()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Hear whoever has come, hand on who belongs to the run, and notice when it leaves. Garbage ends here."""
+        """Read a new connection, pass on members of the run, and notice when they leave. Garbage ends here."""
         guest = None
         with connection:
             try:
@@ -184,7 +184,7 @@ class Door:
                 logger.warning("%s left before all had come; still waiting for it", guest.hello.who())
 
     def _admitted(self, connection: socket.socket) -> Guest | None:
-        """Whoever has come, as one of the run; None where it was turned away. Raises ValueError for a stranger."""
+        """The new guest if it belongs to the run; None if it was refused. Raises ValueError for an unknown program."""
         same_machine = connection.getpeername()[0] == connection.getsockname()[0]
         hello = _parse_hello(_read_hello(connection, self.crowded))
         connection.settimeout(_HELLO_TIMEOUT_S)  # of an answer
@@ -204,7 +204,7 @@ class Door:
         return None
 
     def _warn(self, text: str, what: object) -> None:
-        """Log who did not come in; of many, one in a hundred: nobody is to fill the disk."""
+        """Log a refused connection; of many, only one in a hundred, so that nobody can fill the disk."""
         number = next(self.turned_away)
         if number <= _WARNINGS or number % _WARNINGS == 0:
             logger.warning(f"{text} (number %d)", what, number)
@@ -266,9 +266,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _read_hello(connection: socket.socket, crowded: threading.Event) -> bytes:
-    """What somebody says, who may be anybody. Raises ValueError if it is no line, too long or takes too long.
+    """Read a hello from an unknown program. Raises ValueError if it is not a line, too long or takes too long.
 
-    The whole of it has `_HELLO_TIMEOUT_S`, `_HURRIED_TIMEOUT_S` while it is `crowded`.
+    The limit is `_HELLO_TIMEOUT_S`, or `_HURRIED_TIMEOUT_S` while it is `crowded`.
     """
     start = time.monotonic()
 
@@ -292,7 +292,7 @@ def _parse_hello(line: bytes) -> Hello:
 
 
 def _is_well_formed(hello: Hello) -> bool:
-    """Whether everything in it has its type: it is compared, put into messages for people, and sent on."""
+    """Whether all fields have the right type: they are compared, shown in messages, and sent on."""
     return (
         type(hello.process_index) is int
         and type(hello.process_count) is int

@@ -1,6 +1,6 @@
-"""Why a run ended: the exit codes, an error class for each, and the guard around `main`. Read next: `world.py`.
+"""Exit codes, an error class for each, and the guard around `main`. Read next: `world.py`.
 
-Launchers, the Slurm script and CI act on these numbers, so they never change meaning.
+Launchers, the Slurm script and CI act on these numbers, so their meaning never changes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from openpi_train.runtime import logs
 logger = logging.getLogger(__name__)
 
 DONE = 0
-BUG = 1  # an exception that nobody planned for: the traceback is the message
+BUG = 1  # an unexpected exception: the traceback is the message
 USAGE = 2
 DATA = 3
 CHECKPOINT = 4
@@ -35,25 +35,25 @@ class RunError(Exception):
 
 
 class UsageError(RunError):
-    """The command line, the configuration or the environment asks for something that cannot be."""
+    """The command line, the configuration or the environment is invalid."""
 
     exit_code = USAGE
 
 
 class IndivisibleError(UsageError):
-    """The batch does not divide over the devices. Over fewer it may, which a launcher with --min-nodes tries."""
+    """The batch size is not divisible by the devices. A launcher with --min-nodes tries fewer."""
 
     exit_code = INDIVISIBLE
 
 
 class DataError(RunError):
-    """A dataset, a record or a statistics file is absent, torn or not what the configuration says."""
+    """A dataset, a record or a statistics file is missing, damaged or differs from the configuration."""
 
     exit_code = DATA
 
 
 class CheckpointError(RunError):
-    """No usable checkpoint where one was asked for, or no room to write one."""
+    """There is no usable checkpoint, or no disk space to write one."""
 
     exit_code = CHECKPOINT
 
@@ -65,7 +65,7 @@ class NumbersError(RunError):
 
 
 class PeerLostError(RunError):
-    """Another process, or the network to it, is gone or does not answer in time."""
+    """Another process, or the network to it, is lost or does not answer in time."""
 
     exit_code = PEER_LOST
 
@@ -78,7 +78,7 @@ class Preempted(RunError):
 
 @contextlib.contextmanager
 def reported_as(kind: type[RunError]) -> Iterator[None]:
-    """Errors of reading what the user named end the run with the exit code of `kind`, their message alone shown."""
+    """Report errors of reading the user's files as `kind`, without a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -118,7 +118,7 @@ _say_farewell: Callable[[int, str], None] | None = None
 
 
 def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
-    """Have `farewell(exit code, reason)` called between this process's last words and its end, if it ends badly.
+    """Register `farewell(exit code, reason)`, called after this process's last messages if it ends with an error.
 
     For the watchdog, which tells the other processes.
     """
@@ -138,7 +138,7 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
     reason = ""
     try:
         code = main() or DONE
-    except SystemExit as ending:  # argparse and tyro end this way, and have said why
+    except SystemExit as ending:  # argparse and tyro end this way, after a message
         code = ending.code or DONE
     except BaseException as error:
         code = exit_code_of(error)
@@ -155,7 +155,7 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _report(error: BaseException, code: int) -> None:
-    """Say on the terminal what the user needs; the stack of an error that was planned for is in the log file alone."""
+    """Show the error on the terminal; the stack of an expected error is only in the log file."""
     if isinstance(error, Preempted):
         logger.info("%s", error)
     elif code == INTERRUPTED:
@@ -173,12 +173,12 @@ def _report(error: BaseException, code: int) -> None:
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error's message: those of jax's service go on for pages."""
+    """The first line of an error's message: those of jax's service are very long."""
     return str(error).strip().partition("\n")[0][:300]
 
 
 def end(code: int) -> NoReturn:
-    """End the process at once, from any thread, with all that was written flushed."""
+    """End the process at once, from any thread, after flushing all output."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all

@@ -1,4 +1,4 @@
-"""How processes talk beside jax: JSON values over a connection, one a line. Read next: `rendezvous.py`, `peer.py`."""
+"""Messages between processes: JSON values over a connection, one per line. Read next: `rendezvous.py`, `peer.py`."""
 
 import json
 import socket
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def send_line(connection: socket.socket, message: Any) -> None:
-    """Send one message. Raises OSError where nobody takes it."""
+    """Send one message. Raises OSError if nobody receives it."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read_line(
     connection: socket.socket, limit_bytes: int, received: bytes = b"", meanwhile: Callable[[int], None] | None = None
 ) -> tuple[bytes, bytes]:
-    """One line, and what came behind it; `received` has already been read.
+    """Read one line; returns it and the bytes after it. `received` has already been read.
 
     Before every read, which ends with the connection's time-out, `meanwhile` gets the number of bytes so far; it may
-    raise. Raises ValueError where there are too many, EOFError where the other end closes, OSError where it breaks.
+    raise. Raises ValueError if there are too many, EOFError if the other end closes, OSError if the connection breaks.
     """
     while b"\n" not in received:
         if meanwhile:

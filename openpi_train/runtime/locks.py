@@ -1,6 +1,6 @@
-"""A file that one process at a time holds. Read next: `waiting.py`.
+"""File locks between processes. Read next: `waiting.py`.
 
-The lock is the kernel's (`flock`): it goes when its holder ends, however that is, so that none is ever stale.
+The kernel owns the lock (`flock`) and releases it when its holder ends in any way, so it is never stale.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ _POLL_S = 0.2
 
 
 def take(path: Path, purpose: str, *, limit_s: float = math.inf) -> int:
-    """Lock the file, making it and its folder where they are missing; returns it open, and closing it frees the lock.
+    """Lock the file, creating it and its folder if needed; returns its descriptor, and closing it releases the lock.
 
-    While another process has it this waits, with a log line that names the holder and the `purpose`. Raises
-    TimeoutError naming the holder after `limit_s`, OSError where the file cannot be made or the disk has no locks.
+    While another process holds it this waits, with a log line that names the holder and the `purpose`. Raises
+    TimeoutError naming the holder after `limit_s`, OSError if the file cannot be created or the disk has no locks.
     """
     wait = Wait(limit_s)
     wait.reported = -math.inf  # the first line at once
@@ -39,7 +39,7 @@ def take(path: Path, purpose: str, *, limit_s: float = math.inf) -> int:
 
 @contextlib.contextmanager
 def held(path: Path, purpose: str) -> Iterator[None]:
-    """Hold the file's lock in the block, however long it takes to get. Raises OSError as `take`."""
+    """Hold the file's lock in the block, waiting without limit. Raises OSError as `take`."""
     file = take(path, purpose)
     try:
         yield
@@ -48,7 +48,7 @@ def held(path: Path, purpose: str) -> Iterator[None]:
 
 
 def _try(path: Path) -> int | None:
-    """Take the lock and say in the file who has it; None while another process does."""
+    """Take the lock and write the holder to the file; None if another process holds it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Where log lines go: a file per process, and one terminal. Read next: `exits.py`, which writes the last line.
+"""Logging to one file per process and to the terminal. Read next: `exits.py`, which writes the last line.
 
 Every process writes everything to `<run_dir>/logs/process_<k>.log`, each line with its step and phase. On the terminal
-process 0 shows what the project says at INFO and what libraries say at WARNING; the other processes show only errors.
+process 0 shows the project's INFO messages and libraries' warnings; the other processes show only errors.
 """
 
 import faulthandler
@@ -21,10 +21,10 @@ _MARK = "openpi_train_handler"
 def configure(process_index: int, run_dir: Path | None = None) -> None:
     """Send this process's log lines to the terminal and, once `run_dir` is known, also to its log file.
 
-    Call it twice: at start without a folder, and again when the run directory is agreed on. Every process calls it.
+    Call it twice: at start without a folder, and again when the run directory is known. Every process calls it.
     """
     root = logging.getLogger()
-    # Also the plain one that absl installs when a library logs before us: every line would appear twice.
+    # Also removes absl's handler, installed when a library logs before us: every line would appear twice.
     ours_or_plain = [one for one in root.handlers if getattr(one, _MARK, False) or type(one) is logging.StreamHandler]
     for handler in ours_or_plain:
         root.removeHandler(handler)
@@ -42,7 +42,7 @@ def log_path(run_dir: Path, process_index: int) -> Path:
 
 
 def dump_stacks() -> None:
-    """Write where every thread of this process is to its log file; to the terminal where there is none yet."""
+    """Write the stack of every thread of this process to its log file, or to the terminal if there is none yet."""
     for stream in [one for one in _files() if one.problem is None] or [sys.stderr]:
         stream.write("where every thread of this process is:\n")
         stream.flush()
@@ -50,7 +50,7 @@ def dump_stacks() -> None:
 
 
 def keep_traceback(error: BaseException) -> bool:
-    """Write where `error` was raised, and of what cause, to this process's log file; returns whether there is one."""
+    """Write the traceback of `error` to this process's log file; returns whether there is one."""
     files = _files()
     for file in files:
         file.write("raised here:\n" + "".join(traceback.format_exception(error)))
@@ -62,7 +62,7 @@ def _files() -> list[PatientFile]:
 
 
 class _LogFile(logging.StreamHandler[PatientFile]):
-    """Lines to a file that outlives a full disk; what it has not taken in the end is shown."""
+    """A log file that survives a full disk; lines that could not be written in the end are shown."""
 
     def close(self) -> None:
         left = self.stream.close()
@@ -101,7 +101,7 @@ def _add(root: logging.Logger, handler: logging.Handler) -> None:
 
 
 def _quiet_libraries(record: logging.LogRecord) -> bool:
-    # Orbax and jax report their own steps at INFO, several lines per save: those belong in the file. Through absl come
-    # also Orbax's warnings, of things that are as they should be (an item of a checkpoint has no metadata of its own).
+    # Orbax and jax log several INFO lines per save, which belong in the file. absl also forwards Orbax's warnings about
+    # intended states (an item of a checkpoint has no metadata of its own).
     least = logging.ERROR if record.name == "absl" else logging.WARNING
     return record.levelno >= least or record.name.startswith(("openpi_train", "__main__"))

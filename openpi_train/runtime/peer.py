@@ -1,7 +1,7 @@
-"""Another process of the run, at the other end of the rendezvous connection. Read next: `watchdog.py`, who listens.
+"""Another process of the run, at the other end of the rendezvous connection. Read next: `watchdog.py`, the listener.
 
 The connection stays open for the life of the run and carries lines of JSON both ways, each an object with one entry:
-`status` every two seconds, `farewell` from whoever leaves of its own, `verdict` from process 0 when all must end.
+`status` every two seconds, `farewell` from a process that ends by itself, `verdict` from process 0 when all must end.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from openpi_train.runtime.lines import read_line, send_line
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
-# Of one write or read; whoever takes no small line for so long has a full buffer and is not reading.
+# Limit of one write or read; a peer that accepts no small line for so long has a full buffer and is not reading.
 _SLICE_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatus:
-    """What a process is doing: its phase, the last step it took, and how long it got no further (limit None: may)."""
+    """A process's phase, its last step, and how long it has made no progress (limit None: unlimited)."""
 
     phase: str
     step: int
@@ -40,14 +40,14 @@ class PeerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a run or a process of it ends: the exit code, and why, for people."""
+    """How a run or a process ends: the exit code and the reason as text."""
 
     code: int
     reason: str
 
 
 class Peer:
-    """What one process knows of another. `listen` keeps it up to date; `on_news` is called when it must not wait."""
+    """One process's view of another. `listen` keeps it up to date; `on_news` is called for urgent changes."""
 
     def __init__(self, process_index: int, host: str, connection: socket.socket, received: bytes = b""):
         """`received` has already been read from the connection."""
@@ -59,27 +59,27 @@ class Peer:
         self.verdict: Ending | None = None
         self.closed = False
         self.unheard_beats = 0
-        """Own beats since anything came: a process that was itself held up accuses nobody."""
+        """Own heartbeats since the last message: a process that was itself delayed accuses nobody."""
         self.on_news: Callable[[], None] = lambda: None
         self._connection, self._received = connection, received
         self._lock = threading.Lock()
 
     def send(self, kind: str, message: PeerStatus | Ending) -> None:
-        """Send one message. A peer that is gone or takes nothing is left to `listen` and to its silence."""
+        """Send one message. A peer that is gone or not reading is detected by `listen` and by its silence."""
         with self._lock, contextlib.suppress(OSError):
             send_line(self._connection, {kind: dataclasses.asdict(message)})
 
     def hang_up(self) -> None:
-        """Send nothing more. The peer closes the connection when it has heard all, which sets `closed`.
+        """Close the sending side. The peer closes the connection when it has read everything, which sets `closed`.
 
-        Whoever ends its process without waiting for that may, with something unread, take back its last words (a TCP
-        reset): the peer would believe it was killed.
+        A process that ends without waiting for this, with unread data, may reset the TCP connection and lose its last
+        message: the peer would believe it was killed.
         """
         with self._lock, contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
     def listen(self) -> None:
-        """Take in what the peer says, until it hangs up or its connection breaks; then close."""
+        """Read the peer's messages until it hangs up or the connection breaks; then close."""
         try:
             self._connection.settimeout(_SLICE_S)
             while True:

@@ -1,6 +1,6 @@
-"""What this process is doing, by name: the words in its log lines, and what the others hear of it.
+"""The phase of this process, shown in its log lines and reported to the other processes.
 
-Read next: `watchdog.py`, which says when something takes long and ends what is stuck.
+Read next: `watchdog.py`, which reports long phases and ends stuck processes.
 """
 
 import collections
@@ -10,14 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-# The host runs up to two steps ahead of the devices, so only now the first one has really ended.
+# The host runs up to two steps ahead of the devices, so the first step has really ended only now.
 _FIRST_STEPS = 3
 _USUAL_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What the main thread is doing, after which optimizer step, and since when it got no further."""
+    """The phase of the main thread, the last optimizer step, and the time of the last progress."""
 
     name: str
     step: int = 0
@@ -40,11 +40,11 @@ def current() -> Phase:
 
 @contextlib.contextmanager
 def phase(name: str, *, limited: bool = False, abandonable: bool = False) -> Iterator[None]:
-    """Name what the main thread does in here; the name of before comes back at the end. Also a decorator.
+    """Set the phase of the main thread within a block, and restore the former one at the end. Also a decorator.
 
-    What lies in an abandonable phase is abandonable, too.
+    Phases inside an abandonable phase are abandonable, too.
 
-    After an exception the name stays, since the process's last words are about this phase.
+    After an exception the phase stays, since the process's last messages are about it.
     """
     global _current
     outer = _current
@@ -61,25 +61,25 @@ def _notify() -> None:
 
 
 def tell_changes(on_change: Callable[[], None]) -> None:
-    """Have `on_change` called whenever the phase has got another name."""
+    """Register `on_change`, called whenever the name of the phase changes."""
     global _on_change
     _on_change = on_change
 
 
 def step_done(step: int) -> None:
-    """Note that the host has taken an optimizer step; the next one is to end in time."""
+    """Record that the host has taken an optimizer step; the next one must end in time."""
     _step_durations_s.append(time.monotonic() - _current.since)
     at_step(step)
 
 
 def at_step(step: int) -> None:
-    """Note the step of the state that the process holds, without having taken it."""
+    """Record the step of the process's state, without having taken it."""
     global _current
     _current = dataclasses.replace(_current, step=step, since=time.monotonic())
 
 
 def limit_s(stuck_s: float) -> float | None:
-    """How long the present phase may get no further, in seconds: `stuck_s`, or ten usual steps; None: for ever."""
+    """Limit without progress in the current phase, in seconds: `stuck_s`, or ten usual steps; None: unlimited."""
     if not _current.limited or len(_step_durations_s) < _FIRST_STEPS:
         return None
     return max(stuck_s, _USUAL_STEPS * usual_step_s())

@@ -1,4 +1,4 @@
-"""A polite stop: SIGTERM, SIGUSR1 or SIGHUP on any process becomes one point at which all stop.
+"""Graceful stop: after SIGTERM, SIGUSR1 or SIGHUP on any process, all processes stop at the same step.
 
 jax's preemption service listens for SIGTERM from `session.start` on, also in a run of one process. It must own the
 signal: a Python handler for SIGTERM that is installed later switches it off. Read next: `exits.py`, code 75.
@@ -23,11 +23,11 @@ from openpi_train.runtime.exits import Preempted, UsageError
 
 logger = logging.getLogger(__name__)
 
-# Seconds from a request to stop to the kill, from a launcher that knows: `launch slurm` and `launch kubernetes` do.
+# Seconds from a request to stop to the kill, set by `launch slurm` and `launch kubernetes`.
 GRACE_VARIABLE = "OPENPI_TRAIN_GRACE_S"
-# Under which jax's preemption service notes the time of the first signal, for all processes (jax 0.10 to 0.12).
+# Key under which jax's preemption service stores the time of the first signal, for all processes (jax 0.10 to 0.12).
 _NOTICE_KEY = "RECEIVED_PREEMPTION_NOTICE"
-# The step at hand, and one more, at which all agree to stop.
+# The current step, and one more, at which all agree to stop.
 _STEPS_TO_STOP = 2
 
 _points = 0
@@ -38,9 +38,9 @@ _warned = False
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopTimes:
-    """What became of the time since the request to stop, in seconds: until all had stopped, and until all was saved.
+    """Seconds from the request to stop until all had stopped, and until everything was saved.
 
-    By the clocks of two processes, where the request came to another one than this.
+    Measured by the clocks of two processes if another process got the request.
     """
 
     until_stopped_s: float
@@ -56,7 +56,7 @@ class StopTimes:
 
 @contextlib.contextmanager
 def stoppable_start() -> Iterator[None]:
-    """While the processes meet and jax starts, a signal ends this process at once; afterwards it is a request.
+    """While the processes meet and jax starts, a signal ends this process at once; afterwards it requests a stop.
 
     SIGUSR1 is what `sbatch --signal=USR1@120` sends ahead of the time limit.
     """
@@ -64,7 +64,7 @@ def stoppable_start() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise Preempted("asked to stop before the run began: start it again")
 
-    grace_s()  # a value that is no number is refused here
+    grace_s()  # refuses an invalid value here
     # A closed terminal hangs up; not under `nohup`.
     others = [signal.SIGUSR1, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
     for signum in (signal.SIGTERM, *others):
@@ -75,10 +75,10 @@ def stoppable_start() -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    """Whether all are to save and stop here; once true it stays so.
+    """Whether all processes save and stop here; once true it stays true.
 
     Every process must make the same calls in the same order: the n-th call has the same answer on all of them. The
-    answer comes a call or two after the signal, since the processes first agree on a call that none of them has made.
+    answer changes a call or two after the signal, since the processes first agree on a call that none has made yet.
     """
     global _points, _stopping, _stopped_after_s
     _points += 1
@@ -88,12 +88,12 @@ def stop_requested() -> bool:
 
 
 def stop_noticed() -> bool:
-    """Whether any process was asked to stop; at once, and without an agreement on when."""
+    """Whether any process was asked to stop; known at once, without agreement on a step."""
     return bool(_notice())
 
 
 def stop_times() -> StopTimes | None:
-    """How long the stop took until now; None where nobody asked for one. For when all is saved."""
+    """How long the stop took until now; None if none was requested. Call it when everything is saved."""
     saved_after_s = _seconds_since_request()
     if _stopped_after_s is None or saved_after_s is None:
         return None
@@ -101,7 +101,7 @@ def stop_times() -> StopTimes | None:
 
 
 def grace_s() -> float | None:
-    """Seconds from a request to stop to the kill, where a launcher has said. Raises UsageError where that is none."""
+    """Seconds from a request to stop to the kill, if a launcher has set it. Raises UsageError for an invalid value."""
     text = os.environ.get(GRACE_VARIABLE)
     try:
         return float(text) if text else None
@@ -110,7 +110,7 @@ def grace_s() -> float | None:
 
 
 def note_save(step: int, save_s: float) -> None:
-    """Say how long a save took in all, and, once, that a request to stop leaves too little time for one."""
+    """Log how long a save took, and warn once if a request to stop leaves too little time for one."""
     global _warned
     logger.info("checkpoint %d is complete, %.1f s after its save began", step, save_s)
     grace, stopping_s = grace_s(), _STEPS_TO_STOP * phases.usual_step_s()
@@ -132,16 +132,16 @@ def _seconds_since_request() -> float | None:
     notice = _notice()
     try:
         return max(0.0, time.time() - datetime.datetime.fromisoformat(notice).timestamp())
-    except ValueError:  # there is none, or another jax writes it otherwise: no reason to lose a checkpoint
+    except ValueError:  # absent, or in another jax's format: no reason to lose a checkpoint
         return None
 
 
 def _notice() -> str:
-    """When the first process was asked to stop, by its clock, as ISO 8601; empty where none was."""
+    """When the first process was asked to stop, by its clock, as ISO 8601; empty if none was."""
     client: Any = distributed.global_state.client
     if client is None:
         return ""
     try:
         return client.key_value_try_get(_NOTICE_KEY)
-    except jax.errors.JaxRuntimeError:  # not there; or the service is gone, which is not to be found out here
+    except jax.errors.JaxRuntimeError:  # absent, or the service is gone, which is detected elsewhere
         return ""

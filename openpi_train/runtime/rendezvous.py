@@ -1,11 +1,11 @@
-"""All processes meet before jax starts, so that whatever keeps them apart has a name. Read next: `door.py`, process 0.
+"""Rendezvous of all processes before jax starts, with clear errors. Read next: `door.py`, process 0's side.
 
-jax aborts the process, uncatchably and naming nothing, when a peer is late, a port is taken or a host name does not
-resolve, and it accepts peers that disagree on the world size. So first every process says who it is to process 0 over
-plain TCP, one port above the coordinator's, and process 0 tells all of them the same verdict. One JSON line each way:
-a `Hello` from the process, `{"host": process 0's, "error": null or text, "lost": whether somebody never came}` back.
-Then the connection is the watchdog's (`peer.py`). The token keeps jobs apart; it is no protection from an attacker, and
-jax's own service has none either: use a trusted network.
+jax aborts the process, uncatchably and without a reason, when a peer is late, a port is taken or a host name does not
+resolve, and it accepts peers that disagree on the world size. So first every process introduces itself to process 0
+over plain TCP, one port above the coordinator's, and process 0 sends all of them the same verdict. One JSON line each
+way: a `Hello` from the process, `{"host": process 0's, "error": null or text, "lost": whether somebody never came}`
+back. Then the watchdog uses the connection (`peer.py`). The token keeps jobs apart; it does not protect from attackers,
+and neither does jax's own service: use a trusted network.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ def meet(
 ) -> list[Peer]:
     """Return once all processes of `world` have met and agree; every process must call it.
 
-    To process 0 come back all others, to the others process 0: the connections stay open for the life of the run.
+    Returns all others on process 0, and process 0 on the others; the connections stay open for the life of the run.
 
     Args:
-        facts: what must be equal everywhere; a difference is reported by its key and both values.
-        cpu_collectives: whether devices will talk through gloo, which needs a host name that other hosts can reach.
+        facts: values that must be equal on all processes; a difference is reported by its key and both values.
+        cpu_collectives: whether devices will use gloo, which needs a host name that other hosts can reach.
 
     Raises:
         UsageError: they disagree, an id is used twice, a port is taken, or a host name does not resolve.
@@ -59,7 +59,7 @@ def meet(
 
 
 def _visit(own: Hello, host: str, port: int, timeout_s: float, name_timeout_s: float) -> list[Peer]:
-    """The side of all other processes: knock until process 0 opens, say hello, wait for the verdict."""
+    """The side of all other processes: connect to process 0, send the hello, wait for the verdict."""
     _await_name(own, host, name_timeout_s)
     where = f"process 0 at {host}, port {port + 1}"
     try:
@@ -89,7 +89,7 @@ def _visit(own: Hello, host: str, port: int, timeout_s: float, name_timeout_s: f
 def _await_name(own: Hello, host: str, timeout_s: float) -> None:
     """Return once the coordinator's host name resolves.
 
-    Raises UsageError where it does not and there is nothing to wait for, PeerLostError where it did not in time.
+    Raises UsageError if it does not and waiting cannot help, PeerLostError if it did not in time.
     """
     try:
         Wait(timeout_s).until_it_works(
@@ -105,8 +105,8 @@ def _await_name(own: Hello, host: str, timeout_s: float) -> None:
 
 
 def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> tuple[dict, bytes]:
-    """Process 0's answer, and what it has said since."""
-    # Process 0 may have begun to wait for the others only now, and it must be the one to say who is missing.
+    """Process 0's answer, and the bytes after it."""
+    # Process 0 may have begun to wait for the others only now, and it must be the one to name the missing ones.
     wait = Wait(timeout_s + 15.0)
 
     def check(num_bytes: int) -> None:

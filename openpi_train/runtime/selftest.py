@@ -1,6 +1,6 @@
-"""The first thing that all devices do together: tiny sums, checked and timed, before minutes go into a compilation.
+"""Self-test of collectives: tiny sums over all devices, checked and timed before the first compilation.
 
-A link that is down or a device that hangs shows here, in seconds and under a name. Read next: `session.py`.
+It finds a broken link or a hanging device within seconds, and names it. Read next: `session.py`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from openpi_train.runtime.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
-# Connections between hundreds of GPUs take tens of seconds to be made.
+# Connecting hundreds of GPUs takes tens of seconds.
 TIMEOUT_S = 180.0
 _NAME = "collective self-test"
 _AXIS = "all"
@@ -34,7 +34,7 @@ _SMALL_ROUNDS, _LARGE_ROUNDS = 11, 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """What all-reduces over all devices of the run took, on this process's clock."""
+    """Times of all-reduces over all devices of the run, by this process's clock."""
 
     devices: int
     hosts: int
@@ -60,12 +60,12 @@ class Collectives:
 
 
 def measure(timeout_s: float = TIMEOUT_S) -> Collectives | None:
-    """Sum over all devices, check the sums, and return what it took; None with one device. Every process must call it.
+    """Sum over all devices, check the sums, and return the times; None with one device. Every process must call it.
 
-    Where it takes longer than `timeout_s`, a collective hangs: the process says so and ends with code 70.
+    If it takes longer than `timeout_s`, a collective hangs: the process logs this and exits with code 70.
 
     Raises:
-        NumbersError: a device or a link does not add up.
+        NumbersError: a sum is wrong.
         PeerLostError: a process does not come.
     """
     devices = jax.devices()
@@ -129,7 +129,7 @@ def _median_s(add: Any, contributions: jax.Array, rounds: int) -> float:
 
 @contextlib.contextmanager
 def _ended_after(timeout_s: float, who: str) -> Iterator[None]:
-    """Say every ten seconds that it still goes on, and end the process where it does too long: a hang is in C++."""
+    """Log every ten seconds that it still runs, and end the process after the time-out: a hang is in C++."""
     done = threading.Event()
     wait = Wait(timeout_s)
 

@@ -1,8 +1,8 @@
-"""Start and stop jax as one of N processes. Read next: `world.py` (who am I), `rendezvous.py` (do all
-agree), `watchdog.py` (are all still there).
+"""Start and stop jax as one of N processes. Read next: `world.py` (this process's index), `rendezvous.py` (agreement
+of all processes), `watchdog.py` (loss of a process).
 
-`jax.distributed.initialize` is called for one process too: a plain process would add up numbers in another order, and
-a run would then depend on the number of processes and not on its mesh alone; and SIGTERM would not be caught.
+`jax.distributed.initialize` is called for one process too: a plain process would sum in another order, and
+a run would then depend on the number of processes and not only on its mesh; and SIGTERM would not be caught.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from openpi_train.runtime.world import World, listen_host, split_address
 
 logger = logging.getLogger(__name__)
 
-# jax aborts when a time-out of its own runs out: the watchdog's come first, except in jax's farewell.
+# jax aborts when one of its own time-outs expires: the watchdog's are shorter, except when jax shuts down.
 _SHUTDOWN_S = 60
 _SLACK_S = 40
-# For all to say who they are, once jax has started on them.
+# For the identification of all processes, once jax has started on them.
 _GREETING_S = 300
 
 _watchdog: Watchdog | None = None
@@ -53,12 +53,13 @@ def start(
     Every process must call it, once, before anything touches a device.
 
     Args:
-        facts: what must be equal on all processes besides the code and the library versions: the configuration, as
-            nested dictionaries of JSON values. A difference is reported by its path.
-        devices_per_process: number of CPU devices to make; for runs without accelerators.
+        facts: values that must be equal on all processes besides the code and the library versions: the configuration,
+            as nested dictionaries of JSON values. A difference is reported by its path.
+        devices_per_process: number of CPU devices to create; for runs without accelerators.
 
     Raises:
-        UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be shared out.
+        UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be divided
+        equally.
         PeerLostError: a process did not come in time.
     """
     global _watchdog
@@ -90,9 +91,9 @@ def start(
 
 
 def stop(timeout_s: float = Timeouts.finish_s) -> None:
-    """Leave the run in order: returns once all processes have called it.
+    """Leave the run together: returns once all processes have called it.
 
-    Only for runs that end well; after an exception `exits.run_guarded` ends the process without it.
+    Only for runs that end without an error; after an exception `exits.run_guarded` ends the process without it.
 
     Raises:
         PeerLostError: a process did not call it within `timeout_s`.
@@ -128,13 +129,13 @@ def flat_facts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
-    """The GPUs of this host that are this process's, None for all that it can see.
+    """The GPUs of this host that this process uses, None for all visible ones.
 
-    One process per host takes all; several take equal shares in order. A process that knows its local index but not
-    how many share the host takes one, as the launchers that set only LOCAL_RANK expect.
+    A single process per host uses all; several use equal shares in order. A process that knows its local index but not
+    the number of processes on the host uses one, as expected by launchers that set only LOCAL_RANK.
 
     Raises:
-        UsageError: the GPUs cannot be shared out equally.
+        UsageError: the GPUs cannot be divided equally.
     """
     count = xla.num_gpus(environ)
     if world.local_count == 1:
@@ -180,7 +181,7 @@ def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Time
 
 
 def _report(world: World) -> None:
-    """One line per host on process 0: who is there, at which address, with which devices and versions."""
+    """Log one line per host on process 0, with address, processes, devices and versions."""
     devices = jax.local_devices()
     own = f"process {world.process_index}: {len(devices)} x {devices[0].device_kind}"
     versions = f"jax {jax.__version__}, python {platform.python_version()}"
@@ -193,7 +194,7 @@ def _report(world: World) -> None:
 
 
 def _address(world: World) -> str:
-    """This host's address on the way to the coordinator."""
+    """This host's address towards the coordinator."""
     assert world.coordinator is not None
     host, port = split_address(world.coordinator)
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -208,11 +209,11 @@ def _bypass_proxies(host: str) -> None:
         return
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
-    jax.config.update("jax_check_proxy_envs", False)  # it warns of every proxy variable, also of those bypassed
+    jax.config.update("jax_check_proxy_envs", False)  # it warns about every proxy variable, also bypassed ones
 
 
 def _free_port() -> int:
-    """A port nobody listens on, for a coordinator that only this process will ever reach."""
+    """A free port, for a coordinator that only this process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

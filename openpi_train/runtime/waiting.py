@@ -1,4 +1,4 @@
-"""Waits that say what they are for: no silent wait anywhere in the runtime. Read next: `rendezvous.py`, `agree.py`."""
+"""Waits that log what they wait for: the runtime never waits silently. Read next: `rendezvous.py`, `agree.py`."""
 
 import dataclasses
 import logging
@@ -19,22 +19,22 @@ Result = TypeVar("Result")
 class Timeouts:
     """How long the processes of a run wait for each other, in seconds."""
 
-    # For all processes to be started and to meet.
+    # For all processes to start and to meet.
     rendezvous_s: float = at_least(1, 300.0)
     # For jax to start on all of them, once they have met.
     handshake_s: float = at_least(1, 60.0)
-    # All others have ended, with code 70, so long after a process was lost. A break of the network of a third passes.
+    # Time until all others have exited with code 70 after a process was lost. Interruptions of up to a third pass.
     lost_s: float = at_least(1, 60.0)
-    # The same after a step got stuck; ten usual steps where they take longer.
+    # The same after a step got stuck; at least ten usual steps.
     stuck_s: float = at_least(1, 60.0)
     # For process 0 to open the data (an index of terabytes on a slow disk may take hours).
     data_s: float = at_least(1, 6 * 3600.0)
-    # For all processes to come to the end of the run, once the first one has.
+    # For all processes to reach the end of the run, once the first one has.
     finish_s: float = at_least(1, 300.0)
 
 
 class Wait:
-    """A wait with a limit that says every ten seconds what it is for and since when."""
+    """A wait with a limit that logs every ten seconds what it waits for, and since when."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -51,7 +51,8 @@ class Wait:
             logger.info("%s since %.0f s%s", what(), now - self.start, limit)
 
     def until_it_works(self, attempt: Callable[[], Result], what: Callable[[], str], pause_s: float) -> Result:
-        """What `attempt` returns once it raises no OSError; the last one is raised when the time is over."""
+        """Call `attempt` until it raises no OSError, and return its result; after the time-out the last error is
+        raised."""
         while True:
             try:
                 return attempt()

@@ -1,12 +1,13 @@
-"""Notices a lost or stuck process, and ends all with code 70 and the reason. Read next: `peer.py`, `phases.py`.
+"""Detects a lost or stuck process, and ends all with code 70 and the reason. Read next: `peer.py`, `phases.py`.
 
 A thread in every process sends the process's phase to process 0, and process 0's to all, every two seconds, over the
-connections of the rendezvous. A connection that closes without a farewell is a process that was killed; silence is a
-host or a network that is gone; a step that takes far too long is stuck. Process 0 judges and tells all; the others
-judge process 0. Whoever is told logs the reason, writes where all of its threads are, and ends with code 70.
+connections of the rendezvous. A connection that closes without a farewell means a killed process; silence means a
+lost host or network; a step that takes far too long is stuck. Process 0 judges and tells all; the others
+judge process 0. Each process then logs the reason and the stacks of its threads, and exits with code 70.
 
-jax notices too, later or worse: it says that some task died and aborts. Of a lost process 0 it learns at once, so its
-abort is caught here until the reason is known. (jax's own hook, `missed_heartbeat_callback`, ends the process with a
+jax also notices, but later or with less information: it says that some task died and aborts. It notices the loss of
+process 0 at once, so its abort is caught here until the reason is known. (jax's own hook, `missed_heartbeat_callback`,
+ends the process with a
 `std::bad_cast` before any Python runs: seen with jaxlib 0.10.2 and 0.12.0.1.)
 """
 
@@ -29,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 2.0
 _REPORT_EVERY_S = 15.0
-_SUSPICIOUS_BEATS = 2  # without a word; one is usual, since beats are not in step
-# A process that leaves by itself gives the others time to fail of the same cause, with its exit code.
+_SUSPICIOUS_BEATS = 2  # without a message; one is usual, since heartbeats are not synchronised
+# A process that ends by itself gives the others time to fail for the same cause, with its exit code.
 _SETTLE_S = 3.0
-# Noticing takes at most so much of what a time-out allows; the rest is for telling the others and for the last words.
+# Share of a time-out for detection; the rest is for telling the others and for the last messages.
 _NOTICING_SHARE = 0.75
-# Process 0 serves jax's coordination: when it goes, jax aborts the others, who shall first hear why.
+# Process 0 serves jax's coordination: when it ends, jax aborts the others, which must first learn the reason.
 _LINGER_S = 1.0
-# How long a farewell may take to be heard, by processes that are alive.
+# How long live processes may take to receive a farewell.
 _HEARING_S = 2.0
 # A full disk or a terminal that nobody reads must not keep a process from ending.
 _LAST_WORDS_S = 8.0
@@ -46,7 +47,7 @@ _WHAT_TO_DO = ". Start again with --resume"
 def judge(
     own: PeerStatus, own_who: str, peers: Sequence[Peer], *, is_process_0: bool, beat_s: float, silence_s: float
 ) -> Ending | None:
-    """Why all processes must end now, from what this one knows; None while all is well."""
+    """Why all processes must end now, as far as this one knows; None while all is well."""
     for peer in peers:
         if peer.verdict is not None:
             return peer.verdict
@@ -60,12 +61,12 @@ def judge(
 def _who_is_stuck(own: PeerStatus, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
     everyone = [(own_who, own, 0)]
     everyone += [(peer.who, peer.status, peer.unheard_beats) for peer in peers if peer.status is not None]
-    # Whoever is in a step may be waiting for one that is saving, say, which may take as long as it needs.
+    # A process in a step may be waiting for one that is saving, for example, which has no limit.
     if len(everyone) <= len(peers) or any(status.limit_s is None for _, status, _ in everyone):
         return None
     if not any(status.is_stuck() for _, status, _ in everyone):
         return None
-    # All wait for the one that is stuck: it does not even answer, or else has taken the fewest steps.
+    # All wait for the stuck process: it does not even answer, or has taken the fewest steps.
     silent = [one for one in everyone if one[2] > _SUSPICIOUS_BEATS]
     who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, -one[1].idle_s))
     silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""
@@ -79,7 +80,7 @@ def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
     if peer.farewell is not None:
         if peer.farewell.code == DONE or time.monotonic() - peer.farewell_time < _SETTLE_S:
             return None
-        # A request to stop that met a process before the run began is for all of them.
+        # A request to stop that reached a process before the run began applies to all of them.
         code = PREEMPTED if peer.farewell.code == PREEMPTED else PEER_LOST
         return Ending(code, f"{peer.who} ended with code {peer.farewell.code}{place}: {peer.farewell.reason}")
     if peer.closed:
@@ -94,12 +95,12 @@ def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
 
 
 class Watchdog:
-    """The thread that watches over this process and its peers, and the ways in which it ends the process."""
+    """The thread that watches this process and its peers, and ends the process if necessary."""
 
     def __init__(
         self, process_index: int, who: str, peers: Sequence[Peer], timeouts: Timeouts, stop_noticed: Callable[[], bool]
     ):
-        """`peers` are all others for process 0, process 0 for all others. `stop_noticed` is asked by process 0."""
+        """`peers` are all others for process 0, process 0 for all others. Process 0 calls `stop_noticed`."""
         self._is_process_0 = process_index == 0
         self._who, self._peers, self._stop_noticed = who, peers, stop_noticed
         self._silence_s = _NOTICING_SHARE * timeouts.lost_s
@@ -107,12 +108,12 @@ class Watchdog:
         self._beat_s = min(_BEAT_S, self._silence_s / 8, self._stuck_s / 8)
         self._news = threading.Event()
         self._over = False
-        self._leaving = threading.Lock()  # taken by whoever ends the process, never given back
+        self._leaving = threading.Lock()  # taken by the thread that ends the process, never released
         self._reports = 0
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch. From here on, the process ends with code 70 when another is lost."""
+        """Start watching. From now on, the process exits with code 70 when another is lost."""
         for peer in self._peers:
             peer.on_news = self._news.set
         exits.say_farewell_by(self._say_farewell)
@@ -133,7 +134,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def limit(self, limit_s: float, reason: str) -> Iterator[None]:
-        """What is done in here ends within `limit_s`, or this process ends with code 70 and `reason`."""
+        """End the process with code 70 and `reason` if the block takes longer than `limit_s`."""
         timer = threading.Timer(limit_s, self._end, (Ending(PEER_LOST, reason),))
         timer.daemon = True
         timer.start()
@@ -170,7 +171,7 @@ class Watchdog:
             exits.end(exits.BUG)
 
     def _beat(self, status: PeerStatus) -> None:
-        """What is due every two seconds: tell, count, say what takes long, see whether a stop was asked for."""
+        """The work of every two seconds: send the status, count, report long phases, check for a request to stop."""
         self._tell("status", status)
         for peer in self._peers:
             peer.unheard_beats += 1
@@ -181,7 +182,7 @@ class Watchdog:
             self._end(Ending(PREEMPTED, reason))
 
     def _report(self, status: PeerStatus) -> None:
-        """Say what takes long: when, and again every so often."""
+        """Log a phase that takes long, repeatedly."""
         reports = int(status.idle_s // _REPORT_EVERY_S)
         if reports > self._reports:
             limit = f", limit {status.limit_s:.0f} s" if status.limit_s else ""
@@ -214,14 +215,14 @@ class Watchdog:
             for peer in self._peers:
                 if peer.status is not None and not peer.closed:
                     logger.info("%s: %s since %.0f s", peer.who, peer.status.words(), peer.status.idle_s)
-            logger.error("%s", ending.reason)  # last, for whoever reads a terminal
+            logger.error("%s", ending.reason)  # last, so that it is visible on a terminal
             logs.dump_stacks()
         if self._is_process_0 and self._peers:
             time.sleep(_LINGER_S)
         exits.end(ending.code)
 
     def _say_farewell(self, code: int, reason: str) -> None:
-        """Tell the others that and why this process ends by itself; from the main thread."""
+        """Tell the others that this process ends by itself, and why; from the main thread."""
         if code == PEER_LOST:
             self._wait_for_the_reason()
         self._claim_the_end()
@@ -231,7 +232,7 @@ class Watchdog:
             time.sleep(_LINGER_S)
 
     def _say_last(self, farewell: Ending) -> None:
-        """Return when all have heard it, or did not in time."""
+        """Send a farewell; returns when all have received it, or after the time-out."""
         self._tell("farewell", farewell)
         for peer in self._peers:
             peer.hang_up()
@@ -240,16 +241,17 @@ class Watchdog:
             time.sleep(0.01)
 
     def _claim_the_end(self) -> None:
-        """Return to the first thread that ends the process, never to a second."""
+        """Return in the first thread that ends the process; never return in a second."""
         self._leaving.acquire()
 
     def _wait_for_the_reason(self) -> None:
-        """Give the watchdog, which mostly knows which process was lost, the time to end this one."""
+        """Give the watchdog, which usually knows which process was lost, time to end this one."""
         self._news.set()
         time.sleep(_SETTLE_S + 2.0)
 
     def _on_abort(self, signum: int) -> None:
-        """On a thread of C++ that aborts the process; returns, to let it, where no other process is the cause."""
+        """Called in a C++ thread that aborts the process; returns, which lets it abort, if no other process is the
+        cause."""
         del signum
         self._wait_for_the_reason()
         logger.critical("aborted by C++ code, which said why on stderr")
@@ -263,9 +265,9 @@ def _end_anyway(code: int) -> None:
 
 
 def _catch_abort(handler: Callable[[int], None]) -> Callable[[], None]:
-    """Have `handler` called on a thread that aborts the process; returns how to undo it.
+    """Have `handler` called in a thread that aborts the process; returns a function that undoes it.
 
-    Not by Python's `signal`: its handlers run later and in the main thread, when the process is gone.
+    Does not use Python's `signal`: its handlers run later and in the main thread, when the process is gone.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)

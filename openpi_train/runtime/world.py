@@ -1,9 +1,9 @@
-"""Who this process is among all processes of the run. Pure: reads flags and an environment, starts nothing.
+"""Find this process's index among all processes of the run, from flags and the environment, without side effects.
 
-Read next: `session.py`, which starts jax with the answer, and `rendezvous.py`, which checks that all agree on it.
+Read next: `session.py`, which starts jax with the result, and `rendezvous.py`, which checks that all agree on it.
 
-The first of these that speaks is believed: explicit flags, RANK-style variables (what our launchers set), a Slurm step,
-Open MPI, a pod of a Kubernetes Indexed Job, and else the process is alone. Detection by jax itself is never used: it
+The first of these sources that is present is used: explicit flags, RANK-style variables (set by our launchers), a Slurm
+step, Open MPI, a pod of a Kubernetes Indexed Job; otherwise the process is alone. jax's own detection is never used: it
 differs between releases, gives every process one GPU under Slurm, and fails in a Kubernetes pod without a service
 account.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from openpi_train.runtime.exits import UsageError
 
 TOKEN_VARIABLE = "OPENPI_TRAIN_JOB_TOKEN"
-# Host names in order, with commas between them, from a launcher that knows them.
+# Comma-separated host names in order, from a launcher that knows them.
 HOSTS_VARIABLE = "OPENPI_TRAIN_HOSTS"
 # Set by `launch kubernetes`; the index of a pod, JOB_COMPLETION_INDEX, is set by Kubernetes itself.
 _POD_INDEX, _POD_COUNT, _POD_COORDINATOR = (
@@ -35,7 +35,7 @@ _WORTH_NOTHING_WITHOUT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorldFlags:
-    """What a user may say on the command line; all three, or none to have it detected."""
+    """Flags that identify the process; give all three, or none to detect them."""
 
     coordinator: str | None = None
     """Address of process 0 as host:port. The port and the one after it must be free there. None, as with the next two:
@@ -48,22 +48,22 @@ class WorldFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """One process's place. `local_count` is None where nobody said how many processes share this host."""
+    """One process's index among all. `local_count` is None if the number of processes on this host is unknown."""
 
     process_index: int
     process_count: int
     local_index: int
     local_count: int | None
     coordinator: str | None
-    """host:port, or None for a process alone, which takes a free port of its own."""
+    """host:port, or None for a process alone, which uses a free port."""
     source: str
     """"flags", "environment", "slurm", "openmpi", "kubernetes" or "alone"."""
     token: str = dataclasses.field(default="", repr=False)
-    """Word that all processes of the job know; the rendezvous turns away whoever says another."""
+    """Token that all processes of the job share; the rendezvous refuses other tokens."""
     hosts: tuple[str, ...] = ()
-    """The hosts' names in order, where a launcher said them; only to name who is missing."""
+    """The hosts' names in order, if a launcher gave them; only used to name missing hosts."""
     notes: tuple[str, ...] = ()
-    """What was seen in the environment and not obeyed, with the reason."""
+    """Notes on environment variables that were ignored, with the reason."""
 
     def __post_init__(self):
         if self.process_count < 1 or not 0 <= self.process_index < self.process_count:
@@ -80,17 +80,17 @@ class World:
             split_address(self.coordinator)
 
     def host_of(self, process_index: int) -> str | None:
-        """The name of any process's host, where it is known: a launcher gives all hosts equally many processes."""
+        """The name of a process's host, if it is known: launchers start equally many processes on all hosts."""
         if not self.hosts or self.process_count % len(self.hosts):
             return None
         return self.hosts[process_index // (self.process_count // len(self.hosts))]
 
 
 def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
-    """This process's place, from the first source that speaks.
+    """This process's `World`, from the first source that is present.
 
     Raises:
-        UsageError: a source speaks but says too little or nonsense (RANK without WORLD_SIZE, a word for a number).
+        UsageError: a source is incomplete or invalid (RANK without WORLD_SIZE, a word for a number).
     """
     world = _from_flags(flags) or _from_environment(environ) or _from_slurm(environ) or _from_openmpi(environ)
     world = world or _from_kubernetes(environ) or _alone(environ)
@@ -114,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_host(host: str) -> str:
-    """Where process 0 listens for those who know it as `host`: loopback if that is loopback, else everywhere ("")."""
+    """The address on which process 0 listens if others reach it as `host`: loopback if that is, else all ("")."""
     if not is_loopback(host):
         return ""
     return "::1" if ":" in host else "127.0.0.1"
@@ -174,7 +174,7 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World | None:
-    """A task of a Slurm step, started by srun. A batch script, salloc or an ssh login into an allocation is none."""
+    """A task of a Slurm step, started by srun; not a batch script, salloc or an ssh login into an allocation."""
     if not in_slurm_step(environ):
         return None
     names = ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
@@ -185,7 +185,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World | None:
         raise UsageError(f"a Slurm step without {', '.join(missing)}: start with srun, or give --coordinator etc.")
     job, count, index, local_index, node = (values[name] or 0 for name in names)
     restart, step = (_number(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
-    port = _job_port(job + 1009 * restart + 101 * step)  # a port of its own for each start
+    port = _job_port(job + 1009 * restart + 101 * step)  # a different port for each start
     tasks = slurm_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
     return World(
         process_index=index,
@@ -199,12 +199,12 @@ def _from_slurm(environ: Mapping[str, str]) -> World | None:
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a task of a step, which is a process of the run, and no batch script or shell in a job."""
+    """Whether this is a task of a step (a process of the run), not a batch script or shell in a job."""
     return "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_STEP_ID") != _INTERACTIVE_STEP
 
 
 def _slurm_address(environ: Mapping[str, str], num_hosts: int) -> str:
-    """The first host's name, or what MASTER_ADDR makes of it ("{host}-ib", another network's name for the host)."""
+    """The first host's name, or its variant by MASTER_ADDR ("{host}-ib", the host's name on another network)."""
     address = environ.get("MASTER_ADDR") or "{host}"
     if num_hosts > 1 and is_loopback(address):
         raise UsageError(
@@ -242,7 +242,7 @@ def _from_openmpi(environ: Mapping[str, str]) -> World | None:
 
 
 def _from_kubernetes(environ: Mapping[str, str]) -> World | None:
-    """The process of a pod of an Indexed Job, one per host. How many there are, only the manifest knows."""
+    """The process of a pod of an Indexed Job, one per host. Only the manifest has their number."""
     index, count = _number(environ, _POD_INDEX), _number(environ, _POD_COUNT)
     if index is None and count in (None, 1):
         return None
@@ -272,7 +272,7 @@ def _from_kubernetes(environ: Mapping[str, str]) -> World | None:
 
 
 def _alone(environ: Mapping[str, str]) -> World:
-    """A process by itself, with a note for all that looks like a cluster but is too little to act on."""
+    """A process alone, with a note for every sign of a cluster that is too incomplete to use."""
     if (_number(environ, "PMI_SIZE") or 1) > 1:
         said = " ".join(f"{name}={environ[name]}" for name in ("PMI_RANK", "PMI_SIZE") if name in environ)
         raise UsageError(
@@ -319,7 +319,7 @@ def slurm_counts(tasks_per_node: str) -> list[int]:
 
 
 def _place_on_host(coordinator: str | None, index: int, count: int) -> tuple[int, int]:
-    """Local index and count where nobody said: all on one host if its address is loopback, else one per host."""
+    """Default local index and count: all on one host if its address is loopback, else one per host."""
     if coordinator is None or is_loopback(split_address(coordinator)[0]):
         return index, count
     return 0, 1

@@ -1,7 +1,8 @@
-"""What XLA, jax and NCCL are told before the devices start: one table, with a reason and a source per row.
+"""Settings of XLA, jax and NCCL before the devices start: one table, with a reason and a source per row.
 
-Only what is documented to help and is not the default already; what the user has set is never changed, and a flag that
-this jaxlib does not know is never given to it, since it would end the process. Read next: `xla_flags.py`, `session.py`.
+It has only settings that are documented to help and are not the default. The user's settings are never changed, and
+flags that this jaxlib does not know are never set, since they would end the process. Read next: `xla_flags.py`,
+`session.py`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ class Setting:
 
     kind: str
     extent: Extent
-    """The smallest extent that it is for; larger ones get it too."""
+    """The smallest extent that it applies to; larger ones get it, too."""
     name: str
     value: str
     reason: str
@@ -63,7 +64,7 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of a row in this environment."""
+    """Whether a row is applied in this environment, and why."""
 
     setting: Setting
     applied: bool
@@ -76,11 +77,11 @@ _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin", "jax_r
 
 
 def apply_settings(kind: str, environ: MutableMapping[str, str], extent: Extent = "device") -> list[str]:
-    """Set what the table says for these devices and the user has not; returns a line per row for the log.
+    """Apply the table's settings for these devices, unless the user has set them; returns a log line per row.
 
     Raises:
-        UsageError: a value that jax or XLA would refuse later, and worse: both names of the memory fraction, no number
-            for it, or a flag of the user's in XLA_FLAGS that this jaxlib does not know.
+        UsageError: a value that jax or XLA would refuse later with a worse message: both names of the memory fraction,
+            an invalid fraction, or a flag in the user's XLA_FLAGS that this jaxlib does not know.
     """
     lines = _check_users_own(environ)
     for decision in decide(kind, environ, extent):
@@ -101,7 +102,7 @@ def decide(
     settings: Sequence[Setting] = SETTINGS,
     rejected: Callable[[str], str | None] = xla_flags.rejected,
 ) -> list[Decision]:
-    """What becomes of each row of `settings` that is for this kind and extent, without doing it.
+    """Decide on each row of `settings` for this kind and extent, without applying it.
 
     Args: `rejected` says why the installed jaxlib refuses a value of XLA_FLAGS, as `xla_flags.rejected` does.
     """
@@ -122,7 +123,7 @@ def decide(
 
 
 def extent_of(world: World, environ: Mapping[str, str]) -> Extent:
-    """How far a run spreads. Where nobody said how many processes share a host, several are taken for several hosts."""
+    """The extent of a run. If the number of processes per host is unknown, several processes count as several hosts."""
     if world.process_count > 1 and world.local_count != world.process_count:
         return "hosts"
     return "devices" if world.process_count > 1 or num_gpus(environ) > 1 else "device"
@@ -136,7 +137,7 @@ def _users_value(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _users_flags(environ: Mapping[str, str]) -> list[str]:
-    """The flags of XLA_FLAGS, which holds them or names a file of them."""
+    """The flags in XLA_FLAGS, or in the file that it names."""
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         try:
@@ -147,7 +148,7 @@ def _users_flags(environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_users_own(environ: MutableMapping[str, str]) -> list[str]:
-    """Translate the memory fraction's old name, and refuse what jax or XLA could not read."""
+    """Translate the memory fraction's old name, and refuse values that jax or XLA could not read."""
     lines = []
     if _OLD_FRACTION in environ:
         if _FRACTION in environ:
@@ -164,7 +165,7 @@ def _check_users_own(environ: MutableMapping[str, str]) -> list[str]:
 
 
 def device_kind(platforms: str | None, environ: Mapping[str, str]) -> str:
-    """ "cpu", "gpu" or "tpu": what jax will choose, told without starting it.
+    """ "cpu", "gpu" or "tpu": the platform that jax will choose, found without starting it.
 
     `platforms` is jax's own setting of that name, in order of preference; None or "" leaves the choice to jax.
     """

@@ -1,8 +1,8 @@
-"""Whether the installed jaxlib takes a value of XLA_FLAGS: asked in a process of its own, and remembered.
+"""Test whether the installed jaxlib accepts a value of XLA_FLAGS, in a separate process, with cached results.
 
-A flag that it does not know ends the process (`parse_flags_from_env.cc: Unknown flag in XLA_FLAGS`), uncatchably, and
-flags come and go with releases. A question costs the start of a process; the answers of a release are kept in the
-user's cache folder. A plugin for GPUs is of jaxlib's release, so it knows the same flags. Read next: `xla.py`.
+An unknown flag ends the process uncatchably (`parse_flags_from_env.cc: Unknown flag in XLA_FLAGS`), and
+flags change between releases. A test costs the start of a process; the results of a release are kept in the
+user's cache folder. A GPU plugin has jaxlib's release, so it knows the same flags. Read next: `xla.py`.
 """
 
 import importlib.metadata
@@ -23,9 +23,9 @@ _ASK = "import jax; jax.devices()"
 
 
 def rejected(flags: str, cache: Path | None = None) -> str | None:
-    """Why the installed jaxlib does not take `flags` ("--a=1 --b=2"), "" where it does, None where it did not say.
+    """Why the installed jaxlib rejects `flags` ("--a=1 --b=2"), "" if it accepts them, None if unknown.
 
-    Args: `cache` is the folder of remembered answers; the user's by default.
+    Args: `cache` is the folder of cached results; the user's by default.
     """
     version = importlib.metadata.version("jaxlib")
     path = (cache or Path(cache_dir(os.environ), "xla_flags")) / f"jaxlib-{version}.json"
@@ -40,13 +40,13 @@ def rejected(flags: str, cache: Path | None = None) -> str | None:
 
 
 def cache_dir(environ: Mapping[str, str]) -> str:
-    """The project's folder in the user's cache, of which everything can be made again."""
+    """The project's folder in the user's cache; everything in it can be recreated."""
     home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(home, "openpi_train")
 
 
 def _ask(flags: str, version: str) -> str | None:
-    """The answer of a process that starts jax on the processor with `flags`; None where it gave none."""
+    """Start jax on the CPU with `flags` in a new process and return the result; None if there is none."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TPU_"))},
         "JAX_PLATFORMS": "cpu",
@@ -75,7 +75,7 @@ def _ask(flags: str, version: str) -> str | None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):  # absent, or torn: it is asked again
+    with suppress(OSError, ValueError):  # absent or damaged: test again
         known = json.loads(path.read_text())
         if isinstance(known, dict):
             return known
@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, known: Mapping[str, str]) -> None:
-    """Put the file in place whole; a cache that cannot be written costs the next start its question again, no more."""
+    """Write the file atomically; if the cache cannot be written, the next start only tests again."""
     temporary = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The device mesh of a run. Read next: `strategy.py`, which decides what is cut over its axes.
+"""The device mesh of a run. Read next: `strategy.py`, which decides what is sharded over its axes.
 
-Axes: `replica` (copies of the parameters), `fsdp` (one copy cut into shards), `tensor` (heads and wide layers shared
-out, `tensor.py`). A batch is cut over `replica` and `fsdp` together; devices along `tensor` hold the same rows.
+Axes: `replica` (copies of the parameters), `fsdp` (shards of one copy), `tensor` (split heads and wide
+layers, `tensor.py`). A batch is sharded over `replica` and `fsdp` together; devices along `tensor` hold the same rows.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ REPLICATED = PartitionSpec()
 
 
 def make_mesh(fsdp_devices: int, devices: Sequence[Any] | None = None, tensor_devices: int = 1) -> Mesh:
-    """The mesh over all processes' devices; as many replicas as the other two axes leave.
+    """The mesh over all processes' devices; the remaining devices are replicas.
 
-    Devices stay in process order, `tensor` is the innermost axis and `fsdp` the next, so that such a group lies within
-    a host where it fits. Raises ValueError where their product does not divide the number of devices.
+    Devices stay in process order, `tensor` is the innermost axis and `fsdp` the next, so such a group is within
+    a host if it fits. Raises ValueError if their product does not divide the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -30,7 +30,7 @@ def make_mesh(fsdp_devices: int, devices: Sequence[Any] | None = None, tensor_de
 
 
 def planned_mesh(fsdp_devices: int, num_devices: int, tensor_devices: int = 1) -> AbstractMesh:
-    """`make_mesh` for devices that need not be there: shapes on one device follow from it, no program."""
+    """`make_mesh` for devices that need not be present: for shapes per device, not for running a program."""
     extents = _extents(fsdp_devices, num_devices, tensor_devices)
     return AbstractMesh(extents, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -43,7 +43,7 @@ def _extents(fsdp_devices: int, num_devices: int, tensor_devices: int) -> tuple[
 
 
 def does_not_divide(num_devices: int, tensor_devices: int, fsdp_devices: int = 1) -> str | None:
-    """What is wrong with these sizes of the axes, as a sentence with what is allowed; None where nothing is."""
+    """What is wrong with these axis sizes, as a sentence with the allowed ones; None if they are valid."""
     flag, given, among, things = "--sharding.tensor-devices", tensor_devices, num_devices, "devices"
     if tensor_devices >= 1 and num_devices % tensor_devices == 0:
         flag, given, among = "--fsdp-devices", fsdp_devices, num_devices // tensor_devices
@@ -55,7 +55,7 @@ def does_not_divide(num_devices: int, tensor_devices: int, fsdp_devices: int = 1
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Rows cut over all devices but those of a tensor group, which hold the same ones."""
+    """Rows sharded over all devices; devices of a tensor group hold the same rows."""
     return NamedSharding(mesh, BATCH)
 
 

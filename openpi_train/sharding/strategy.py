@@ -1,10 +1,11 @@
-"""Which parts of the state are cut over the `fsdp` axis, and along which array dim. Read next: `tensor.py`.
+"""Which parts of the state are sharded over the `fsdp` axis, and along which array dim. Read next: `tensor.py`.
 
 A strategy is a row of `CUT`, not a class (`planning/choose.py: layouts` has its default number of devices): DDP is
-`replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 cut the optimizer state, also the gradients, also the parameters. With
-more devices than `fsdp_devices` the rest are replicas, which is what `hsdp` does by hosts. What `tensor.py` cuts is cut
-that way under every strategy, in state, gradients and copy alike; `fsdp` then cuts another dim of it. Where a part lies
-between steps, on the devices or in host memory, is said here too.
+`replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 shard the optimizer state, also the gradients, also the parameters.
+With
+more devices than `fsdp_devices` the rest are replicas, as `hsdp` does by hosts. Arrays that `tensor.py` shards are
+sharded so under every strategy, in state, gradients and copy; `fsdp` then shards another dim. This module also
+decides whether a part is on the devices or in host memory between steps.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from openpi_train.fields import at_least
 from openpi_train.sharding.mesh import FSDP, TENSOR, batch_sharding, replicated
 from openpi_train.sharding.tensor import tensor_dim
 
-# What a device holds: the state (float32 parameters, moments, average), the sum of gradients over micro-batches, and
-# the copy of the parameters that it computes with.
+# Parts held by a device: the state (float32 parameters, moments, average), the sum of gradients over micro-batches, and
+# the copy of the parameters used for computation.
 Part = Literal["state", "grads", "copy"]
 Strategy = Literal["replicated", "zero1", "zero2", "zero3", "hsdp"]
 Choice = Literal["auto", "replicated", "zero1", "zero2", "zero3", "hsdp"]
@@ -35,38 +36,38 @@ CUT: Mapping[Strategy, frozenset[Part]] = {
 }
 
 
-# The fields of the state whose large arrays lie in host memory between two steps.
+# The fields of the state whose large arrays are in host memory between two steps.
 Offload = Literal["none", "optimizer", "optimizer+ema"]
 ON_HOST: Mapping[Offload, frozenset[str]] = {
     "none": frozenset(),
     "optimizer": frozenset({"opt_state"}),
     "optimizer+ema": frozenset({"opt_state", "ema"}),
 }
-# jax's names for a device's own memory, and for that of the host which it reads and writes by itself.
+# jax's names for a device's own memory, and for host memory that the device accesses directly.
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How the state is laid out over `--fsdp-devices` devices.
+    """How the state is sharded over `--fsdp-devices` devices.
 
     Arrays below `min_shard_mib` MiB stay whole (openpi's rule and default, 4): a small gather costs more than it saves.
     """
 
-    # What is cut; auto: what fits and has the shortest step by the plan, or with --fsdp-devices given zero3.
+    # What is sharded; auto: the shortest step that fits, by the plan, or zero3 if --fsdp-devices is given.
     strategy: Choice = "auto"
     # Smaller arrays stay whole, and on the devices, MiB.
     min_shard_mib: float = at_least(0, 4.0)
-    # Devices that share out the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: none do.
+    # Devices that split the heads and wide layers of the same rows (Megatron's tensor parallelism); 1: off.
     tensor_devices: int = at_least(1, 1)
-    # What lies in host memory between steps: the optimizer's moments, also the average of the parameters.
+    # What is kept in host memory between steps: the optimizer's moments, or also the average of the parameters.
     offload: Offload = "none"
 
 
 def shard_dim(
     shape: tuple[int, ...], itemsize: int, num_shards: int, min_bytes: float, taken: int | None = None
 ) -> int | None:
-    """The dim to cut, or None: the largest one that divides, ties to the last, and not the one that is `taken`.
+    """The dim to shard, or None: the largest divisible one, ties to the last, except the one that is `taken`.
 
     The rule of openpi (`training/sharding.py` at 15a9616), whose results `golden/misc_fsdp.json` lists.
     """
@@ -80,7 +81,7 @@ def shard_dim(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A mesh, of devices that are there or only planned, and what is cut on it."""
+    """A mesh, of real or planned devices, and what is sharded over it."""
 
     mesh: Mesh | AbstractMesh
     strategy: Strategy
@@ -89,16 +90,16 @@ class Plan:
 
     @property
     def real_mesh(self) -> Mesh:
-        """The mesh, to run on: of devices that are there."""
+        """The mesh of real devices, to run on."""
         assert isinstance(self.mesh, Mesh), "nothing runs on planned devices"
         return self.mesh
 
     def cuts(self, part: Part) -> bool:
-        """Whether the strategy cuts this part."""
+        """Whether the strategy shards this part."""
         return part in CUT[self.strategy]
 
     def spec(self, part: Part, leaf: Any, path: str) -> PartitionSpec:
-        """How one array (or its shape) of `part` is cut: the parameter at `path`, or what belongs to it."""
+        """The partition of one array (or its shape) of `part`: the parameter at `path`, or what belongs to it."""
         axes: dict[int, str] = {}
         shape, tensor_devices = list(leaf.shape), self.mesh.shape[TENSOR]
         taken = tensor_dim(path, leaf.shape, tensor_devices)
@@ -112,7 +113,8 @@ class Plan:
         return PartitionSpec(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
 
     def uncut_share(self, params: Mapping[str, Any]) -> float:
-        """The share of the parameters that stays whole although the state is cut: none of their dims divides."""
+        """The share of the parameters that stays whole although the state is sharded: none of their dims is
+        divisible."""
         sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in params.items()}
         if not self.cuts("state") or self.mesh.shape[FSDP] == 1:
             return 0.0
@@ -121,7 +123,7 @@ class Plan:
         return whole / max(sum(sizes.values()), 1)
 
     def tree(self, part: Part, tree: Any) -> Any:
-        """The sharding of every leaf of `tree`, which belongs to `part`; parameters' paths are its innermost keys."""
+        """The sharding of every leaf of `tree`, a tree of `part` whose innermost keys are parameter paths."""
 
         def sharding(keys: Any, leaf: Any) -> NamedSharding:
             return NamedSharding(self.mesh, self.spec(part, leaf, str(getattr(keys[-1], "key", "")) if keys else ""))
@@ -129,7 +131,7 @@ class Plan:
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def between_steps(self, field: str, tree: Any) -> Any:
-        """The sharding of every leaf of this field of the state while no step runs: maybe in host memory."""
+        """The sharding of every leaf of this field of the state between steps, possibly in host memory."""
 
         def place(leaf: Any, sharding: NamedSharding) -> NamedSharding:
             large = leaf.ndim > 0 and math.prod(leaf.shape) * leaf.dtype.itemsize >= self.min_shard_mib * 2**20

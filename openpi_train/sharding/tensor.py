@@ -1,18 +1,18 @@
-"""Which dim of which parameter is cut over the `tensor` axis: heads, and the width inside the feed-forward layers.
+"""Which dim of which parameter is sharded over the `tensor` axis: heads, and the width inside the feed-forward layers.
 
-Megatron's way (Shoeybi et al. 2019, section 3): weights into heads or into the wide layer are cut by what comes out,
-weights back by what goes in, so that one sum per block is all that is sent. What is not in the table is whole on all
-devices of a tensor group: norms, embeddings, biases of what is summed, key and value heads that are too few to share
-out, and the factors of low-rank additions that have neither heads nor that width.
+As in Megatron (Shoeybi et al. 2019, section 3), weights into heads or into the wide layer are sharded by their output
+dim, weights back by their input dim, so that only one sum per block is sent. Parameters that are not in the table are
+replicated in a tensor group: norms, embeddings, biases of summed outputs, key and value heads that are too few to
+split, and the factors of low-rank additions that have neither heads nor that width.
 
-Read next: `strategy.py`, which cuts by this, and `nn/shard.py: spread, summed`, which send.
+Read next: `strategy.py`, which uses this, and `nn/shard.py: spread, summed`, which send.
 """
 
 import math
 import re
 from collections.abc import Mapping
 
-# By path in a stack of layers: the number of dims, the layers' first, and the dim to cut counted from the last.
+# By path in a stack of layers: the number of dims, with the layers first, and the dim to shard, counted from the last.
 CUT_DIMS = (
     (r"experts/\w+/query/(weight|lora_a|lora_b)", 4, -3),  # layers HEADS in out
     (r"(experts/\w+/)?(key_value|query_key_value)/(weight|lora_a|lora_b)", 5, -3),  # layers 2-or-3 HEADS in out
@@ -30,9 +30,9 @@ _PATTERNS = tuple((re.compile(rf"(.*/)?layers/{pattern}"), num_dims, dim) for pa
 
 
 def tensor_dim(path: str, shape: tuple[int, ...], tensor_devices: int) -> int | None:
-    """The dim to cut over so many devices, or None.
+    """The dim to shard over `tensor_devices` devices, or None.
 
-    An optimizer's statistics of a parameter have its path, and are cut only where they have its dims.
+    An optimizer's statistics of a parameter have its path, and are sharded only if they have its dims.
     """
     if tensor_devices == 1:
         return None
@@ -44,7 +44,7 @@ def tensor_dim(path: str, shape: tuple[int, ...], tensor_devices: int) -> int | 
 
 
 def check_sizes(sizes: Mapping[str, int], tensor_devices: int) -> list[str]:
-    """Why these sizes of a model, by field, cannot be shared out over so many devices, as sentences."""
+    """Why these sizes of a model, by field, cannot be split over `tensor_devices` devices, as sentences."""
     wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tensor_devices)
     if not wrong:
         return []

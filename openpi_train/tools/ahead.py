@@ -1,6 +1,6 @@
-"""The compiler's own account of a step's memory, on CPU devices that stand for the planned ones; nothing is run.
+"""The memory of a step as reported by the compiler, for CPU devices in place of the planned ones; nothing is run.
 
-XLA for CPUs widens much of bfloat16 to float32, so that the program's own bytes come out larger than a GPU's would;
+XLA for CPUs widens much of bfloat16 to float32, so the program's own bytes are larger than a GPU's would be;
 the state's are the same. Read next: `plan.py`.
 """
 
@@ -16,13 +16,13 @@ from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.sharding.mesh import FSDP
 from openpi_train.training import prepare
 
-# More stand-ins are not made: beyond, a program for fewer devices, with as many rows on each, stands for the planned.
+# Maximum number of CPU devices: beyond it, a program for fewer devices, with the same rows on each, is compiled.
 MOST_DEVICES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Bytes on one device: the state (with the batch), and what the program takes beside it."""
+    """Bytes on one device: the state (with the batch), and the program's own."""
 
     num_devices: int
     fsdp_devices: int
@@ -32,7 +32,8 @@ class Compiled:
 
 
 def imitate(num_devices: int, tensor_devices: int) -> None:
-    """Make jax start with so many CPU devices (at most `MOST_DEVICES`), in such groups. Call it before jax starts."""
+    """Make jax start with `num_devices` CPU devices (at most `MOST_DEVICES`), in tensor groups. Call it before jax
+    starts."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _stand_ins(num_devices, tensor_devices))
 
@@ -75,6 +76,7 @@ def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
 
 
 def _stand_ins(num_devices: int, tensor_devices: int) -> int:
-    """The largest number of CPU devices allowed that divides the planned ones and is one of whole tensor groups."""
+    """The largest allowed number of CPU devices that divides the planned ones and is a multiple of the tensor
+    groups."""
     group = max(tensor_devices, 1)  # what cannot be is refused later
     return max((n for n in range(group, MOST_DEVICES + 1, group) if num_devices % n == 0), default=num_devices)

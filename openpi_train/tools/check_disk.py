@@ -1,4 +1,4 @@
-"""What `doctor` finds out about a directory: room, and how fast it is written and read. Read next: `doctor.py`."""
+"""`doctor`'s checks of a directory: free space, and the speed of writing and reading. Read next: `doctor.py`."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ _SLOW_BYTES_S = 20e6
 
 
 def written(place: Path, flag: str, checkpoint_bytes: int = 0) -> Iterator[Finding]:
-    """Room and speed of a directory that a run writes to, which `flag` names; it need not exist yet.
+    """Check space and speed of a directory that a run writes to, set by `flag`; it need not exist yet.
 
-    Args: `checkpoint_bytes` is the size of one checkpoint. There must be room for two: an old one is deleted only
-    when a new one is whole.
+    Args: `checkpoint_bytes` is the size of one checkpoint. There must be space for two: an old one is deleted only
+    when a new one is complete.
     """
     folder = place.expanduser().absolute()
     while not folder.exists():
@@ -49,7 +49,7 @@ def written(place: Path, flag: str, checkpoint_bytes: int = 0) -> Iterator[Findi
 
 
 def read(dataset: Path) -> Iterator[Finding]:
-    """How fast the largest file of a dataset is read, past what the system remembers of it."""
+    """Check the read speed of the largest file of a dataset, bypassing the page cache."""
     files = [path for path in dataset.rglob("*") if path.is_file()] if dataset.is_dir() else [dataset]
     largest = max(files, key=lambda path: path.stat().st_size, default=None)
     if largest is None or not largest.is_file() or not largest.stat().st_size:
@@ -67,7 +67,7 @@ def read(dataset: Path) -> Iterator[Finding]:
 
 
 def _try(folder: Path, size: int) -> tuple[float, float, int]:
-    """Seconds to write so many bytes to the disk itself and to read them back, and how many they were."""
+    """Seconds to write `size` bytes to the disk itself and to read them back, and the number of bytes."""
     size = max(1 << 16, size // len(_BLOCK) * len(_BLOCK))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".openpi_train_doctor_") as file:
         begin = time.perf_counter()

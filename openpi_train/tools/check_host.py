@@ -1,4 +1,4 @@
-"""What `doctor` finds out about a machine before jax touches its devices. Read next: `check_run.py`, `doctor.py`."""
+"""`doctor`'s checks of a machine before jax uses its devices. Read next: `check_run.py`, `doctor.py`."""
 
 import ctypes
 import importlib.metadata
@@ -37,7 +37,7 @@ def machine() -> Iterator[Finding]:
 
 
 def installed() -> dict[str, str]:
-    """Versions of jax and of what must fit it, by package; absent ones are left out."""
+    """Versions of jax and of packages that must match it; absent ones are left out."""
     versions = {}
     for package in ("jax", "jaxlib", *_PLUGINS):
         try:
@@ -48,7 +48,7 @@ def installed() -> dict[str, str]:
 
 
 def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
-    """Whether jax, jaxlib and the plugin for GPUs are of one release: jax passes over a plugin that is not."""
+    """Check that jax, jaxlib and the GPU plugin have the same release: jax ignores other plugins."""
     jax, jaxlib = versions["jax"], versions["jaxlib"]
     plugins = {name: version for name, version in versions.items() if name in _PLUGINS}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -71,7 +71,7 @@ def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
 
 
 def driver(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """NVIDIA's driver and its GPUs, as `nvidia-smi` tells."""
+    """Check NVIDIA's driver and GPUs with `nvidia-smi`."""
     if shutil.which("nvidia-smi") is None:
         yield ok("driver", "no nvidia-smi here: no NVIDIA GPU")
         return
@@ -104,7 +104,7 @@ def driver(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Iterator[Finding]:
-    """What XLA and NCCL will be told, and why."""
+    """The settings of XLA and NCCL, and why."""
     decisions = xla.decide(kind, environ, extent)
     if not decisions:
         yield ok("xla", f"nothing is set for {kind} and {extent}; XLA_FLAGS={environ.get('XLA_FLAGS', '')!r}")
@@ -122,7 +122,7 @@ def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Itera
 
 
 def own_name(kind: str) -> Iterator[Finding]:
-    """Whether this host's name leads to an address that other hosts can reach; gloo listens there, alone too."""
+    """Check that this host's name resolves to an address that other hosts can reach; gloo listens there, even alone."""
     name = socket.gethostname()
     advice = f"give {name} its real address in /etc/hosts or DNS; needed for several hosts without GPUs (gloo)"
     try:
@@ -138,7 +138,7 @@ def own_name(kind: str) -> Iterator[Finding]:
 
 
 def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
-    """Whether the coordinator's port and the one after it, for the rendezvous, are free. `chosen`: by the user."""
+    """Check that the coordinator's port and the next one, for the rendezvous, are free. `chosen`: set by the user."""
     for number in (port, port + 1):
         try:
             with socket.create_server(("", number), reuse_port=False):
@@ -152,7 +152,7 @@ def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
 
 
 def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
-    """Whether each of `hosts` ("name" or "name:port") resolves and answers from here."""
+    """Check that each of `hosts` ("name" or "name:port") resolves and answers from here."""
     for given in hosts:
         try:
             host, port = split_address(given) if ":" in given else (given, default_port)
@@ -184,7 +184,7 @@ def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Whether the clock is kept right, so that the logs of several hosts line up."""
+    """Check that the clock is synchronised, so that the logs of several hosts match."""
     if sys.platform != "linux":
         return
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zero: only asks
@@ -196,7 +196,7 @@ def clock() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Room in /dev/shm, through which data workers hand rows over; containers have 64 MiB unless told otherwise."""
+    """Check the free space in /dev/shm, which data workers use to pass rows; containers have 64 MiB by default."""
     place = Path("/dev/shm")
     if not place.is_dir():
         yield warn("shm", "there is no /dev/shm", "use --num-workers 0")

@@ -1,4 +1,4 @@
-"""What `doctor` finds out with the devices: what they do together, and what an experiment needs.
+"""`doctor`'s checks that use the devices: collectives, and the needs of an experiment.
 
 Read next: `doctor.py`, `../runtime/selftest.py`.
 """
@@ -26,7 +26,7 @@ _MOST_SKEW_S = 2.0
 
 
 def devices(num_gpus: int) -> Iterator[Finding]:
-    """What jax found, which is the processor where it could not use the GPUs."""
+    """Check the devices that jax found: the CPU if it could not use the GPUs."""
     local, kind = jax.local_devices(), jax.devices()[0].device_kind
     text = f"{jax.device_count()} x {kind}, {len(local)} of them in this process"
     if num_gpus and local[0].platform == "cpu":
@@ -37,7 +37,7 @@ def devices(num_gpus: int) -> Iterator[Finding]:
 
 
 def collectives() -> Iterator[Finding]:
-    """The self-test that every run begins with."""
+    """Run the self-test with which every run begins."""
     try:
         found = selftest.measure()
     except NumbersError as error:
@@ -47,7 +47,7 @@ def collectives() -> Iterator[Finding]:
 
 
 def clocks() -> Iterator[Finding]:
-    """Whether the clocks of all processes agree."""
+    """Check that the clocks of all processes agree."""
     if jax.process_count() == 1:
         return
     agree.barrier("compare clocks")  # all leave it at about the same time
@@ -61,7 +61,7 @@ def clocks() -> Iterator[Finding]:
 
 
 def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
-    """Whether the experiment fits the devices' memory and the disks."""
+    """Check that the experiment fits the devices' memory and the disks."""
     checkpoint_bytes = 0
     try:
         prepared = prepare_without_data(experiment, world)
@@ -77,7 +77,7 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
 
 
 def data(experiment: Experiment) -> Iterator[Finding]:
-    """Whether the experiment's datasets are there and indexed, and its norm stats there and sound."""
+    """Check that the experiment's datasets exist and are indexed, and that its norm stats exist and are valid."""
     config, ready = experiment.data, True
     if not isinstance(config, DataConfig):
         yield warn("dataset", f"{type(config).__name__}: not looked at", "the first start says what is wrong with it")

@@ -1,9 +1,9 @@
-"""The `data collect` verb: demonstrations by an environment's scripted expert, as a zarr replay buffer.
+"""The `data collect` verb: record demonstrations by an environment's scripted expert in a zarr replay buffer.
 
-An attempt is a function of (environment, task, seed, its number) alone. Attempts run in rounds of a few, as many rounds
-at a time as demonstrations are still missing, so that which attempts there are depends on how they end and not on the
-number of processes: the same command writes the same files whoever does the work. Each round's demonstrations are kept
-in `<out>.rounds` until the store is whole, so that a killed command goes on where it was.
+An attempt depends only on (environment, task, seed, its number). Attempts run in small rounds, as many rounds
+at a time as demonstrations are still missing, so the set of attempts depends on their outcomes and not on the
+number of processes: the same command always writes the same files. Each round's demonstrations are kept
+in `<out>.rounds` until the store is complete, so a killed command continues where it stopped.
 
 Read next: `envs/env.py` (`Env.demonstrate`), `data/zarr/zarr_writer.py`.
 """
@@ -37,11 +37,11 @@ from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
-# Part of what identifies rounds on disk: raise it with every change of how they are made.
+# Part of what identifies rounds on disk: increase it with every change of how they are made.
 REVISION = 1
 # Attempts of a round: simulated at the same time, in one process.
 ROUND_SIZE = 4
-# Attempts in a row without a success after which an expert counts as unable.
+# Consecutive failures after which an expert counts as unable.
 MOST_FAILURES = 16
 CHUNK_ROWS = 100
 # Names in a round's file beside its columns.
@@ -52,7 +52,7 @@ _REPORT_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What became of one task: demonstrations kept, attempts made for them, and the numbers of those that failed."""
+    """The result of one task: demonstrations kept, attempts made, and the numbers of failed attempts."""
 
     task: str
     kept: int
@@ -60,7 +60,7 @@ class Collected:
     failed: tuple[int, ...]
 
     def text(self) -> str:
-        """The same as a sentence."""
+        """The result as a sentence."""
         numbers = f"; failed and left out: {', '.join(map(str, self.failed))}" if self.failed else ""
         return f"{self.task}: {self.kept} demonstrations of {self.attempts} attempts{numbers}"
 
@@ -90,15 +90,16 @@ def collect(
     seed: int = 0,
     workers: int = 1,
 ) -> list[Collected]:
-    """Write `out`, a zarr replay buffer of `episodes_per_task` successful episodes of every task; what became of each.
+    """Write `out`, a zarr replay buffer of `episodes_per_task` successful episodes per task; returns the result of
+    each.
 
     Args:
         tasks: names of tasks of the environment, all by default.
         workers: processes that simulate; 1 simulates in this one.
 
-    Raises ValueError for a task that the environment does not have, an environment without an expert, or other
-    arguments than those that the rounds in `<out>.rounds` were made with; FileExistsError where `out` is there;
-    RuntimeError where an expert only fails, or a process was lost.
+    Raises ValueError for an unknown task, an environment without an expert, or arguments that differ from those of
+    the rounds in `<out>.rounds`; FileExistsError if `out` exists; RuntimeError if an expert never succeeds, or a
+    process was lost.
     """
     env = env.for_demonstrations()
     numbers = _numbers(env, tasks)
@@ -132,7 +133,7 @@ def _identity(env: Env, seed: int) -> str:
 
 
 def _claim(rounds: Path, env: Env, seed: int) -> None:
-    """Make the folder, or go on in it. Raises ValueError where its rounds were made with other arguments."""
+    """Create the folder, or continue in it. Raises ValueError if its rounds were made with other arguments."""
     made_with = _identity(env, seed)
     if not (rounds / _PLAN).is_file():
         files.write_json(rounds / _PLAN, {"made with": made_with})
@@ -143,9 +144,9 @@ def _claim(rounds: Path, env: Env, seed: int) -> None:
 def _rounds(
     env: Env, tasks: Sequence[int], wanted: int, seed: int, folder: Path, run: Callable[[list[Round]], Iterable[Any]]
 ) -> dict[int, list[Path]]:
-    """Run rounds until every task has as many demonstrations as are wanted; the files of each task's rounds in order.
+    """Run rounds until every task has the wanted demonstrations; returns the files of each task's rounds in order.
 
-    Raises RuntimeError where an expert only fails.
+    Raises RuntimeError if an expert never succeeds.
     """
     done: dict[int, list[Path]] = {task: [] for task in tasks}
     kept = dict.fromkeys(tasks, 0)
@@ -174,9 +175,9 @@ def _rounds(
 
 @contextlib.contextmanager
 def _processes(workers: int) -> Iterator[Callable[[list[Round]], Iterable[Any]]]:
-    """What runs rounds and tells of each that is done: this process, or `workers` others.
+    """Yield a function that runs rounds and reports finished ones, in this process or in `workers` others.
 
-    Raises RuntimeError where one of those is lost.
+    Raises RuntimeError if one of those is lost.
     """
     if workers == 1:
         yield lambda rounds: map(run_round, rounds)
@@ -198,7 +199,7 @@ def _start_process() -> None:
 
 
 def run_round(one: Round) -> None:
-    """Simulate a round, and keep its successful attempts."""
+    """Simulate a round, and save its successful attempts."""
     attempts = np.array(one.attempts)
     seeds = [zlib.crc32(f"{one.seed}/{one.env.tasks[one.task]}/{number}".encode()) for number in one.attempts]
     keys = jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32))
@@ -215,7 +216,7 @@ def run_round(one: Round) -> None:
 
 
 def _demonstrated(env: Env, keys: Any, tasks: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What was seen and commanded before each control step, [steps, b, ...] by column; steps to success, 0 for none."""
+    """Observations and commands before each control step, [steps, b, ...] by column; steps to success, 0 for none."""
     states = env.reset(row_randomness.for_purpose(keys, "env/reset"), tasks)
     of_step = jax.jit(jax.vmap(jax.random.fold_in, (0, None)))
     seen: list[dict[str, np.ndarray]] = []
@@ -231,7 +232,7 @@ def _demonstrated(env: Env, keys: Any, tasks: np.ndarray) -> tuple[dict[str, np.
 
 
 def _kept(rounds: Sequence[Path], wanted: int) -> list[tuple[Path, int, int]]:
-    """The first so many demonstrations of a task: the file of each, its first row there and the one after its last."""
+    """The first `wanted` demonstrations of a task: file, first row and end row of each."""
     ends = [(path, np.cumsum(_read(path, _LENGTHS))) for path in rounds]
     found = [(path, start, end) for path, stops in ends for start, end in itertools.pairwise([0, *stops.tolist()])]
     return found[:wanted]
@@ -277,7 +278,7 @@ def _read(path: Path, name: str) -> np.ndarray:
 
 
 def _told(task: str, rounds: Sequence[Path], wanted: int) -> Collected:
-    """What became of a task; attempts behind the last one that was needed do not count."""
+    """The result of a task; attempts after the last one that was needed do not count."""
     failed = np.concatenate([_read(path, _FAILED) for path in rounds])
     succeeded = np.setdiff1d(np.arange(len(rounds) * ROUND_SIZE), failed)[:wanted]
     attempts = int(succeeded[-1]) + 1

@@ -1,6 +1,6 @@
-"""The `convert` verb: a checkpoint of one form into one of another, every key accounted for, outputs compared.
+"""The `convert` verb: convert a checkpoint to another form, accounting for every key and comparing outputs.
 
-Everything is written beside the target and read again before it gets its name: what is there is whole.
+Everything is written beside the target and read back before it gets its name, so a target is always complete.
 Read next: `interop/checkpoint_formats.py` (the forms), `interop/parity.py` (the comparison), `docs/exchange.md`.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REPORT = "parity.json"
 # Memory per parameter for the comparison of outputs: in float32, and half as much for all else.
 _OUTPUTS_BYTES = 6
-# Fields of a model that a run may settle for itself; they change nothing in what it computes.
+# Fields of a model that a run may settle for itself; they do not change what it computes.
 _OF_THE_RUN = ("remat", "attention")
 
 
@@ -51,7 +51,7 @@ def main(
 ) -> int:
     """Convert, or only account for every key.
 
-    `experiment` None is what the source itself says; `recorded` makes an experiment of that.
+    With `experiment` None, the source's own record is used; `recorded` builds the experiment from it.
     """
     if experiment is None:
         stored = checkpoint_formats.open_checkpoint(request.source, None, request.source_format)
@@ -68,7 +68,7 @@ def main(
 
 
 def _push(conversion: "CheckpointConversion") -> str:
-    """Convert into a folder of its own and push that, with a card that tells of the run; where it now is."""
+    """Convert into a temporary folder and push it with a model card; returns its address."""
     request = conversion.request
     address = str(request.target)
     checkpoint_hub.check_push(address, private=not request.public)
@@ -88,7 +88,7 @@ def _read_if_there(path: Path) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError):
-        return None  # of a checkpoint copied out of its run, the card says what the checkpoint itself knows
+        return None  # for a checkpoint copied out of its run, the card has only the checkpoint's own information
 
 
 def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversion":
@@ -142,7 +142,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConversion:
-    """A conversion that nothing stands against: what was opened, and what is to be written."""
+    """A checked conversion: what was opened, and what will be written."""
 
     request: ConvertRequest
     form: checkpoint_formats.Format
@@ -177,7 +177,7 @@ class CheckpointConversion:
         return dataclasses.replace(self, request=dataclasses.replace(self.request, target=target))
 
     def run(self) -> Path:
-        """Write the target, read it again, compare, report. Nothing is left behind where that fails."""
+        """Write the target, read it back, compare, report. A failure leaves nothing behind."""
         target = self.request.target.expanduser().absolute()
         with drafted(target, self.size_bytes, self.request.overwrite) as draft:
             assert self.form.write is not None, "checked when it was planned"
@@ -186,7 +186,7 @@ class CheckpointConversion:
         return target
 
     def _checked(self, draft: Path) -> dict[str, Any]:
-        """The report on what was written. Raises CheckpointError where it does not read back as what was meant."""
+        """The report on the result. Raises CheckpointError if it does not read back as intended."""
         result = self.form.open(Place.of(draft), self.wanted_model)
         params = checkpoint_formats.model_params(result, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
@@ -208,7 +208,7 @@ class CheckpointConversion:
         }
 
     def _outputs(self, params: Leaves) -> Any:
-        """How far the models' outputs are apart, or why that is not known."""
+        """The difference of the models' outputs, or why it is unknown."""
         if not self.request.outputs:
             return "not compared (--no-outputs)"
         needed, free = _OUTPUTS_BYTES * num_values(self.params), _free_host_bytes()
@@ -226,13 +226,13 @@ class CheckpointConversion:
 
 
 def _free_host_bytes() -> float:
-    """The host's memory that is free; no limit where the system does not say."""
+    """Free memory of the host; infinite if the system does not report it."""
     linux = Path("/proc/meminfo").is_file()
     return host_bytes_per_device() * jax.local_device_count() if linux else math.inf
 
 
 def _read_again(wanted: Leaves, found: Leaves, draft: Path) -> dict[str, Any]:
-    """What `compare_leaves` says. Raises CheckpointError where not every leaf is bit-equal."""
+    """The result of `compare_leaves`. Raises CheckpointError if a leaf is not bit-equal."""
     again = compare_leaves(wanted, found, draft)
     if again["bit_equal"] != len(wanted):
         raise CheckpointError(f"{again['at']} reads back with another value than was written; is the disk sound?")
@@ -248,7 +248,7 @@ def _dtype(name: str) -> Any:
 
 
 def _check_same_model(stored: Stored, model: ModelConfig) -> None:
-    """Raise UsageError where a checkpoint of ours says that it is another model's."""
+    """Raise UsageError if our checkpoint records another model."""
     if stored.experiment is None:
         return
     changed = changed_fields(stored.experiment["model"], as_json(model))
@@ -264,7 +264,7 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
 
 
 def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
-    """What the result's norm stats are, by asset id."""
+    """The norm stats of the result, by asset id."""
     if request.norm_stats is not None:
         if request.asset_id is None:
             raise UsageError("--norm-stats needs --asset-id: the name under which they lie in assets/")
@@ -283,7 +283,7 @@ def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
 
 
 def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
-    """Raise CheckpointError where norm stats are wider than what the model takes."""
+    """Raise CheckpointError if norm stats are wider than the model's state or actions."""
     spec = experiment.policy.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():

@@ -1,7 +1,8 @@
 """The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `inspect`, `repack` for
 slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-A class each: its fields are the flags, `run` does it. Read next: `data/embedded.py`, `collect.py`, `inspect_data.py`,
+Each is a class: its fields are the flags, `run` executes it. Read next: `data/embedded.py`, `collect.py`,
+`inspect_data.py`,
 `data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
 """
 
@@ -23,29 +24,29 @@ if TYPE_CHECKING:
     from openpi_train.data.source import Source
     from openpi_train.experiment import Experiment
 
-_ABOUT = "Make and look after datasets."
+_ABOUT = "Make, inspect and convert datasets."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataRequest(Request, abc.ABC):
-    """One thing to do with datasets."""
+    """One command on datasets."""
 
     @property
     def of_experiment(self) -> str | None:
-        """The name of the experiment that it is for; unknown flags are those of its fields."""
+        """The name of the experiment, if it needs one; unknown flags are then fields of the experiment."""
         return None
 
     @abc.abstractmethod
     def run(self, experiment: "Experiment | None") -> None:
-        """Do it and print what came of it. Raises OSError and ValueError with advice."""
+        """Run the command and print the result. Raises OSError and ValueError with advice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare(DataRequest):
     """Write an embedded tabletop dataset and its tokenizer.
 
-    Without flags: what the experiments of this repository read under that name (docs/data.md). A run that misses such
-    a dataset writes it by itself.
+    Without flags: the dataset that this repository's experiments read under that name (docs/data.md). A run that needs
+    such a dataset also writes it.
     """
 
     # Datasets' folder; None: $OPENPI_TRAIN_HOME/datasets.
@@ -68,7 +69,7 @@ class Prepare(DataRequest):
 
         from openpi_train.data.embedded import prepare
 
-        # It simulates on the CPU; a GPU that is there would be taken whole for nothing.
+        # It simulates on the CPU; jax would otherwise reserve a GPU for nothing.
         jax.config.update("jax_platforms", "cpu")
         fields = ("episodes_per_task", "val_episodes_per_task", "image_size", "seed")
         changes = {name: value for name in fields if (value := getattr(self, name)) is not None}
@@ -122,17 +123,17 @@ class Collect(DataRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading(DataRequest):
-    """What reads a dataset."""
+    """A command that reads a dataset."""
 
     # <data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset or a zarr store.
     path: Annotated[str, Positional, arg(metavar="PATH")]
     # Of RLDS a split, or several as "train+val".
     split: str = "train"
-    # What a torn record does: end this, or have its episode left out.
+    # What to do on a damaged record: stop, or leave its episode out.
     on_bad_record: Literal["error", "skip"] = "error"
 
     def open(self) -> "Source":
-        """The dataset. Raises ValueError for a split where there are none."""
+        """Open the dataset. Raises ValueError for a split if its format has none."""
         from openpi_train.data.formats import source_at
         from openpi_train.data.rlds import Rlds
 
@@ -161,9 +162,9 @@ class Index(Reading):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect(Reading):
-    """Say what a dataset holds, and what is wrong with it."""
+    """Show what a dataset contains, and what is wrong with it."""
 
-    # A dataset, or an experiment whose datasets are meant.
+    # A dataset, or an experiment whose datasets are inspected.
     path: Annotated[str, Positional, arg(metavar="PATH|EXPERIMENT")]
     # Folder for the text and a contact sheet of frames.
     out: Path | None = None
@@ -202,7 +203,7 @@ class Repack(Reading):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(DataRequest):
-    """Join zarr replay buffers in one that keeps their tasks."""
+    """Merge zarr replay buffers into one that keeps their tasks."""
 
     # Stores; the task of one is its name up to - or .
     stores: Annotated[tuple[str, ...], Positional, arg(metavar="[TASK=]PATH")]
@@ -217,7 +218,7 @@ class Merge(DataRequest):
         """Sentences for prompts of no task, and where there is no store."""
         wrong = [text for text in self.prompt if "=" not in text]
         problems = [f"--prompt {text!r} has no task before a =; give TASK=TEXT" for text in wrong]
-        return problems if self.stores else [*problems, "PATH is missing: name the stores to join"]
+        return problems if self.stores else [*problems, "PATH is missing: name the stores to merge"]
 
     def run(self, experiment: "Experiment | None") -> None:
         from openpi_train.data.zarr.merge import StoreToMerge, merge
@@ -229,7 +230,7 @@ class Merge(DataRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recordings(Request):
-    """Of RoboTwin's HDF5 recordings, which become zarr."""
+    """Options for RoboTwin's HDF5 recordings, which become zarr."""
 
     # Pictures to keep.
     cameras: tuple[str, ...] = ("head_camera",)
@@ -243,7 +244,7 @@ class Recordings(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert(Reading):
-    """Convert a dataset of any format into one of another."""
+    """Convert a dataset to another format."""
 
     # <data_dir>/<name>[/<version>] of RLDS; the folder of a LeRobot dataset, a zarr store or RoboTwin's recordings.
     path: Annotated[str, Positional, arg(metavar="PATH")]
@@ -251,11 +252,11 @@ class Convert(Reading):
     target: Annotated[Path, Positional, arg(metavar="TARGET")]
     # Its format; None: zarr where its name ends in .zarr.
     to: Literal["lerobot", "lerobot-2.1", "rlds", "zarr", "steps"] | None = None
-    # How pictures are kept; None: av1, of rlds as they are, or png.
+    # How pictures are stored; None: av1, for rlds as stored, or png.
     pictures: Literal["av1", "h264", "png", "jpeg", "as-stored"] | None = None
-    # Control steps per second, where the dataset does not say.
+    # Control steps per second, if the dataset does not record them.
     control_hz: float | None = None
-    # Columns that are not kept.
+    # Columns to leave out.
     leave_out: tuple[str, ...] = ()
     # Of RoboTwin's HDF5 recordings, to zarr.
     robotwin: OmitArgPrefixes[Recordings] = dataclasses.field(default_factory=Recordings)
@@ -267,7 +268,7 @@ class Convert(Reading):
         form = self.to or ("zarr" if self.target.suffix == ".zarr" else None)
         if form is None:
             raise ValueError(
-                f"which format is {self.target} to have? Give --to lerobot, lerobot-2.1, rlds, zarr or steps"
+                f"the format of {self.target} is not clear: give --to lerobot, lerobot-2.1, rlds, zarr or steps"
             )
         if is_recording(Path(self.path)):
             self._run_on_recordings(form)
@@ -300,11 +301,11 @@ class FitFast(DataRequest):
     experiment: ExperimentName
     # Directory to make; None: where the experiment looks for it.
     out: Path | None = None
-    # The most tokens.
+    # Vocabulary size.
     vocab_size: int = 1024
-    # Steps of a coefficient in one unit.
+    # Quantisation steps per unit of a coefficient.
     scale: float = 10.0
-    # As many chunks of larger datasets, spread evenly.
+    # Maximum number of chunks, spread evenly over the dataset.
     max_chunks: int = 50_000
 
     @property

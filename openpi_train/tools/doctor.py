@@ -1,7 +1,7 @@
-"""The `doctor` verb: looks at everything that a run needs and says what is wrong and what to do.
+"""The `doctor` verb: check everything that a run needs, and report what is wrong and what to do.
 
-One process looks at its machine; started with `launch`, `srun` or by `launch kubernetes`, all processes look at theirs
-and do together what a run does first. Read next: `check_host.py`, `check_disk.py`, `check_run.py`.
+One process checks its machine; started with `launch`, `srun` or by `launch kubernetes`, all processes check theirs
+and run the first collective steps of a run together. Read next: `check_host.py`, `check_disk.py`, `check_run.py`.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ DEFAULT_PORT = 29500
 
 
 def main(request: DoctorRequest, experiment: Experiment | None, process: ProcessFlags) -> int:
-    """Look at everything, print a line for each thing, and return 0, or 2 where something failed.
+    """Run all checks, print a line for each, and return 0, or 2 if one failed.
 
     Every process of the run must call it; process 0 prints for all.
     """
     logs.configure(0)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)
-    # What these say at INFO is in the report; waits still say what they are for.
+    # INFO messages of these modules are in the report; waits are still logged.
     for name in ("runtime.session", "runtime.compile_cache", "data", "training"):
         logging.getLogger(f"openpi_train.{name}").setLevel(logging.WARNING)
     report = _Report(world, as_text=not request.json)
@@ -59,7 +59,7 @@ def main(request: DoctorRequest, experiment: Experiment | None, process: Process
 
 
 def _place(world: World) -> Iterable[Finding]:
-    """Who this process is taken to be, and what was seen and not believed."""
+    """This process's index, and environment variables that were ignored."""
     coordinator = f", coordinator {world.coordinator}" if world.coordinator else ""
     yield ok("place", f"process {world.process_index} of {world.process_count} ({world.source}{coordinator})")
     for note in world.notes:
@@ -67,7 +67,7 @@ def _place(world: World) -> Iterable[Finding]:
 
 
 def _host(world: World, hosts: Sequence[str], port: int | None) -> Iterable[Finding]:
-    """What can be found out before jax starts."""
+    """Checks before jax starts."""
     versions, kind = check_host.installed(), xla.device_kind(_platforms(), os.environ)
     yield from check_host.machine()
     yield from check_host.driver(versions)
@@ -76,7 +76,7 @@ def _host(world: World, hosts: Sequence[str], port: int | None) -> Iterable[Find
     yield from check_host.shared_memory()
     yield from check_host.own_name(kind)
     yield from check_host.clock()
-    if world.coordinator is None:  # else the meeting tries it
+    if world.coordinator is None:  # else the rendezvous tests it
         yield from check_host.ports(port or DEFAULT_PORT, chosen=port is not None)
     yield from check_host.reach(hosts, port or DEFAULT_PORT)
 
@@ -86,13 +86,13 @@ def _platforms() -> str | None:
 
 
 def _gpus_to_use() -> int:
-    """GPUs that jax should find: none where the user has chosen other devices."""
+    """Number of GPUs that jax should find: 0 if the user has chosen other devices."""
     chosen_otherwise = _platforms() and xla.device_kind(_platforms(), os.environ) != "gpu"
     return 0 if chosen_otherwise else xla.num_gpus(os.environ)
 
 
 def _run(experiment: Experiment | None, world: World) -> Iterable[Finding]:
-    """What needs the devices or an experiment."""
+    """Checks that need the devices or an experiment."""
     yield from check_disk.written(places.home(), "OPENPI_TRAIN_HOME")
     if experiment is None:
         yield from check_disk.written(Path(), "--checkpoint-base-dir")
@@ -108,7 +108,7 @@ class _Report:
         self._is_first, self._as_text = world.process_index == 0, as_text
         self._who = f"process {world.process_index} on {socket.gethostname()}"
         self._findings: list[Finding] = []
-        # The report alone goes to stdout: gloo greets every new group of processes there, from C++.
+        # Only the report goes to stdout, where gloo prints a greeting for every new group of processes, from C++.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
@@ -122,7 +122,7 @@ class _Report:
         return {"who": self._who, "findings": [dataclasses.asdict(finding) for finding in self._findings]}
 
     def end(self, reports: Sequence[dict[str, Any]]) -> int:
-        """Show what remains to be shown of the `reports` of all processes, and return the exit code."""
+        """Show the remaining `reports` of all processes, and return the exit code."""
         levels = [finding["level"] for report in reports for finding in report["findings"]]
         code = USAGE if "fail" in levels else DONE
         if not self._is_first:

@@ -1,4 +1,4 @@
-"""Where a conversion writes: a hidden directory beside the target, which gets its name once all of it is there.
+"""The output directory of a conversion: hidden beside the target, and renamed to it when it is complete.
 
 Read next: `convert_checkpoint.py`.
 """
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
-    """A path beside `target` to write `needed` bytes to; at the end it becomes `target`, where that fails it is gone.
+    """Yield a path beside `target` for `needed` bytes; renamed to `target` at the end, removed on failure.
 
-    What an earlier process of this host left because it was killed is removed first. Raises UsageError where `target`
-    exists and may not be moved aside, CheckpointError where it cannot be written.
+    Remains of killed processes of this host are removed first. Raises UsageError if `target`
+    exists and may not be moved aside, CheckpointError if it cannot be written.
     """
     if target.exists() and not overwrite:
         raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
@@ -54,7 +54,7 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
 
 
 def check_target(target: Path, source: str) -> None:
-    """Raise UsageError where the target is an address and no path, or lies in the source or around it."""
+    """Raise UsageError if the target is an address instead of a path, or is inside the source or contains it."""
     if re.match(r"[a-z]\w+:/", str(target)):
         raise UsageError(
             f"{target}: a result is written to a directory, or pushed to hub:USER/NAME; write it to a disk and copy it "
@@ -66,7 +66,7 @@ def check_target(target: Path, source: str) -> None:
 
 
 def _check_room(target: Path, needed: int) -> None:
-    """Raise CheckpointError where the disk has no room for so many bytes."""
+    """Raise CheckpointError if the disk has no space for `needed` bytes."""
     folder = next(path for path in target.parents if path.exists())
     if not folder.is_dir():
         raise CheckpointError(f"{target} cannot be made: {folder} is a file; choose another target")
@@ -80,7 +80,7 @@ def _check_room(target: Path, needed: int) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the drafts of processes of this host that are no more; name those of which that is not known."""
+    """Remove the drafts of ended processes of this host; log drafts whose process is unknown."""
     ours = f".{target.name}.partial-{socket.gethostname()}-"
     for left in target.parent.glob(f".{target.name}.partial-*"):
         process = left.name.removeprefix(ours)

@@ -1,7 +1,7 @@
-"""The `eval` verb: a trained policy on held-out episodes (open loop) and in an environment (closed loop).
+"""The `eval` verb: evaluate a policy on held-out episodes (open loop) and in an environment (closed loop).
 
 Every process loads the policy on its own devices and takes its share of the episodes, in groups that are the same for
-any number of processes: so the result is, too. What comes out lies in the run's `eval/<step>/`.
+any number of processes, and so are the results. They are written to the run's `eval/<step>/`.
 Read next: `open_loop.py`, `envs/closed_loop.py`, `policy/acting.py`.
 """
 
@@ -45,7 +45,7 @@ _PLOTTED_EPISODES = 3
 
 
 def main(request: EvaluateRequest, process: ProcessFlags) -> int:
-    """Evaluate, write it, and print the tables. Every process of the run must call it."""
+    """Evaluate, write the results, and print the tables. Every process of the run must call it."""
     logs.configure(0)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)
@@ -87,7 +87,7 @@ def run(request: EvaluateRequest) -> Path:
 
 
 def folder_of(checkpoint: str) -> Path:
-    """`eval/<step>` in the directory of the run whose checkpoint this is. Raises UsageError where it is no run's."""
+    """`eval/<step>` in the directory of the checkpoint's run. Raises UsageError if it belongs to no run."""
     step = Path(checkpoint)
     step = step.parent if step.name == "params" else step
     if not (step.parent / "experiment.json").is_file():
@@ -96,7 +96,7 @@ def folder_of(checkpoint: str) -> Path:
 
 
 def closed_loop_of(request: EvaluateRequest, experiment: Experiment, dataset: int) -> ClosedLoop:
-    """The experiment's closed loop with what was asked for in its place."""
+    """The experiment's closed loop with the requested options."""
     given = {
         "env": NoEnv() if request.episodes == 0 else _env(request.env),
         "episodes_per_task": request.episodes or None,
@@ -117,7 +117,8 @@ def _env(name: str | None) -> Env | None:
 
 
 def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
-    """Which dataset's robot acts: a number or an asset id; by default that of the run's own closed loop."""
+    """The index of the dataset whose robot acts, from a number or an asset id; by default that of the run's closed
+    loop."""
     if wanted is None:
         return experiment.robot_eval.closed_loop.dataset
     chosen = choose_dataset(experiment, int(wanted) if wanted.isdecimal() else wanted)
@@ -178,7 +179,7 @@ def _execute(config: ClosedLoop, policy: Policy) -> int:
 
 
 def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:
-    """What makes the policy of a batch of episodes. Raises UsageError for options that do not go together."""
+    """A function that makes the policy for a batch of episodes. Raises UsageError for conflicting options."""
     execute, ahead = _execute(config, policy), policy.form.window.num_ahead
     if config.num_episodes and execute > ahead:
         raise UsageError(f"--execute {execute}: the policy's chunks have {ahead} actions")

@@ -1,4 +1,4 @@
-"""Figures as SVG, by matplotlib (the extra `report`): lines over steps, and predicted against recorded chunks."""
+"""SVG figures by matplotlib (the extra `report`): lines over steps, and predicted against recorded chunks."""
 
 import importlib.util
 import io
@@ -54,7 +54,7 @@ def lines(
         axes = figure.subplots()
         for number, (name, (x, y)) in enumerate(series.items()):
             colour = _COLOURS[number % len(_COLOURS)]
-            # What is measured at few steps is marked at each.
+            # Series with few points get markers.
             axes.plot(x, y, label=name, color=colour, marker="o" if len(x) < 20 else None, markersize=3)
             if bands and name in bands:
                 place, low, high = bands[name]
@@ -72,7 +72,7 @@ def lines(
 
 
 def shares(names: Sequence[Any], parts: Mapping[str, Sequence[float]], *, x_label: str = "step") -> str:
-    """Areas on top of each other: what each part has of the whole, at every step."""
+    """Stacked areas: the share of each part at every step."""
     import matplotlib as mpl
 
     with mpl.rc_context({**_STYLE, "axes.grid": False}):
@@ -114,7 +114,7 @@ def chunks(predicted: Predicted, names: Sequence[str], control_hz: float) -> str
 
 
 def bars(values: Mapping[str, float], *, unit: str) -> str:
-    """A bar for each value, with its number."""
+    """One bar per value, labelled with its number."""
     import matplotlib as mpl
 
     with mpl.rc_context({**_STYLE, "axes.grid": False}):

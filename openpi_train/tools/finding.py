@@ -8,7 +8,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was looked at and found, and what to do where it is not well."""
+    """The result of one check, and what to do if it is not ok."""
 
     level: Level
     topic: str
@@ -19,7 +19,7 @@ class Finding:
         assert self.level == "ok" or self.advice, f"{self.topic}: a {self.level} without what to do"
 
     def line(self) -> str:
-        """For people; what to do stands on a line of its own."""
+        """The finding as text, with the advice on a separate line."""
         advice = f"\n{'':18}-> {self.advice}" if self.advice else ""
         return f"{self.level:<5} {self.topic:<12}{self.text}{advice}"
 

@@ -1,4 +1,4 @@
-"""`data fit-fast`: a FAST tokenizer fitted to the action chunks of an experiment, and how well it does on others.
+"""`data fit-fast`: fit a FAST tokenizer to the action chunks of an experiment, and measure it on held-out chunks.
 
 Read next: `data/fast_tokenizer.py`.
 """
@@ -19,7 +19,7 @@ from openpi_train.data.transforms import padded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A fitted tokenizer where it was saved, and its account on `num_checked` chunks that are `held_out` or not."""
+    """A fitted, saved tokenizer, and its statistics on `num_checked` chunks that are `held_out` or not."""
 
     directory: Path
     num_chunks: int
@@ -33,7 +33,7 @@ class Fitted:
     largest_error: float
 
     def text(self) -> str:
-        """The report, for people."""
+        """The report as text."""
         which = "held-out" if self.held_out else "the same"
         return (
             f"fitted {self.vocab_size} tokens to {self.num_chunks} chunks, saved in {self.directory}\n"
@@ -48,9 +48,9 @@ class Fitted:
 def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> Fitted:
     """Fit to the experiment's training chunks, normalised and padded as its model sees them, and save to `out`.
 
-    Of larger datasets `max_chunks` are taken, spread evenly; datasets count by their weights.
+    At most `max_chunks` are used, spread evenly; datasets count by their weights.
 
-    Raises ValueError where `out` has something else in it, or there is nothing to fit.
+    Raises ValueError if `out` is not empty, or there is nothing to fit.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a new directory with --out")

@@ -1,4 +1,4 @@
-"""`data inspect`: a dataset in text and pictures, before it is trained on. Read next: `data/summary.py`."""
+"""`data inspect`: show a dataset as text and pictures before training. Read next: `data/summary.py`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from openpi_train.robots.robot import Robot
 from openpi_train.tools.stats import as_text
 
 _EPISODES, _FRAMES, _PROMPTS = 6, 8, 10
-# Pixels of the contact sheet; what cannot be read is red.
+# Pixels of the contact sheet; unreadable pictures are red.
 _WIDTH, _GAP, _LABEL = 128, 4, 14
 _BAD = (160, 0, 0)
 
 
 def inspect(name: str, source: Source, robot: Robot | None = None, *, out: Path | None = None) -> str:
-    """What a dataset holds, as text; with `out` also as `<out>/<name>.txt` and a contact sheet `<out>/<name>.png`.
+    """Describe a dataset as text; with `out` also write `<out>/<name>.txt` and a contact sheet `<out>/<name>.png`.
 
     Args: with `robot` columns are read as its state and actions, in its names.
     """
@@ -143,5 +143,5 @@ def _thumbnail(source: Source, step: np.int64, camera: str, height: int) -> Imag
 
 
 def _printable(text: str) -> str:
-    """The text in the letters that pillow's own font has."""
+    """The text in the characters that pillow's own font has."""
     return text.encode("latin-1", "replace").decode("latin-1")

@@ -1,6 +1,6 @@
-"""Open loop: what a policy would have done in held-out episodes against what was done, in the robot's own units.
+"""Open loop: predicted against recorded actions in held-out episodes, in the robot's own units.
 
-Read next: `evaluate_policy.py`, which asks; `evaluation/action_error.py` for normalised units, while training.
+Read next: `evaluate_policy.py`, the caller; `evaluation/action_error.py` for normalised units, while training.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class EpisodeError:
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> "EpisodeError":
-        """What `as_list` gave."""
+        """The inverse of `as_list`."""
         episode, count, *sums = values
         return cls(episode, count, *(np.asarray(one, np.float64) for one in sums))
 
@@ -53,7 +53,7 @@ def held_out_episodes(windows: Windows, count: int) -> list[int]:
 
 
 def observation_at(windows: Windows, step: int) -> dict[str, Any]:
-    """What the robot saw at a control step of the dataset, as a policy is asked with it."""
+    """The robot's observation at a control step of the dataset, in the form for a policy."""
     first, _ = windows.bounds(np.array([step]))
     behind = np.maximum(np.arange(step - windows.shape.history + 1, step + 1), first)
     images = {feature: windows.source.frames(behind, feature) for feature in windows.robot.cameras.values()}
@@ -64,9 +64,9 @@ def observation_at(windows: Windows, step: int) -> dict[str, Any]:
 
 
 def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> tuple[EpisodeError, Predicted]:
-    """Ask the policy once for every stretch of the episode as long as its chunks, at the numbers of the steps as draws.
+    """Query the policy once per chunk length of the episode, with step numbers as draws.
 
-    Args: `batch_size` observations are asked about at a time.
+    Args: `batch_size` is the number of observations per query.
     """
     ends = windows.source.episode_ends
     start, end = (int(ends[episode - 1]) if episode else 0), int(ends[episode])
@@ -92,7 +92,7 @@ def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> 
 def summary(names: Sequence[str], errors: Sequence[EpisodeError]) -> dict[str, Any]:
     """Per action dim the mean absolute and the root mean squared error, and the latter of the best constant.
 
-    `names` end with the units. Sums go by episode number, so that it does not matter who measured which.
+    `names` end with the units. Sums are in order of episodes, independent of the process that measured them.
     """
     ordered = sorted(errors, key=lambda error: error.episode)
     count = sum(error.count for error in ordered)
@@ -107,7 +107,7 @@ def summary(names: Sequence[str], errors: Sequence[EpisodeError]) -> dict[str, A
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A line per action dim."""
+    """A table with one line per action dim."""
     width = max(len(name) for name in (*found["dims"], "action"))
     lines = [f"{'action':<{width}}  mean absolute  root mean square  of the best constant"]
     for name, one in found["dims"].items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What a browser may load for the page: nothing but what is in it.
+# The browser may load nothing from outside the page.
 POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 _MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png", ".svg": "image/svg+xml"}
 _STYLE = """
@@ -33,7 +33,7 @@ pre { background: #f5f6f8; padding: .7rem .9rem; border-radius: 4px; overflow-x:
 
 
 def text(value: Any) -> str:
-    """Escaped text; numbers with four digits, nothing as a dash."""
+    """Escaped text; numbers with four digits, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -42,7 +42,7 @@ def text(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table; columns whose first value is a number are set flush right."""
+    """A table; columns whose first value is a number are right-aligned."""
     is_number = [bool(rows) and isinstance(value, int | float) for value in (rows[0] if rows else head)]
     kinds = [' class="number"' if one else "" for one in is_number]
     lines = ["<tr>" + "".join(f"<th{kind}>{text(one)}</th>" for one, kind in zip(head, kinds, strict=True)) + "</tr>"]
@@ -58,7 +58,7 @@ def note(sentence: str) -> str:
 
 
 def missing(what: str) -> str:
-    """What would stand here, and why it does not."""
+    """A note on a missing part, and why it is missing."""
     return f'<p class="missing">{text(what)}</p>'
 
 

@@ -1,8 +1,8 @@
-"""The `plan` verb: what an experiment would need and how fast it would be on devices that are not here.
+"""The `plan` verb: forecast the memory and speed of an experiment on any devices.
 
 State is exact (abstract evaluation), FLOPs are counted in the traced step, activations are estimated from it, traffic
-is the strategies' formula over the links, and for the recommended candidate the compiler's own analysis. Nothing is
-allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
+follows the strategies' formulas over the links; for the recommended candidate there is also the compiler's analysis.
+Nothing is allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import ahead, plan_text
 from openpi_train.training.prepare import forecasts, whole_layout
 
-# What jax may take of a GPU (`runtime/xla.py` sets it).
+# Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """A plan: all candidates in table order, the one to take (None where none fits) and why."""
+    """A plan: all candidates in table order, the recommended one (None if none fits) and why."""
 
     experiment: Experiment
     machine: Machine
@@ -53,9 +53,9 @@ def main(
     with_compiler: bool,
     as_text: bool,
 ) -> int:
-    """Print the plan. Returns 0, or 2 where nothing fits. To be called before jax starts.
+    """Print the plan. Returns 0, or 2 if nothing fits. Call it before jax starts.
 
-    Raises UsageError where the flags do not go together.
+    Raises UsageError for conflicting flags.
     """
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency)
     ahead.imitate(num_devices, experiment.sharding.tensor_devices)
@@ -80,7 +80,7 @@ def find_machine(
     network_gb_s: float,
     efficiency: float,
 ) -> Machine:
-    """What the flags describe. Raises UsageError for what cannot be."""
+    """The machine that the flags describe. Raises UsageError for invalid flags."""
     kind = find_kind(device_kind)
     if num_devices % num_hosts:
         raise UsageError(f"--hosts {num_hosts} does not divide --devices {num_devices}: all hosts have as many devices")
@@ -101,7 +101,7 @@ def find_machine(
 
 
 def make_report(experiment: Experiment, machine: Machine) -> Report:
-    """Everything that needs no compiler. Raises UsageError where the flags do not go together."""
+    """The part of the plan that needs no compiler. Raises UsageError for conflicting flags."""
     experiment, _ = adapt(experiment, machine.num_devices, None)
     experiment.check(machine.num_devices)
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))

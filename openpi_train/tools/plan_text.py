@@ -1,4 +1,4 @@
-"""A plan as text: three tables, the recommendation, and what the compiler says of it. Read next: `plan.py`."""
+"""Formats a plan as text: three tables, the recommendation, and the compiler's figures. Read next: `plan.py`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tables(report: "Report") -> str:
-    """All of it but the compiler's part."""
+    """The text without the compiler's part."""
     machine, experiment, sharding = report.machine, report.experiment, report.experiment.sharding
     hosts = f"{machine.num_hosts} host{'s' if machine.num_hosts > 1 else ''}"
     groups = f", tensor groups of {sharding.tensor_devices} devices" if sharding.tensor_devices > 1 else ""
@@ -42,7 +42,7 @@ def tables(report: "Report") -> str:
 
 
 def compiled(found: Compiled, chosen: Forecast) -> str:
-    """The compiler's own figures beside the forecast's."""
+    """The compiler's figures next to the forecast's."""
     memory = chosen.memory
     program = memory.total - memory.state
     bound, usable = found.state_bytes + found.program_bytes, chosen.machine.usable_bytes
@@ -58,7 +58,7 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
 
 
 def flags(chosen: Forecast) -> list[str]:
-    """What to add to the command line."""
+    """The flags to add to the command line."""
     words = ["--sharding.strategy", chosen.layout.strategy]
     if 1 < chosen.layout.fsdp_devices < chosen.machine.num_devices // chosen.layout.tensor_devices:
         words += ["--fsdp-devices", str(chosen.layout.fsdp_devices)]
@@ -126,7 +126,7 @@ def _candidates(report: "Report") -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Words to the left, numbers to the right."""
+    """A table with words left-aligned and numbers right-aligned."""
     lines = [columns, *rows]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     is_word = [not any(row[index][:1].isdigit() for row in rows) for index in range(len(columns))]

@@ -1,6 +1,6 @@
-"""The `report` verb: one HTML file about a run, or about several side by side, of what lies in their directories.
+"""The `report` verb: write one HTML file about one or several runs, from their directories.
 
-Nothing is trained, and runs may still be going. A part that cannot be made says why.
+Nothing is trained, and runs may still be running. A part that cannot be made says why.
 Read next: `report_parts.py`, `page.py`.
 """
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(request: ReportRequest) -> int:
-    """Write the report; print where it lies. Raises UsageError where a path is no run's."""
+    """Write the report and print its path. Raises UsageError if a path is not a run."""
     figures.require_figures()
     runs = [RunFiles.at(path) for path in request.runs]
     target = request.out or runs[0].path / "report.html"
@@ -30,7 +30,7 @@ def main(request: ReportRequest) -> int:
 
 
 def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | None = None) -> str:
-    """The page. `experiment` names one whose classes the runs use beside the package's."""
+    """The page. `experiment` names one whose own classes the runs use."""
     like = None if experiment is None else registry.load(experiment)
     parts: dict[str, Callable[[RunFiles], str]] = {
         "Evaluation": report_parts.evaluations,
@@ -60,7 +60,7 @@ def _made(part: Callable[[], str]) -> str:
 
 
 def _summary(runs: Sequence[RunFiles]) -> str:
-    """A line per run."""
+    """A table with one line per run."""
     head = [
         "run",
         "step",

@@ -1,4 +1,4 @@
-"""The parts of a report, each from what lies in a run's directory to HTML. Read next: `report.py`, which joins them."""
+"""The parts of a report, from a run's directory to HTML. Read next: `report.py`, which joins them."""
 
 import html
 import io
@@ -75,7 +75,7 @@ def curves(runs: Sequence[RunFiles]) -> str:
 
 
 def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
-    """Of what the experiments measure themselves (`evaluation/measure.py: Evaluations`): a curve for each name."""
+    """Curves of the experiments' own measures (`evaluation/measure.py: Evaluations`), one per name."""
     known = {name for _, _, _, metrics in _CURVES for name in metrics}
     names = {name for run in runs for line in run.metrics for name in line if name.startswith("val/")} - known
     plain = sorted({name.removesuffix("_ema") for name in names})
@@ -105,7 +105,7 @@ def time_split(run: RunFiles) -> str:
 
 
 def memory(run: RunFiles) -> str:
-    """The forecast of plan.json against the compiled program's own account."""
+    """The forecast of plan.json against the memory of the compiled program."""
     plan = run.json("plan.json")
     forecast, compiled = plan["bytes_per_device"], plan.get("compiled_bytes_per_device")
     parts = ("params", "frozen", "optimizer", "ema", "grads", "compute_copy", "activations", "micro_grads")
@@ -132,7 +132,7 @@ def memory(run: RunFiles) -> str:
 
 
 def norm_stats(run: RunFiles, like: Experiment | None) -> str:
-    """Norm statistics per dimension; `like` has the classes that the run's experiment uses beside the package's."""
+    """Norm statistics per dimension; `like` has the run's own classes."""
     parts = []
     names = _dim_names(run, like)
     for asset, stats in run.norm_stats().items():
@@ -148,7 +148,7 @@ def norm_stats(run: RunFiles, like: Experiment | None) -> str:
 
 
 def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], Sequence[str]]:
-    """The robots' names of dims, where the experiment can be read back here."""
+    """The robots' names of dims, if the experiment can be read here."""
     try:
         datasets = experiment_from_json(run.experiment, like).demonstrations.datasets
     except RunError:
@@ -161,7 +161,7 @@ def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], 
 
 
 def sample_batch(run: RunFiles, like: Experiment | None) -> str:
-    """The first training rows of the run. Raises DataError where the data are not here."""
+    """The first training rows of the run. Raises DataError if the data are not available here."""
     experiment = experiment_from_json(run.experiment, like)
     data = experiment.open_data()
     if not isinstance(data, OpenedDatasets):
@@ -192,7 +192,7 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
 
 
 def _as_bytes(image: np.ndarray) -> np.ndarray:
-    """A row's picture for people; of several control steps the present one."""
+    """A row's picture as uint8; of several control steps the current one."""
     image = image if image.ndim == 3 else image[-1]
     return image if image.dtype == np.uint8 else np.round((image + 1) * 127.5).astype(np.uint8)
 
@@ -204,7 +204,7 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def evaluations(run: RunFiles) -> str:
-    """Open loop and closed loop of the last evaluated step; the others' successes in a table."""
+    """Open loop and closed loop of the last evaluated step; success rates of the others in a table."""
     folders = run.evaluations
     if not folders:
         raise Missing(
@@ -261,7 +261,7 @@ def _open_loop(folder: RunFiles) -> str:
 
 
 def environment(run: RunFiles) -> str:
-    """On what it ran, and how to run it again."""
+    """Hardware and software of the run, and the command to repeat it."""
     starts = run.json("environment.json")["starts"]
     last = starts[-1]
     git = last.get("git") or {}

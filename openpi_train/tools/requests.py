@@ -1,6 +1,6 @@
-"""What each verb but `data` and `serve` can be asked for: its flags. Read next: the module of its name, `data.py`.
+"""The flags of all verbs but `data` and `serve`. Read next: the module of each name, `data.py`.
 
-They stand apart from what is done, which needs jax: `--help` must not wait for that.
+They are separate from the implementations, which need jax, so that `--help` does not wait for it.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from tyro.conf import Positional, arg
 from openpi_train.command_line import Request, one_word
 from openpi_train.fields import at_least
 
-# The experiment of a verb. Flags that are none of the verb's are those of its fields, as in training.
+# The experiment of a verb. Flags that the verb does not have are the experiment's fields, as in training.
 ExperimentName = Annotated[str, Positional, arg(metavar="EXPERIMENT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListRequest(Request):
-    """Name every experiment."""
+    """List every experiment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class StatsRequest(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorRequest(Request):
-    """Look at everything that a run needs; a line per thing: ok, warn or fail, and what to do.
+    """Check everything that a run needs; each line is ok, warn or fail, with what to do.
 
-    The exit code is 2 where something failed. With `launch ... -- doctor` all processes of a run look together.
+    The exit code is 2 if something failed. With `launch ... -- doctor` all processes of a run check together.
     Any field of the experiment may be set as in training: doctor debug --checkpoint-base-dir DIR
     """
 
-    # A name from `list`, or file.py:name; without one only the machine is looked at.
+    # A name from `list`, or file.py:name; without one only the machine is checked.
     experiment: Annotated[tuple[str, ...], Positional, arg(metavar="EXPERIMENT")] = ()
     # Also reach these hosts, or ports of them.
     hosts: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B:PORT")] = ()
@@ -51,16 +51,16 @@ class DoctorRequest(Request):
     json: bool = False
 
     def check(self) -> list[str]:
-        """A sentence where several experiments are named."""
-        # `experiment` is no `str | None`: tyro 1.0.17 makes "[]" of that where a field's flag comes first.
+        """A sentence if several experiments are named."""
+        # `experiment` is not `str | None`: tyro 1.0.17 turns that into "[]" if a field's flag comes first.
         return [f"name one experiment, not {', '.join(self.experiment)}"] if len(self.experiment) > 1 else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest(Request):
-    """What an experiment would need and how fast it would be on other devices, with all that is assumed.
+    """Forecast the memory and speed of an experiment on other devices, and list the assumptions.
 
-    For every strategy and rematerialisation policy; a strategy that is given is the only one. Nothing is allocated.
+    Plans every strategy and rematerialisation policy, or only the given one. Nothing is allocated.
     Exit code 2: nothing fits. Any field of the experiment may be set as in training: plan debug --devices 8
     --device-kind h100 --batch-size 64
     """
@@ -79,7 +79,7 @@ class PlanRequest(Request):
     network_gb_s: float = 50.0
     # Share of the peak FLOP/s while computing.
     efficiency: float = 0.5
-    # Ask the compiler for its own account of the memory.
+    # Also compile the recommended step and print the compiler's memory figures.
     compile: bool = True
     # Print the plan as JSON.
     json: bool = False
@@ -87,38 +87,38 @@ class PlanRequest(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertRequest(Request):
-    """Convert a checkpoint: ours to openpi's form, others' to ours.
+    """Convert a checkpoint: ours to openpi's form, others to ours.
 
-    Every key is accounted for, what is written is read again, and its outputs are compared with the source's
+    Every key is accounted for, the result is read back, and its outputs are compared with the source's
     (TARGET/parity.json). Fields of the experiment's model may be set as in training: --experiment debug
-    --model.action-dim 8. `convert deepspeed FILE` shows what a DeepSpeed config is as flags. More: docs/exchange.md
+    --model.action-dim 8. `convert deepspeed FILE` shows a DeepSpeed config as flags. More: docs/exchange.md
     """
 
     # A checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME.
     source: Annotated[str, Positional, arg(metavar="SOURCE")]
-    # Directory to make (a step's number suits openpi's trainer), or hub:USER/NAME, which is pushed to.
+    # Directory to create (name it by the step for openpi's trainer), or hub:USER/NAME to push to.
     target: Annotated[Path, Positional, arg(metavar="TARGET")]
-    # Form of SOURCE; None: seen from it.
+    # Form of SOURCE; None: detected.
     source_format: Annotated[str | None, arg(name="from")] = None
-    # Form of TARGET; None: openpi, and of others' files ours.
+    # Form of TARGET; None: openpi for our checkpoints, ours for others.
     target_format: Annotated[str | None, arg(name="to")] = None
-    # Whose model it is; None: what a run of ours says.
+    # The experiment of the model; None: as recorded in our run.
     experiment: str | None = None
     # Type of the floating-point parameters in TARGET.
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    # Fold low-rank adapters into the weights.
+    # Merge low-rank adapters into the weights.
     merge_lora: bool = False
     # Leave the training state out.
     params_only: bool = False
-    # A norm_stats.json to put in, as --asset-id.
+    # A norm_stats.json to add, as --asset-id.
     norm_stats: str | None = None
     # Name of the norm stats in TARGET; without --norm-stats the checkpoint's own are renamed.
     asset_id: str | None = None
-    # Move what TARGET holds aside.
+    # Move an existing TARGET aside.
     overwrite: bool = False
     # Compare the models' outputs.
     outputs: bool = True
-    # A repository that a push makes is for all to see.
+    # Make the repository public that a push creates.
     public: bool = False
     # Account for every key and write nothing.
     dry_run: bool = False
@@ -126,15 +126,15 @@ class ConvertRequest(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedRequest(Request):
-    """Show what every key of a DeepSpeed JSON config is here: a flag, or the reason why there is none.
+    """Show the flag for every key of a DeepSpeed JSON config, or the reason why there is none.
 
-    Batch sizes and accumulation are checked against each other. A run takes the file as it is: python -m openpi_train
+    Batch sizes and accumulation are checked against each other. A run takes the file unchanged: python -m openpi_train
     debug --exp-name x --deepspeed FILE
     """
 
     # The JSON file.
     file: Annotated[str, Positional, arg(metavar="FILE")]
-    # Devices of the run, to be checked too.
+    # Devices of the run, to check batch sizes.
     devices: int | None = at_least(1, None)
 
 
@@ -143,12 +143,13 @@ class EvaluateRequest(Request):
     """Evaluate a trained policy: open loop on held-out recorded episodes, and closed loop in an environment.
 
     Tables are printed; JSON, plots and videos go to eval/<step> in the run's directory. With `launch local
-    --processes N -- eval ...` the episodes are shared out, and every result is the same. None: the run's own setting.
+    --processes N -- eval ...` the episodes are divided over processes, with the same results. None: the run's own
+    setting.
     """
 
     # A run's directory (its newest checkpoint), a step's, or another checkpoint.
     checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
-    # Whose checkpoint it is, where it does not say so itself.
+    # The experiment of the checkpoint, if it is not recorded there.
     experiment: str | None = None
     # Which dataset's robot acts: a number or asset id.
     dataset: str | None = None
@@ -158,23 +159,23 @@ class EvaluateRequest(Request):
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
     held_out: int = at_least(0, 20)
-    # Actions of a chunk that are carried out; None: the run's own number, or half of them.
+    # Actions of a chunk that are executed; None: the run's own number, or half of them.
     execute: int | None = at_least(1, None)
     # Temporal ensembling with weights exp(-M i), such as 0.01.
     ensemble: Annotated[float | None, arg(metavar="M")] = None
-    # Real-time chunking: a chunk takes so many control steps.
+    # Real-time chunking: control steps until a chunk is ready.
     real_time_delay: int | None = at_least(0, None)
     # Control steps before an episode has failed.
     max_steps: int | None = at_least(1, None)
-    # Videos of the first so many episodes.
+    # Number of episodes with videos.
     videos: int | None = at_least(0, None)
-    # Of initial states and of the policy's noise there.
+    # Seed of initial states and of the policy's noise.
     seed: int | None = None
     # Episodes at a time per process.
     batch_size: int = at_least(1, 16)
     # Denoising steps.
     num_sample_steps: int | None = at_least(1, None)
-    # Take the parameters' average (EMA), and not the parameters themselves.
+    # Use the average of the parameters (EMA) instead of the parameters.
     average: bool = True
     # Where the results go; None: eval/<step> in the run's directory.
     out: Path | None = None
@@ -182,21 +183,21 @@ class EvaluateRequest(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportRequest(Request):
-    """Write one HTML file about a run, or about several to compare.
+    """Write one HTML file about one or several runs.
 
     Curves, time, memory against the plan, norm stats, batches, evaluations with videos, environment. It needs no other
-    file and no network. Runs that are still going may be reported, too.
+    file and no network. Running runs can be reported, too.
     """
 
     # A run's directory, or several.
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")]
     # The file; None: report.html in the first run's directory.
     out: Path | None = None
-    # The runs' own, where it uses classes of yours.
+    # The runs' experiment, if it uses classes of your own.
     experiment: str | None = None
-    # Show the data's sample batch.
+    # Show a sample batch of the data.
     batches: bool = True
 
     def check(self) -> list[str]:
-        """A sentence where no run is named."""
+        """A sentence if no run is named."""
         return [] if self.runs else ["RUN is missing: name the directory of a run, <base>/<experiment>/<name>"]

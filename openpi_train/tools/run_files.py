@@ -1,4 +1,4 @@
-"""What lies in a run's directory, read for a report; a part that is not there is `Missing`, with the reason.
+"""Reads the files of a run's directory for a report; a missing part raises `Missing` with the reason.
 
 Read next: `report.py`.
 """
@@ -20,7 +20,7 @@ class Missing(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """A run's directory, of a run that ended or that is still going."""
+    """The directory of a finished or running run."""
 
     path: Path
 
@@ -29,7 +29,7 @@ class RunFiles:
         """The run at this path. Raises UsageError where there is none."""
         if not (path / "experiment.json").is_file():
             raise UsageError(
-                f"{path} is no run's directory (no experiment.json in it): name <base>/<experiment>/<name>"
+                f"{path} is not a run's directory (it has no experiment.json): name <base>/<experiment>/<name>"
             )
         return cls(path.resolve())
 
@@ -49,12 +49,12 @@ class RunFiles:
 
     @functools.cached_property
     def experiment(self) -> Mapping[str, Any]:
-        """What was run."""
+        """The experiment of the run."""
         return self.json("experiment.json")
 
     @functools.cached_property
     def metrics(self) -> Sequence[Mapping[str, Any]]:
-        """The lines of metrics.jsonl; a last one that is being written is passed over."""
+        """The lines of metrics.jsonl; an incomplete last line is ignored."""
         try:
             lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -79,12 +79,12 @@ class RunFiles:
 
     @property
     def step(self) -> int:
-        """The last step that is on record."""
+        """The last recorded step."""
         return max((line["step"] for line in self.metrics), default=0)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it got to its last step."""
+        """Whether it reached its last step."""
         try:
             return self.json("results.json")["summary"]["step"] >= self.experiment["num_train_steps"]
         except (Missing, KeyError):
@@ -92,7 +92,7 @@ class RunFiles:
 
     @property
     def checkpoints(self) -> list[int]:
-        """Steps with a whole checkpoint."""
+        """Steps with a complete checkpoint."""
         return sorted(int(file.parent.name) for file in self.path.glob("*/manifest.json") if file.parent.name.isdigit())
 
     @property

@@ -1,6 +1,6 @@
-"""The `stats` verb: compute a run's norm stats anew and show them, a table per array with a line per dimension.
+"""The `stats` verb: recompute a run's norm stats and print them, a table per array with a line per dimension.
 
-Read next: `data/norm_stats.py` for the computation, `data/normalize.py` for what counts as degenerate.
+Read next: `data/norm_stats.py` for the computation, `data/normalize.py` for degenerate dims.
 """
 
 import io
@@ -53,7 +53,7 @@ def _table(title: str, dims: tuple[str, ...], stats: NormStats, notes: dict[str,
 
 
 def as_text(table: Table) -> str:
-    """A table without colours, as wide as its content needs."""
+    """A table without colours, as wide as its content."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
     with console.capture() as capture:
         console.print(table)

@@ -1,15 +1,15 @@
-"""What every device computes by itself on its own rows, and what the devices send each other meanwhile.
+"""The computation of every device on its own rows, and the communication between devices.
 
-What the plan cuts (`sharding/strategy.py`) decides what is sent in one optimizer step:
+The parts that the plan shards (`sharding/strategy.py`) determine what is sent in one optimizer step:
 
-    nothing (replicated)                   gradients are summed at the end of the step
-    the state (zero1)                      parameters are gathered before it, gradients summed and cut at its end
-    state and gradients (zero2)            a layer's gradient is summed and cut where it arises, in every micro-batch
-    state, gradients, copy (zero3, hsdp)   a layer is gathered when it runs, too
+    nothing (replicated)                   gradients are all-reduced at the end of the step
+    the state (zero1)                      parameters are gathered before it, gradients reduce-scattered at its end
+    state and gradients (zero2)            a layer's gradient is reduce-scattered where it arises, in every micro-batch
+    state, gradients, copy (zero3, hsdp)   a layer is also gathered when it runs
 
-The rows of a token table are all that is ever sent of it. Devices of a tensor group have the same rows and different
-heads: what they tell each other is said in the layers (`nn/shard.py: spread, summed`). Everything else in a
-tensor group, gradients included, has the same value on all its devices: jax's types, which record over which axes a
+Only rows of a token table are ever sent. Devices of a tensor group have the same rows and different
+heads: their communication is in the layers (`nn/shard.py: spread, summed`). Everything else in a
+tensor group, including gradients, has the same value on all its devices: jax's types, which record over which axes a
 value varies, guarantee it.
 
 Read next: `nn/shard.py`, then `step.py`.
@@ -29,16 +29,16 @@ from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
 from openpi_train.sharding.mesh import AXES, FSDP, REPLICA, REPLICATED
 from openpi_train.sharding.strategy import Plan
 
-# (parameters by path, whole or as shards; a device's rows; the rest) -> this device's share.
+# (parameters by path, whole or as shards; a device's rows; the rest) -> this device's share of the result.
 Function = Callable[[Mapping[str, Any], Any, Any], Any]
 Specs = Mapping[str, PartitionSpec]
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a plan, at work. `dtype` is the type in which stacks of layers compute and read their weights.
+    """Computations on the devices of a plan. `dtype` is the compute dtype of stacks of layers.
 
-    `graphdef` is that of the module which the parameters make: its variables say how it gathers them.
+    `graphdef` is that of the module of the parameters: its variables define how it gathers them.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Devices:
     graphdef: nnx.GraphDef
 
     def sum(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
-        """What `function` returns, summed over the rows' devices. `rest` is the same on all of them."""
+        """The result of `function`, summed over the rows' devices. `rest` is the same on all of them."""
         specs = self._specs(params)
 
         def on_device(params, batch, rest):
@@ -56,7 +56,7 @@ class Devices:
         return self._run(on_device, specs, REPLICATED, params, batch, rest)
 
     def rows(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
-        """What `function` returns for its rows, those of all devices in their order. `rest` is the same on all."""
+        """The results of `function` for all rows, in the order of the devices. `rest` is the same on all."""
         specs = self._specs(params)
 
         def on_device(params, batch, rest):
@@ -68,7 +68,7 @@ class Devices:
     def gradient(
         self, function: Function, params: Params, frozen: Params, batch: Any, rest: Any, num_micros: int = 1
     ) -> tuple[Params, Any]:
-        """Of what `function` returns first the gradient in `params` (float32), and the sum of what it returns second.
+        """The gradient of `function`'s first result in `params` (float32), and the sum of its second result.
 
         `function` is called for one micro-batch after the other. Shares are summed, never averaged.
         """
@@ -96,21 +96,21 @@ class Devices:
         if self.plan.mesh.size == 1:
             return on_device(params, batch, rest)
         in_specs = (specs, PartitionSpec(self._axes), REPLICATED)
-        # Over all axes, those of one device too: where some are left out, XLA for CPUs aborts on sums in bfloat16
+        # Over all axes, including those of size 1: otherwise XLA for CPUs aborts on sums in bfloat16
         # ("Invalid binary instruction opcode copy", jax 0.10.2).
         run = jax.shard_map(on_device, mesh=self.plan.mesh, in_specs=in_specs, out_specs=out_specs)
         return run(params, batch, rest)
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        """The mesh axes over which rows are cut."""
+        """The mesh axes over which rows are sharded."""
         return tuple(axis for axis in (REPLICA, FSDP) if self.plan.mesh.shape[axis] > 1)
 
     def _specs(self, params: Params) -> dict[str, PartitionSpec]:
         return {path: self.plan.spec("state", leaf, path) for path, leaf in params.items()}
 
     def _held(self, params: Params, specs: Specs) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a device computes with of each parameter: all of it, or its shard; and copies of shards, gathered."""
+        """A device's parameters for computation, whole or as shards; and gathered copies of shards."""
         ways = gatherings(merge_module(self.graphdef, params))
         held = {path: self._shard(leaf, specs[path], ways.get(path)) for path, leaf in params.items()}
         if self.plan.cuts("copy"):
@@ -123,7 +123,8 @@ class Devices:
         return (held, copies) if self.plan.cuts("grads") else ({**held, **copies}, {})
 
     def _shard(self, leaf: Any, spec: PartitionSpec, way: Gathering | None) -> Any:
-        """A device's part of a parameter that its module gathers that `way`; all of it, where it is not cut."""
+        """A device's part of a parameter that its module gathers that `way`; the whole parameter if it is not
+        sharded."""
         leaf = self._vary(leaf, spec)  # a device's gradient is its own until it is summed here
         if FSDP not in spec:
             return leaf
@@ -134,7 +135,8 @@ class Devices:
         return Shard(leaf, dim - leaf.ndim, FSDP, self.dtype if is_weight else leaf.dtype, gathering=way)
 
     def _cut(self, grads: Mapping[str, Any], specs: Specs) -> dict[str, Any]:
-        """The gradients, of cut parameters as shards: summed over the devices that share a copy, if not yet so."""
+        """The gradients, as shards for sharded parameters, summed over the devices that share a copy if not yet
+        done."""
 
         def cut(grad: Any, spec: PartitionSpec) -> Any:
             if isinstance(grad, Shard) or FSDP not in spec:
@@ -146,7 +148,8 @@ class Devices:
         return {path: cut(grad, specs[path]) for path, grad in grads.items()}
 
     def _over_micros(self, share: Callable[[Any], Any], batch: Any, num_micros: int) -> Any:
-        """The sum of `share` over micro-batches. Row i of a device goes to micro-batch i % num_micros: none is sent."""
+        """The sum of `share` over micro-batches. Row i of a device goes to micro-batch i % num_micros, without sending
+        rows."""
         if num_micros == 1:
             return _float32(share(batch))
         micros = jax.tree.map(
@@ -157,17 +160,17 @@ class Devices:
         return jax.lax.scan(lambda total, micro: (jax.tree.map(jnp.add, total, share(micro)), None), zeros, micros)[0]
 
     def _vary(self, x: Any, spec: PartitionSpec) -> Any:
-        """The same value, which from here on may differ between the rows' devices."""
+        """The same value, typed as possibly different between the rows' devices."""
         return _varying(x, tuple(axis for axis in self._axes if axis not in spec))
 
     def _sum(self, shares: Any, spec: PartitionSpec = REPLICATED) -> Any:
-        """The sum over the rows' devices; over those axes that are not in `spec`, over which it is cut."""
+        """The sum over the rows' devices, except over the axes in `spec`, over which it is sharded."""
         axes = tuple(axis for axis in self._axes if axis not in spec)
         return jax.lax.psum(shares, axes) if axes else shares
 
 
 def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, Any]:
-    """Shards for the modules that gather them, and all other parameters whole: from `copies`, where one is there."""
+    """Shards for modules that gather them, and all other parameters whole, from `copies` if available."""
     held = {path: leaf.with_copy(copies[path]) if path in copies else leaf for path, leaf in held.items()}
     return {path: _for_its_module(leaf) for path, leaf in held.items()}
 
@@ -175,7 +178,7 @@ def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, An
 def _for_its_module(leaf: Any) -> Any:
     if not is_shard(leaf) or leaf.gathering is None:
         return whole(leaf)
-    # Of a stack of more layers than any of its dims (or of odd ones) it is the layers that the plan shares out.
+    # If a stack has more layers than any of its dims (or odd dims), the plan shards it along the layers.
     return leaf.of_every_layer() if leaf.gathering is Gathering.BY_LAYER and leaf.has_rows else leaf
 
 

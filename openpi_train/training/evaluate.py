@@ -1,4 +1,4 @@
-"""Evaluates a run's state: the held-out loss, and what the experiment measures beside it. Read next: `run.py`."""
+"""Evaluates a run's state: the held-out loss, and the experiment's other measures. Read next: `run.py`."""
 
 import logging
 import time
@@ -17,18 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """What is measured of the states of a run. Every process must call it, at the same steps."""
+    """Evaluates the states of a run. Every process must call it, at the same steps."""
 
     def __init__(self, running: Running, evaluations: Evaluations):
-        """Raises UsageError where something cannot be measured of this run."""
+        """Raises UsageError if something cannot be measured for this run."""
         self._plan: Plan = running.trainer.plan
         self._measures = [HeldOutLoss(running), *evaluations.measures(running)]
         self._copy: Any = None
 
     def __call__(self, state: TrainState) -> dict[str, float] | None:
-        """The values by the names of `metrics.jsonl`; empty where nothing is due, None where it was to stop meanwhile.
+        """The values by their names in `metrics.jsonl`; empty if nothing is due, None if a stop was requested
+        meanwhile.
 
-        Weights that are measured are those that train, and their average (`_ema`) where the run keeps one.
+        Measures the trained weights, and their average (`_ema`) if the run keeps one.
         """
         evaluated, values = self._weights(state), {}
         for measure in self._measures:
@@ -45,7 +46,7 @@ class Evaluator:
         return values
 
     def changes(self, first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
-        """What became of it all between these evaluations, for the log."""
+        """The changes between these evaluations, for the log."""
         return [line for measure in self._measures if (line := measure.change(first, last)) is not None]
 
     def _weights(self, state: TrainState) -> Evaluated:
@@ -53,7 +54,7 @@ class Evaluator:
         return Evaluated(step=int(state.step), weights={"": state.params, **average}, frozen=state.frozen)
 
     def _on_devices(self, params: Params) -> Params:
-        """The same parameters, out of host memory where they lie there between steps."""
+        """The same parameters on the devices, if they are kept in host memory between steps."""
         if "ema" not in ON_HOST[self._plan.offload]:
             return params
         if self._copy is None:

@@ -1,8 +1,8 @@
-"""Nothing waits for the devices unnoticed: inside the loop's steps an implicit transfer is an error.
+"""Makes implicit transfers inside the loop's steps an error, so that nothing waits for the devices unnoticed.
 
-The host queues step after step; a `float(loss)` between two of them would make it wait for the first. Transfers that
-are asked for (`jax.device_get`, `jax.device_put`) stay possible. On CPU devices, whose memory the host reads in place,
-jax notices only what goes to them; `tests/training/test_guard.py` counts the reads. Read next: `loop.py`.
+The host queues step after step; a `float(loss)` between two of them would make it wait for the first. Explicit
+transfers (`jax.device_get`, `jax.device_put`) are allowed. On CPU devices, whose memory the host reads in place,
+jax only detects transfers to the devices; `tests/training/test_guard.py` counts the reads. Read next: `loop.py`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import jax
 
 @contextlib.contextmanager
 def no_implicit_transfers() -> Iterator[None]:
-    """In here, moving values between host and devices without saying so raises, with what to do about it."""
+    """Within the block, an implicit transfer between host and devices raises an error with advice."""
     try:
         with jax.transfer_guard("disallow"):
             yield

@@ -1,6 +1,7 @@
-"""The first state of a run: born sharded, nothing materialised twice.
+"""The first state of a run: created sharded, nothing materialised twice.
 
-Read next: `step.py`, `checkpoints/checkpoint_store.py`.
+Read next: `step.py`,
+`checkpoints/checkpoint_store.py`.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class StateLayout:
     loss_scaling: LossScaling | None = None
 
     def under(self, plan: Plan) -> "StateLayout":
-        """The same state, cut as `plan` says."""
+        """The same state, sharded by `plan`."""
         cut = {
             field: plan.between_steps(field, getattr(self.shapes, field))
             for field in ("params", "frozen", "ema", "opt_state")
@@ -51,7 +52,7 @@ class StateLayout:
         return dataclasses.replace(self, model=model, graphdef=trained_graph(model, self.shapes.params))
 
     def abstract(self) -> TrainState:
-        """Shapes that carry their shardings, as a checkpoint restore wants them."""
+        """Shapes with their shardings, for restoring a checkpoint."""
         return jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             self.shapes,
@@ -67,7 +68,7 @@ def initial_state(
     seed: Any,
     loss_scaling: LossScaling | None = None,
 ) -> TrainState:
-    """A fresh state (traceable). `is_frozen(path)` picks the leaves that training leaves alone."""
+    """A newly initialised state (traceable). `is_frozen(path)` selects the frozen leaves."""
     leaves = module_params(model.build(nnx.Rngs(seed)))
     # As openpi keeps them: nothing ever updates a frozen leaf, so it needs no float32 master copy.
     frozen = {path: leaf.astype(jnp.bfloat16) for path, leaf in leaves.items() if is_frozen(path)}
@@ -79,7 +80,7 @@ def initial_state(
 def rest_of_state(
     optimizer: optax.GradientTransformation, ema: bool, loss_scaling: LossScaling | None, params: Params
 ) -> TrainState:
-    """What lies around parameters at step 0, without them (traceable)."""
+    """The state at step 0 without the parameters (traceable)."""
     return TrainState(
         step=jnp.int32(0),
         params={},
@@ -127,9 +128,10 @@ def create_state(
     seed: int,
     weights: Leaves | None = None,
 ) -> TrainState:
-    """The state on the devices, each shard made or read where it lives. `weights`, by path, are not drawn but read.
+    """The state on the devices, each shard made or read on its own device. `weights`, by path, are read instead of
+    drawn.
 
-    Every process must call it. Raises ValueError where `weights` name an unknown leaf or have another shape.
+    Every process must call it. Raises ValueError if `weights` have an unknown leaf or another shape.
     """
     make = functools.partial(initial_state, model, optimizer, is_frozen, ema, seed, layout.loss_scaling)
     if not weights:
@@ -157,9 +159,9 @@ def create_state(
 
 
 def read_state(layout: StateLayout, leaves: Leaves, where: str) -> TrainState:
-    """The whole state from `leaves` (`openpi_state.state_leaves`), each shard read where it lives.
+    """The whole state from `leaves` (`openpi_state.state_leaves`), each shard read by its own device's process.
 
-    Every process must call it. Raises CheckpointError where they are not the leaves of this run's state.
+    Every process must call it. Raises CheckpointError if they are not the leaves of this run's state.
     """
     shapes, shardings = _by_name(layout.shapes), _by_name(layout.shardings)
     account(leaves, shapes, where=f"the training state of {where}", explain=lambda *_: [_SAME_TRAINING])
@@ -181,6 +183,6 @@ def _by_name(state: TrainState) -> dict[str, Any]:
 
 
 def _run_once(make: Any, shardings: Any, *arguments: Any) -> Any:
-    # Runs once, so compile it quickly: LLVM's optimizations take eight times as long on the random number code.
+    # Runs once, so compile quickly: LLVM's optimizations take eight times as long on the random number code.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(make, out_shardings=shardings, compiler_options=options)(*arguments)

@@ -18,7 +18,7 @@ def train(run: Run) -> TrainState:
     step_function, save_is_due = run.compile_step(state), False
     for step in range(first + 1, total + 1):
         with run.taking(step):
-            batch = run.feed.next(state)  # it may act with the present parameters, so it is not guarded
+            batch = run.feed.next(state)  # it may use the current parameters, so it is not guarded
             with no_implicit_transfers():
                 state, metrics = step_function(state, batch)
                 run.note(step, metrics)

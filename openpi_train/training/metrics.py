@@ -1,6 +1,6 @@
-"""What a run measures, written once by process 0: `metrics.jsonl` always, TensorBoard and wandb where asked.
+"""Writes a run's metrics on process 0: always `metrics.jsonl`, TensorBoard and wandb if requested.
 
-Read next: `progress_report.py` (the same numbers for a person who watches).
+Read next: `progress_report.py` (the same numbers on the terminal).
 """
 
 import importlib
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """Somewhere that metrics go."""
+    """A destination of metrics."""
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record the values of one optimizer step."""
         ...
 
     def close(self) -> None:
-        """Write out what is still held back."""
+        """Write pending data, and close."""
         ...
 
 
@@ -38,9 +38,10 @@ class Metrics:
 
     Args:
         directory: the run directory.
-        resume_step: the step that the run continues from, 0 where it begins. Lines of later steps (from 0 on: of all),
-            which a killed process wrote after its last checkpoint, move to `metrics.superseded.jsonl`: each step
-            stands once.
+        resume_step: the step that the run continues from, 0 for a new run. Lines of later steps (for 0: all
+                lines),
+            which a killed process wrote after its last checkpoint, are moved to `metrics.superseded.jsonl`, so each
+            step occurs once.
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
@@ -74,7 +75,8 @@ class Metrics:
         self._writers.append(JsonLines(path / "metrics.jsonl", resume_step))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None is unknown."""
+        """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None means
+        unknown."""
         numbers = {
             name: value if value is None or isinstance(value, int) else float(value) for name, value in values.items()
         }
@@ -88,7 +90,7 @@ class Metrics:
 
 
 class JsonLines:
-    """One JSON object per line, flushed as it is written, every digit kept.
+    """One JSON object per line, flushed at once, with every digit.
 
     Reading a number back gives the same bits. NaN, Infinity and -Infinity, unknown to JSON, are strings of that name.
     """
@@ -114,7 +116,7 @@ class JsonLines:
             )
 
 
-# Their name there, and ours, the first one that is known.
+# The name there, and our names, of which the first known one is used.
 _LOGS_JSON = {
     "train_loss": ("loss",),
     "lr": ("learning_rate",),
@@ -125,17 +127,17 @@ _LOGS_JSON = {
 
 
 class LogsJson:
-    """`logs.json.txt`: JSON lines with the names of diffusion_policy's log, for programs that read that.
+    """`logs.json.txt`: JSON lines with the names of diffusion_policy's log, for programs that read it.
 
-    A line per log interval and one per evaluation, of the averaged weights where the run keeps an average.
-    `global_step` counts from 0, and `epoch` too.
+    One line per log interval and per evaluation, of the averaged weights if the run keeps an average.
+    `global_step` and `epoch` count from 0.
     """
 
     def __init__(self, path: pathlib.Path, resume_step: int, steps_per_epoch: float):
         self._lines, self._steps_per_epoch = JsonLines(path, resume_step), steps_per_epoch
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Append a line, where any of the values has a name there."""
+        """Append a line if any of the values has a name there."""
         known = {
             theirs: next(values[name] for name in ours if name in values)
             for theirs, ours in _LOGS_JSON.items()
@@ -151,7 +153,7 @@ class LogsJson:
 
 
 def require_writers(*, tensorboard: bool, wandb: bool) -> None:
-    """Raise UsageError where a package for the files that are asked for is not installed; before anything is made."""
+    """Raise UsageError if a package for the requested files is not installed; called before anything is written."""
     asked = {("tensorboardX", "tensorboard"): tensorboard, ("wandb", "wandb-enabled"): wandb}
     for (package, flag), is_asked in asked.items():
         if is_asked and importlib.util.find_spec(package) is None:
@@ -169,7 +171,7 @@ class TensorBoard:
 
         # tensorboardX's own files raise when the disk is full, in its thread and in ours.
         record_writer.register_writer_factory("patient", _PatientFiles)
-        purge = resume_step + 1 if resume_step else 0  # TensorBoard hides what an earlier start wrote from here on
+        purge = resume_step + 1 if resume_step else 0  # TensorBoard hides later steps of an earlier start
         with reported_as(CheckpointError):
             self._writer = SummaryWriter(f"patient:{directory}", purge_step=purge)
 
@@ -186,7 +188,7 @@ class TensorBoard:
 
 
 class _PatientFiles:
-    """How tensorboardX makes the files of a place that begins with "patient:"."""
+    """tensorboardX's file factory for paths that begin with "patient:"."""
 
     @staticmethod
     def directory_check(place: str) -> None:
@@ -200,7 +202,7 @@ class _PatientFiles:
 
 
 class Wandb:
-    """A wandb run. Never asks anything: without an API key it writes offline files, for `wandb sync`."""
+    """A wandb run. Never prompts: without an API key it writes offline files, for `wandb sync`."""
 
     def __init__(self, directory: pathlib.Path, project: str, config: Mapping[str, Any]):
         wandb = importlib.import_module("wandb")  # an extra that may be absent: no static import
@@ -230,12 +232,12 @@ class Wandb:
         self._run.finish()
 
 
-# What only lines of evaluations have.
+# Keys that only lines of evaluations have.
 _EVALUATED = ("val/", "success/")
 
 
 def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
-    """The evaluations' results in a run's `metrics.jsonl` up to `last_step`; empty for a run that begins (step 0)."""
+    """The evaluations' results in a run's `metrics.jsonl` up to `last_step`; empty for a new run (step 0)."""
     if not last_step or not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
@@ -247,7 +249,7 @@ def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]
 
 
 def json_number(value: float | None) -> float | str | None:
-    """The value as JSON can say it: NaN and the infinities become strings of that name, which `float` reads."""
+    """The value in JSON: NaN and the infinities become strings of that name, which `float` reads."""
     if value is None or isinstance(value, int) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

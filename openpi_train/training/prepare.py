@@ -1,6 +1,6 @@
-"""What is known of a run before anything is allocated: mesh, layout, memory, and how it fits these devices.
+"""Prepares a run before anything is allocated: mesh, layout, memory, and whether it fits these devices.
 
-Read next: `settle.py`, which asks before and after it opens the data.
+Read next: `settle.py`, which calls it before and after it opens the data.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 # From a number of rows to the batch's shapes, as a tree of `jax.ShapeDtypeStruct`.
 BatchSpec = Callable[[int], Any]
-# A share of the parameters that is worth a warning where it should be cut and cannot.
+# A share of the parameters that causes a warning if it should be sharded but cannot be.
 _NOTABLE = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is known of a run before anything is allocated. `experiment` has nothing left to be chosen."""
+    """A run before anything is allocated. All choices in `experiment` are made."""
 
     experiment: Experiment
     trainer: Trainer
@@ -56,15 +56,15 @@ class Prepared:
         return self.forecast.memory
 
     def as_json(self) -> dict[str, Any]:
-        """For `plan.json`: the forecast of what is used."""
+        """The forecast, for `plan.json`."""
         return {**self.forecast.as_json(), "available_bytes_per_device": self.available_bytes}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What is known of a run before its data are open: the state, as one device holds it, and what devices there are.
+    """A run before its data are open: the state per device, and the devices.
 
-    `available_bytes` are free on each, of `total_bytes` that jax may take.
+    `available_bytes` are free on each, of `total_bytes` that jax may use.
     """
 
     layout: StateLayout
@@ -97,7 +97,7 @@ def examine(experiment: Experiment, world: World) -> Examined:
 
 
 def require_state(experiment: Experiment, examined: Examined) -> None:
-    """Raise DoesNotFit where no row can: the state alone is larger than the devices, cut as far as the flags allow."""
+    """Raise DoesNotFit if the state alone does not fit the devices, sharded as far as the flags allow."""
     costs = layout_costs(experiment, examined.layout, this_machine(examined.total_bytes))
     least = min((cost.memory(experiment.grad_accum) for cost in costs), key=lambda memory: memory.total)
     require(least, examined.available_bytes, jax.device_count(), experiment)
@@ -108,7 +108,7 @@ def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | 
 
     `batch_spec` is that of the run's data; None: rows are as long as the model's config allows.
 
-    Raises DoesNotFit where a host has too little memory for what is kept there.
+    Raises DoesNotFit if a host has too little memory for the offloaded state.
     """
     sharding, layout = experiment.sharding, examined.layout
     chosen = choose(experiment, layout, this_machine(examined.total_bytes), batch_spec)
@@ -142,7 +142,7 @@ def prepare_without_data(experiment: Experiment, world: World) -> Prepared:
 
 
 def whole_layout(experiment: Experiment, whole: Plan) -> StateLayout:
-    """The run's state under `whole`, a plan that cuts nothing."""
+    """The run's state under `whole`, a plan that shards nothing."""
     optimizer, has_ema = experiment.optimizer.create(_schedule(experiment)), experiment.ema_decay is not None
     return lay_out(experiment.model, optimizer, experiment.is_frozen, has_ema, whole, _loss_scaling(experiment))
 
@@ -174,7 +174,7 @@ def _loss_scaling(experiment: Experiment) -> LossScaling | None:
 
 
 def this_machine(total_bytes: int) -> Machine:
-    """The devices that are here, each with so many bytes."""
+    """The local devices, each with `total_bytes`."""
     return Machine(
         kind=kind_of(jax.devices()[0].device_kind),
         num_devices=jax.device_count(),
@@ -186,9 +186,9 @@ def this_machine(total_bytes: int) -> Machine:
 def choose(
     experiment: Experiment, layout: StateLayout, machine: Machine, batch_spec: BatchSpec | None = None
 ) -> Forecast:
-    """Strategy and rematerialisation policy as the flags say, or the best of all for these devices.
+    """Strategy and rematerialisation policy as given by flags, or the best ones for these devices.
 
-    The log says which, why, and what else there was. Where nothing fits it is what needs least memory.
+    The log has the choice, the reason and the alternatives. If nothing fits, returns what needs least memory.
     """
     found = forecasts(experiment, layout, machine, [experiment.grad_accum], batch_spec)
     chosen, why = recommend(found)
@@ -207,7 +207,7 @@ def forecasts(
     accumulations: list[int],
     batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
-    """What every strategy with every rematerialisation policy that the flags leave open needs and takes."""
+    """Forecasts for every strategy and rematerialisation policy that the flags allow."""
     costs = layout_costs(experiment, layout, machine)
     batch = experiment.batch_size
     return [
@@ -217,13 +217,13 @@ def forecasts(
 
 
 def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) -> list[LayoutCost]:
-    """What the state costs a device under every strategy that the flags leave open."""
+    """The cost of the state per device under every strategy that the flags allow."""
     open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
     return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
 
 
 def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:
-    """What a row costs under each rematerialisation policy that is left open, least recomputation first."""
+    """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
     open_policies = {
         name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()
     }
@@ -253,14 +253,14 @@ def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
 
 
 def make_plan(experiment: Experiment, strategy: Strategy, fsdp_devices: int) -> Plan:
-    """The plan for these devices under a strategy that cuts over so many of them."""
+    """The plan for these devices under a strategy that shards over `fsdp_devices` of them."""
     sharding = experiment.sharding
     mesh = make_mesh(fsdp_devices, tensor_devices=sharding.tensor_devices)
     return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
 
 
 def check_host_memory(offload: str) -> None:
-    """Raise UsageError where these devices do not read their host's memory."""
+    """Raise UsageError if these devices cannot access their host's memory."""
     device = jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
@@ -272,7 +272,7 @@ def check_host_memory(offload: str) -> None:
 
 
 def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> None:
-    """Say what lies in host memory. Raises DoesNotFit where a host has too little. All processes call it."""
+    """Log what is kept in host memory. Raises DoesNotFit if a host has too little. All processes call it."""
     require_host(memory, min(agree.gather("memory of a host", host_bytes_per_device(processes_on_host))), offload)
     logger.info(
         "offload %s: %.1f GiB of each device's state lie in host memory; to read and write them takes about %.2g s of "
@@ -285,7 +285,7 @@ def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> Non
 
 
 def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
-    """Say how much trains. Raises UsageError where nothing does, or where `--freeze` matches nothing."""
+    """Log how many parameters train. Raises UsageError if none does, or if `--freeze` matches nothing."""
     trainable, frozen = layout.shapes.params, layout.shapes.frozen
     if not trainable:
         raise UsageError(f"--freeze {experiment.freeze!r} leaves no parameter to train; all {len(frozen)} match it")

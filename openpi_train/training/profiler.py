@@ -11,14 +11,14 @@ from openpi_train.runtime.phases import phase
 
 logger = logging.getLogger(__name__)
 
-# Steps of this start before those that are traced: by then the data workers run ahead.
+# Steps of this start before the traced ones: by then the data workers run ahead.
 _STEPS_BEFORE = 3
 
 
 class Profiler:
     """Traces `num_steps` steps of this process, beginning a few after `first_step`; with 0 steps it does nothing.
 
-    `wait()` returns when the devices have done all steps that were given to them.
+    `wait()` returns when the devices have finished all queued steps.
     """
 
     def __init__(self, directory: Path, num_steps: int, first_step: int, wait: Callable[[], None]):
@@ -40,12 +40,12 @@ class Profiler:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would be noted, and slow the host down
+        options.python_tracer_level = 0  # tracing every Python call would slow the host down
         jax.profiler.start_trace(self._directory, profiler_options=options)
         self._waits, self._runs = False, True
 
     def close(self) -> None:
-        """Write what was traced so far, where the run ends before the last of those steps."""
+        """Write the steps traced so far, if the run ends before the last of them."""
         self._stop()
         if self._waits:
             logger.warning("--profile: the run ended before step %d, where the trace was to begin", self._first)

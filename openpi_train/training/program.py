@@ -1,4 +1,4 @@
-"""The compiled training step, and what it computes and sends, read from the program itself: a run's `program.json`.
+"""The compiled training step, and the FLOPs and traffic read from it: a run's `program.json`.
 
 Read next: `planning/flops.py` and `planning/traffic.py`, which count; `recorder.py`, which makes rates of it.
 """
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class Program:
     """One optimizer step of the whole batch.
 
-    `model_flops` are forward and backward, `executed_flops` also what is recomputed; products only, on all devices
-    together. `sent_bytes` are those that one device sends, by kind of collective; None where the compiler does not
-    know how often one runs. `compile_s` counts tracing, too.
+    `model_flops` are forward and backward, `executed_flops` also recomputation; only products, over all
+    devices. `sent_bytes` are those that one device sends, by kind of collective; None if the compiler does not
+    know how often one runs. `compile_s` includes tracing.
     """
 
     model_flops: float
@@ -35,7 +35,7 @@ class Program:
 
     @classmethod
     def of(cls, jaxpr: Any, hlo: str, compile_s: float) -> "Program":
-        """The account of a traced and compiled step."""
+        """The figures of a traced and compiled step."""
         return cls(
             model_flops=product_flops(jaxpr, recomputed=False),
             executed_flops=product_flops(jaxpr),
@@ -56,12 +56,12 @@ class Program:
 class Programs:
     """The training step for batches of several shapes (see `data/text_lengths.py`), compiled ahead.
 
-    `longest` is the account of the one that computes most, `compiled` that program itself; `last` the account of the
-    one that was called last.
+    `longest` has the figures of the program that computes most, `compiled` is that program; `last` has those of the
+    program called last.
     """
 
     def __init__(self, trainer: Trainer, state_shardings: Any, state: TrainState, batches: Iterable[Any]):
-        """Compile the step for `batches`, trees of shapes. All processes must be given the same."""
+        """Compile the step for `batches`, trees of shapes, which must be the same on all processes."""
         self._steps: dict[Any, tuple[StepFunction, Program]] = {}
         found: list[tuple[Program, Any]] = []
         for batch in batches:

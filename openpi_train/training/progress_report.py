@@ -1,6 +1,6 @@
-"""What a person who watches the run sees: a live bar on a terminal, else one log line per interval.
+"""Shows progress: a live bar on a terminal, otherwise one log line per interval.
 
-Read next: `metrics.py` (the same numbers for programs).
+Read next: `metrics.py` (the same numbers in files).
 """
 
 import logging
@@ -18,7 +18,7 @@ _MIN_STEPS_FOR_PERCENTILES = 10
 
 
 class ProgressReport:
-    """Shows how far the run is. Call `advance` after every step, `report` every log interval. Only process 0 shows.
+    """Shows the progress of a run on process 0. Call `advance` after every step, `report` every log interval.
 
     Args:
         num_steps: the step at which the run ends.
@@ -39,7 +39,7 @@ class ProgressReport:
             self._bar.start()
 
     def advance(self, step: int, *, step_s: float) -> None:
-        """Tell that `step` steps are done, the last one in `step_s` seconds."""
+        """Record that `step` steps are done, the last one in `step_s` seconds."""
         self._step = step
         self._step_s.append(step_s)
         if self._bar is not None:
@@ -59,7 +59,7 @@ class ProgressReport:
         if "time/step_s" in values:
             step_s = float(values["time/step_s"])
             parts.append(f"data wait {100 * float(values.get('data/wait_s', 0.0)) / max(step_s, 1e-9):.0f}%")
-            # The host runs ahead of the devices by a step or two: single times mean something over many steps only.
+            # The host runs ahead of the devices by a step or two, so step times are meaningful only over many steps.
             if len(self._step_s) >= _MIN_STEPS_FOR_PERCENTILES:
                 half, most = np.percentile(self._step_s, [50, 95])
                 parts.append(f"step p50 {1000 * half:.0f} ms p95 {1000 * most:.0f} ms")
@@ -78,7 +78,7 @@ class ProgressReport:
         return line
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def device_memory() -> str:
-    """Peak use of the fullest local device; empty where the platform does not tell (CPU)."""
+    """Peak memory of the fullest local device; empty if the platform does not report it (CPU)."""
     found = [device.memory_stats() for device in jax.local_devices()]
     peaks = [(stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in found if stats]
     if not peaks:

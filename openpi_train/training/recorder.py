@@ -1,4 +1,4 @@
-"""Collects what steps report, without waiting for the devices, and reads it once per log interval.
+"""Collects metrics of steps without waiting for the devices, and reads them once per log interval.
 
 Read next: `loop.py`, `metrics.py` (where the lines go), `docs/metrics.md` (what each number is).
 """
@@ -19,9 +19,9 @@ from openpi_train.training.time_split import Part, TimeSplit
 
 logger = logging.getLogger(__name__)
 
-# How many steps the host may be ahead of the devices: enough to hide dispatch, few enough to bound queued batches.
+# How many steps the host may be ahead of the devices: enough to hide dispatch, few enough to limit queued batches.
 MAX_STEPS_AHEAD = 2
-# Of which a mean over steps says nothing.
+# Metrics for which a mean over steps is meaningless.
 _STATES = ("skipped", "overflow", "loss_scale", "tokens")
 
 
@@ -39,10 +39,10 @@ class Recorder:
         unread: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`peak_flops` are those of all devices together, None where that is unknown.
+        """`peak_flops` is the sum over all devices, None if unknown.
 
         `wait_s()` is the total time that the loop waited for data so far; `row_names(step)` names a batch's rows.
-        `unread` is what `unread()` said when the state that the run continues from was saved.
+        `unread` is the result of `unread()` when the state that the run continues from was saved.
         """
         self._batch_size = batch_size
         self._peak_flops = peak_flops
@@ -52,14 +52,14 @@ class Recorder:
         self._programs: list[Program] = []
         self._ahead: collections.deque[Any] = collections.deque()
         unread = unread or {"steps": [], "skipped_steps": 0}
-        # Of the start before this one. JSON has no word for what is not finite: strings that `float` reads.
+        # From the start before this one. JSON cannot represent non-finite values: they are strings that `float` reads.
         self._before = [{name: float(value) for name, value in step.items()} for step in unread["steps"]]
         self.num_skipped: int = unread["skipped_steps"]
         self._split = TimeSplit(wait_s, clock)
         self._last_step_at = 0.0
 
     def add(self, step: int, metrics: Mapping[str, Any], program: Program | None = None) -> None:
-        """Note a step's metrics (device arrays) and program. Blocks only while the devices are far behind."""
+        """Record a step's metrics (device arrays) and program. Blocks only while the devices are far behind."""
         self._pending[step] = metrics
         self._programs += [] if program is None else [program]
         self._ahead.append(metrics["loss"])
@@ -68,7 +68,7 @@ class Recorder:
                 jax.block_until_ready(self._ahead.popleft())
 
     def begin(self) -> None:
-        """The first step comes now: what came before is no step time."""
+        """Start timing: the first step begins now."""
         self._last_step_at = 0.0
         self._split.restart()
 
@@ -77,7 +77,7 @@ class Recorder:
         return self._split.of(part)
 
     def wait(self) -> None:
-        """Return when the devices have done all steps so far."""
+        """Wait until the devices have finished all steps so far."""
         with self._split.of("device"):
             jax.block_until_ready(list(self._ahead))
 
@@ -89,8 +89,8 @@ class Recorder:
     def read(self) -> dict[str, float | None]:
         """Means over the steps since the last read, and where their time went.
 
-        `loss_scale` is that of the last step. Raises NumbersError where an update was NaN or Inf, unless the loss scale
-        answers it.
+        `loss_scale` is that of the last step. Raises NumbersError if an update was NaN or Inf, unless the loss scale
+        handles it.
         """
         with self._split.of("device"):
             values = jax.device_get(self._pending)
@@ -112,7 +112,7 @@ class Recorder:
         return result | self._speed(parts, stepping_s, len(values)) | {"skipped_steps": float(self.num_skipped)}
 
     def _speed(self, parts: Mapping[str, float], stepping_s: float, num_steps: int) -> dict[str, float | None]:
-        """The interval's times, and the rates that follow; `mfu` and `hfu` are None where the peak is unknown."""
+        """The interval's times and rates; `mfu` and `hfu` are None if the peak is unknown."""
         interval_s, step_s = sum(parts.values()), stepping_s / num_steps
         programs, self._programs = self._programs, []
         possible = stepping_s * self._peak_flops if self._peak_flops and programs else None
@@ -127,7 +127,8 @@ class Recorder:
         }
 
     def unread(self) -> dict[str, Any]:
-        """What a run that continues from here needs so that its next line is the same, without times; as JSON."""
+        """The values, as JSON, with which a run that continues from here writes the same next line, except for
+        times."""
         values = jax.device_get(self._pending)
         num_skipped = sum(bool(metrics["skipped"]) for metrics in values.values())
         steps = [
@@ -166,7 +167,7 @@ class Recorder:
 
 
 def _good(values: Mapping[int, Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What enters the means, of the steps whose update was applied."""
+    """The metrics that enter the means: those of steps whose update was applied."""
     return [
         {name: float(value) for name, value in metrics.items() if name not in _STATES}
         for metrics in values.values()

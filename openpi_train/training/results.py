@@ -1,4 +1,4 @@
-"""`results.json`: what a run was, what came out of it, on what it ran. Read next: `run.py`, which asks for it."""
+"""`results.json`: a run's configuration, results and hardware. Read next: `run.py`, the caller."""
 
 import dataclasses
 import math
@@ -20,12 +20,12 @@ from openpi_train.training.metrics import json_number
 
 
 def held_out_loss(evaluation: Mapping[str, Any]) -> float:
-    """The loss by which evaluations are compared: that of the averaged weights where the run keeps an average."""
+    """The loss used to compare evaluations: that of the averaged weights if the run keeps an average."""
     return evaluation.get("val/loss_ema", evaluation["val/loss"])
 
 
 def lowest_loss(evaluations: Sequence[Mapping[str, Any]]) -> Best | None:
-    """The step of the lowest finite held-out loss, the first of equal ones; None where there is none.
+    """The step with the lowest finite held-out loss, the first of equal ones; None if there is none.
 
     Unlike the best checkpoint it may be a step that was not saved.
     """
@@ -47,11 +47,11 @@ def write_results(
     proportions: Mapping[str, float],
     bad_records: int,
 ) -> None:
-    """Write the file. For process 0 alone; `seconds` are those of this start, the rest is the whole run's.
+    """Write the file. For process 0 only; `seconds` are those of this start, the rest covers the whole run.
 
     The parts are those of the older trainers' results: `config`, `training_metrics`, `distributed_info`, `summary`.
 
-    Raises CheckpointError where the disk has no room for it.
+    Raises CheckpointError if the disk has no space for it.
     """
     devices, lowest = jax.devices(), lowest_loss(evaluations)
     values = {

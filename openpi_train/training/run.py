@@ -1,4 +1,4 @@
-"""`Run`: the parts of a started run, and what the loop asks of them. Read next: `start.py`, which makes one."""
+"""`Run`: the parts of a started run, as used by the loop. Read next: `start.py`, which makes one."""
 
 import contextlib
 import dataclasses
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """One process's view of a run, made before the loop starts. What it notes meanwhile: `history`, the evaluations,
-    and the last step and its metrics.
+    """One process's view of a run, made before the loop starts. It records `history`, the evaluations, and the last
+    step and its metrics.
     """
 
     experiment: Experiment
@@ -81,19 +81,19 @@ class Run:
 
     @contextlib.contextmanager
     def taking(self, step: int) -> Iterator[None]:
-        """Around all that the loop does for one step but evaluating and saving."""
+        """Wraps the loop's work for one step, without evaluating and saving."""
         with self.profiler.step(step):
             yield
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note what a step reported (device arrays), and show how far the run is."""
+        """Record a step's metrics (device arrays), and show progress."""
         self.step = step
         self.recorder.add(step, metrics, self.programs and self.programs.last)
         phases.step_done(step)
         self.progress.advance(step, step_s=self.recorder.last_step_s())
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write one line of metrics, with each dataset's realised share of the rows so far where there are several."""
+        """Write one line of metrics; with several datasets it includes each one's realised share of the rows so far."""
         shares = self.feed.proportions()
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
         self.last_metrics = {**values, **mixed}
@@ -102,7 +102,7 @@ class Run:
         self.feed.tune(step_s=values["time/step_s"] or 0.0, wait_s=values["data/wait_s"] or 0.0)
 
     def catch_up(self, state: TrainState) -> bool:
-        """Make up for what the run before this one was kept from: the copy of a local save, and an evaluation.
+        """Do what the start before this one missed: the copy of a local save, and an evaluation.
 
         Also evaluates before the first step. Returns whether it evaluated.
         """
@@ -115,24 +115,24 @@ class Run:
             return self.evaluate(step, state)
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the state of this step is to be evaluated: the first one, the last one, and at the interval."""
+        """Whether the state of this step is evaluated: the first one, the last one, and at the interval."""
         interval = self.experiment.eval.interval
         return step in (0, self.experiment.num_train_steps) or bool(interval and step % interval == 0)
 
     def save_is_due(self, step: int) -> bool:
-        """Whether the state of this step is to be saved in the run directory: the last one, and at the interval."""
+        """Whether the state of this step is saved in the run directory: the last one, and at the interval."""
         return step == self.experiment.num_train_steps or step % self.experiment.save_interval == 0
 
     def local_save_is_due(self, step: int) -> bool:
-        """Whether the state of this step is to be saved on the hosts' own disks, if not in the run directory anyway."""
+        """Whether the state of this step is saved on the hosts' own disks, if not in the run directory anyway."""
         local = self.experiment.local_checkpoints
         return local.dir is not None and step % local.interval == 0
 
     @phase("evaluating")
     def evaluate(self, step: int, state: TrainState) -> bool:
-        """Evaluate, write what was measured, and let the checkpoint compete for the best.
+        """Evaluate, write the results, and consider the checkpoint as the best.
 
-        Returns False where a stop that was asked for meanwhile left it out; a resumed run catches up.
+        Returns False if a requested stop interrupted it; a resumed run catches up.
         """
         started = time.perf_counter()
         values = self.evaluator(state)
@@ -148,14 +148,14 @@ class Run:
         return True
 
     def _tell_unsaved(self, step: int) -> None:
-        """Say that the lowest held-out loss so far is that of a step between two saves."""
+        """Log that the lowest held-out loss so far is that of a step between two saves."""
         lowest = lowest_loss(self.history)
         saved = self.save_is_due(step) or self.checkpoints.step_dir(step).exists()
         if lowest and lowest.step == step and not saved:
             logger.info("step %d has the lowest held-out loss so far and is not saved%s", step, self._advice())
 
     def _tell_best(self) -> None:
-        """Say where the lowest held-out loss was, if no checkpoint of that step is `best`."""
+        """Log the step of the lowest held-out loss, if no checkpoint of that step is `best`."""
         lowest, best = lowest_loss(self.history), self.checkpoints.best
         if lowest is None or (best and best.step == lowest.step):
             return
@@ -169,7 +169,7 @@ class Run:
         )
 
     def _advice(self) -> str:
-        """What to set for a checkpoint of every evaluated step, where there is none."""
+        """Advice for saving every evaluated step, if not all are saved."""
         saves, evaluations = self.experiment.save_interval, self.experiment.eval.interval
         if evaluations % saves == 0:
             return ""
@@ -187,7 +187,7 @@ class Run:
 
     @phase("saving locally")
     def save_locally(self, step: int, state: TrainState) -> None:
-        """Start saving on the hosts' own disks alone."""
+        """Start saving only on the hosts' own disks."""
         stall_s = self.checkpoints.save_locally(state, **self._saved_with())
         if stall_s is None:
             return

@@ -1,4 +1,5 @@
-"""Two starts of one run are kept apart by a lock that process 0 holds for its life. Read next: `rundir.py`."""
+"""Locks a run directory, so that a run is not started twice; process 0 holds the lock for its life. Read next:
+`rundir.py`."""
 
 import logging
 import os
@@ -10,15 +11,15 @@ from openpi_train.runtime.exits import UsageError
 logger = logging.getLogger(__name__)
 
 NAME = ".lock"
-LIMIT_S = 120.0  # NFS keeps the lock of a host that died for its lease, 90 s
+LIMIT_S = 120.0  # NFS keeps the lock of a dead host for its lease, 90 s
 _held: dict[pathlib.Path, int] = {}  # open files, by path: closing one frees its lock
 
 
 def hold(directory: pathlib.Path) -> None:
-    """Make the directory and lock it for as long as this process lives; what it holds already stays as it is.
+    """Create the directory and lock it for the life of this process; locks that it already holds are kept.
 
-    Where the file system has no locks there is a warning and no lock. Raises UsageError where another process still
-    has the directory after LIMIT_S, OSError where it cannot be made.
+    If the file system has no locks there is a warning and no lock. Raises UsageError if another process still
+    has the directory after LIMIT_S, OSError if it cannot be created.
     """
     path = directory / NAME
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,5 +44,5 @@ def hold(directory: pathlib.Path) -> None:
 
 
 def _is_mine(path: pathlib.Path) -> bool:
-    """Whether this process holds the lock of the file that is there now."""
+    """Whether this process holds the lock of the file that exists now."""
     return path in _held and path.exists() and os.path.samestat(os.fstat(_held[path]), path.stat())

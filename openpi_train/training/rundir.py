@@ -1,4 +1,4 @@
-"""The directory of a run: opened, never overwritten, with a record of what was run and on what.
+"""The directory of a run: opened, never overwritten, with a record of each start.
 
     <checkpoint_base_dir>/<experiment>/<exp_name>/experiment.json    the experiment, as last started
                                                   environment.json   one entry per start: versions, devices, command
@@ -45,7 +45,7 @@ _SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth)$|secret|passw|crede
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """An opened run directory. `resumed`: it was there before. `replaced`: where an older run was moved to."""
+    """An opened run directory. `resumed`: it existed before. `replaced`: where an older run was moved to."""
 
     path: pathlib.Path
     resumed: bool = False
@@ -53,7 +53,7 @@ class RunDir:
 
 
 def check_run(given: Experiment) -> None:
-    """Refuse now what `open_run` would refuse, and write nothing: a start that fails later then leaves no trace.
+    """Check what `open_run` would refuse, without writing, so that a start that fails later leaves no trace.
 
     Every process must call it. Raises UsageError, on every process.
     """
@@ -73,18 +73,18 @@ def open_run(
     process_index: int | None = None,
     broadcast: Callable[[str, Any], Any] = agree.broadcast,
 ) -> RunDir:
-    """Make or find the run's directory. Every process must call it; process 0 acts.
+    """Create or find the run's directory. Every process must call it; process 0 acts.
 
-    With `resume` that run is continued where no field that it depends on has changed (`fields.py: OnResume`), and its
-    record stays as it is until `record_start`. `overwrite` moves it to `<exp_name>.replaced-<time>`: none is deleted.
+    With `resume` the run is continued if no field that it depends on has changed (`fields.py: OnResume`), and its
+    record is unchanged until `record_start`. `overwrite` moves it to `<exp_name>.replaced-<time>`: none is deleted.
 
     Args:
-        given: the experiment as it was asked for, before it is fitted to devices and data.
-        process_index: this process's; None asks jax.
-        broadcast: hands process 0's JSON value to all processes, given a name for what is agreed on.
+        given: the experiment as given, before it is fitted to devices and data.
+        process_index: this process's index; None: jax's.
+        broadcast: sends process 0's JSON value to all processes, given a name for the agreement.
 
     Raises:
-        UsageError: on every process, for every way in which flags and directory do not fit.
+        UsageError: on every process, if flags and directory do not match.
     """
     index = jax.process_index() if process_index is None else process_index
     answer: dict[str, Any] = {}
@@ -113,14 +113,14 @@ def open_run(
 
 
 def _mark(path: pathlib.Path) -> str:
-    """Write a word that no other directory of this path, on another host's own disk, can hold."""
+    """Write a unique word, to detect a different directory of the same path on another host's disk."""
     word = secrets.token_hex(8)
     (path / _MARK).write_text(word, encoding="utf-8")
     return word
 
 
 def _sees(path: pathlib.Path, word: str) -> bool:
-    """Whether the word is there; network file systems may show a new file some seconds late."""
+    """Whether the word is visible; network file systems may show a new file some seconds late."""
     deadline = time.monotonic() + _MARK_TIMEOUT_S
     while True:
         with contextlib.suppress(OSError):
@@ -132,18 +132,18 @@ def _sees(path: pathlib.Path, word: str) -> bool:
 
 
 def devices_at_first(given: Experiment) -> int | None:
-    """How many devices the run that `given` continues was first started on; None for a new run. All call it."""
+    """The number of devices at the first start of the run that `given` continues; None for a new run. All call it."""
     starts: list[Any] = []
     if jax.process_index() == 0 and given.resume:
-        with contextlib.suppress(OSError):  # no run yet, or a name that cannot be: said later
+        with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
             starts = _read(given.run_dir / "environment.json")["starts"]
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
 def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
-    """Write down, in the opened directory, what is run from here on and on what. For process 0 alone.
+    """Record the experiment and environment of this start in the opened directory. For process 0 only.
 
-    `measured` is what was found out about this start's devices, as JSON.
+    `measured` has measurements of this start's devices, as JSON.
     """
     path, experiment = given.run_dir, as_json(given)
     changes = _changes(given)
@@ -158,7 +158,7 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what is computed."""
+    """Versions of Python and of the packages that affect the result."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -202,7 +202,7 @@ def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[
 
 def _open(given: Experiment) -> RunDir:
     path = given.run_dir
-    _inspect(given)  # nothing is written where this refuses
+    _inspect(given)  # nothing is written if this raises
     run_lock.hold(path)
     is_run, changes = _inspect(given)  # again: another start may have had it until now
     replaced = None
@@ -230,7 +230,7 @@ def _open(given: Experiment) -> RunDir:
 
 
 def _inspect(given: Experiment) -> tuple[bool, dict]:
-    """Whether the run is there, and what differs from it; writes nothing."""
+    """Whether the run exists, and what differs from it; writes nothing."""
     _check_flags(given)
     path = given.run_dir
     is_run = (path / "experiment.json").is_file()
@@ -260,7 +260,7 @@ def _check_flags(given: Experiment) -> None:
 
 
 def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
-    """What differs from the saved run. Raises UsageError where a run that differs so is another one."""
+    """The differences from the saved run. Raises UsageError if they make it a different run."""
     path = given.run_dir
     changes = _changes(given)
     refused = [name for name, values in changes.items() if resume_verdict(given, name, *values) == "refuse"]
@@ -305,7 +305,7 @@ def _without_secrets(arguments: list[str]) -> list[str]:
 
 
 def _git_commit() -> dict[str, Any] | None:
-    """The commit that this package lies in and whether files differ from it; None outside a checkout."""
+    """The commit of this checkout and whether files differ from it; None outside a checkout."""
     here = pathlib.Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,6 +1,6 @@
-"""From an experiment as it was given to one that has nothing left to be chosen. Read next: `prepare.py`, `start.py`.
+"""Settle an experiment: make all choices that depend on devices and data. Read next: `prepare.py`, `start.py`.
 
-What is typed, the devices, and the data's facts are put together here, once; everything after reads the result.
+The given flags, the devices and the data are combined here, once; all later code reads the result.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Settled:
     """A run before anything is allocated or written.
 
-    `given` is what was asked for, its length in steps: what the run's directory keeps and a resume
-    compares. `prepared` says how the run goes on these devices.
+    `given` is the experiment as given, with its length in steps: the run directory stores it and a resume
+    compares it. `prepared` describes the run on these devices.
     """
 
     given: Experiment
@@ -45,7 +45,8 @@ class Settled:
 def settle(given: Experiment, world: World) -> Settled:
     """Fit the experiment to its devices and data. Every process must call it; nothing of the run is written.
 
-    What needs no data is refused before they are opened, which may take long. Raises UsageError or DataError.
+    Errors that do not depend on the data are raised before these are opened, which may take long. Raises UsageError or
+    DataError.
     """
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
@@ -71,10 +72,10 @@ def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> li
 
 @phase("opening the data")
 def open_in_turn(experiment: Experiment) -> OpenedData:
-    """The experiment's data, process 0 first: what it has to make (indexes, norm stats), the others find.
+    """Open the experiment's data, first on process 0, which makes indexes and norm stats for the others.
 
-    Raises DataError with what to do; also where the others find rows of other shapes: another tokenizer, or other
-    instructions.
+    Raises DataError with what to do, also if processes find rows of different shapes (another tokenizer, or other
+    instructions).
     """
     with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
         data = experiment.open_data()
@@ -86,7 +87,7 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
 
 
 def _in_steps(num_epochs: int, num_samples: int, batch_size: int) -> int:
-    """Optimizer steps of so many passes over the samples."""
+    """The optimizer steps of `num_epochs` passes over the samples."""
     steps = max(math.ceil(num_epochs * num_samples / batch_size), 1)
     logger.info("%d epochs of %d samples, %d at a time: %d steps", num_epochs, num_samples, batch_size, steps)
     return steps

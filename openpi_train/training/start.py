@@ -1,6 +1,6 @@
-"""From an experiment to a finished run: start jax, check, open, restore, train. Read next: `loop.py`.
+"""Run an experiment: start jax, check, open, restore, train. Read next: `loop.py`.
 
-The order matters: what can be refused without allocating anything is refused first, and by all processes together.
+The order matters: errors that can be found without allocating are raised first, by all processes together.
 """
 
 import logging
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
-    """Run the experiment as the process that flags and environment say this is. Returns the exit code."""
+    """Run the experiment as one process, identified by flags and environment. Returns the exit code."""
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
@@ -63,7 +63,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
                 run.finish(keep_results=not run.catch_up(run.state))
     except Preempted:
-        session.stop(timeouts.finish_s)  # all processes end together: whoever left first would abort the others
+        session.stop(timeouts.finish_s)  # all processes end together: the first to leave would abort the others
         raise
     with phase("ending"):
         report(run)
@@ -136,7 +136,8 @@ def first_state(
     feed: Feed,
     tokenizer: str | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
-    """The newest checkpoint and its `meta` with `--resume`, else start weights or fresh ones and an empty one."""
+    """With `--resume` the newest checkpoint and its `meta`, otherwise start weights or random ones and an empty
+    `meta`."""
     restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
     if experiment.resume and restored is None:
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
@@ -167,7 +168,7 @@ def first_state(
 
 @phase("reading the held-out rows")
 def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path) -> Evaluator:
-    """What is measured of the run, its held-out rows on the devices for the whole of it."""
+    """The run's evaluator, with held-out rows that stay on the devices."""
     running = Running(
         trainer=trainer,
         data=data,
@@ -181,7 +182,7 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, d
 
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
-    """Knows what the devices can do, for `mfu`; and what is `unread`."""
+    """The run's recorder, with the devices' peak for `mfu`, and `unread` metrics."""
     peak = peak_flops(jax.devices()[0].device_kind)
     return Recorder(
         batch_size=experiment.batch_size,
@@ -194,7 +195,7 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
 
 
 def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_samples: int) -> Metrics:
-    """The writers that the experiment asks for; `num_samples` are those of an epoch."""
+    """The writers that the experiment requests; `num_samples` are those of an epoch."""
     return Metrics(
         directory,
         process_index=jax.process_index(),
@@ -207,7 +208,7 @@ def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_
 
 
 def report(run: Run) -> None:
-    """Say where the run lies and what became of it."""
+    """Log the run's directory and results."""
     logger.info("the run lies in %s", run.directory)
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):

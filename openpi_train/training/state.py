@@ -1,4 +1,4 @@
-"""The state of a run on the devices, as one tree of arrays. Read next: `step.py`, from one state to the next."""
+"""The state of a run on the devices, as one tree of arrays. Read next: `step.py`, which updates it."""
 
 import optax
 from jaxtyping import Array, Int
@@ -12,9 +12,9 @@ from openpi_train.types import pytree
 class TrainState:
     """Everything that a step reads and writes.
 
-    `params` holds the trainable leaves (float32 master copies) by path, `frozen` the leaves that training leaves
-    alone (bfloat16 where the run computes in it), `ema` the average of `params` or None. Paths join the module's
-    attribute names with "/". `scale` is there where the model computes in float16.
+    `params` holds the trainable leaves (float32 master copies) by path, `frozen` the frozen leaves
+    (bfloat16 if the run computes in it), `ema` the average of `params` or None. Paths join the module's
+    attribute names with "/". `scale` is set if the model computes in float16.
     """
 
     step: Int[Array, ""]

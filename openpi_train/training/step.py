@@ -1,7 +1,7 @@
-"""The one optimizer step of every run. Read next: `devices.py` (accumulation), `update.py`, `loop.py`.
+"""The optimizer step of every run. Read next: `devices.py` (accumulation), `update.py`, `loop.py`.
 
 norms on the whole batch -> per micro-batch loss and gradient, summed -> clip -> optimizer on trainable leaves -> EMA.
-In float16 the loss is scaled up and the gradient down again before all else (`optim/loss_scale.py`).
+In float16 the loss is scaled up, and the gradient is scaled down before clipping (`optim/loss_scale.py`).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from openpi_train.training.state import TrainState
 from openpi_train.training.update import Update
 
 Metrics = dict[str, Float[Array, ""]]
-# openpi's parameter norm leaves these out (by published name), and everything with fewer than two dims.
+# openpi's parameter norm excludes these (by published name), and everything with fewer than two dims.
 NOT_A_KERNEL = re.compile(r".*/(bias|scale|pos_embedding|input_embedding)")
 
 
@@ -35,7 +35,7 @@ StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What the step needs beside state and batch; all of it static."""
+    """Everything that the step needs besides state and batch; all static."""
 
     graphdef: nnx.GraphDef
     model: ModelConfig
@@ -58,7 +58,7 @@ class Trainer:
         return self.jitted_step(state_shardings).trace(state, batch)
 
     def jitted_step(self, state_shardings: Any) -> Any:
-        """The step as jax's jitted function. State is donated; it leaves with the shardings that it came with."""
+        """The step as a jitted function. State is donated, and returned with the same shardings."""
         return jax.jit(
             self.step,
             in_shardings=(state_shardings, self.plan.batch),
@@ -67,9 +67,9 @@ class Trainer:
         )
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One update on one optimizer batch. An update with NaN or Inf in it is not applied: `skipped` is 1 then.
+        """One update on one optimizer batch. An update with NaN or Inf is not applied; `skipped` is then 1.
 
-        `overflow` is 1 where that is answered by the loss scale.
+        `overflow` is 1 if the loss scale handles it.
         """
         with jax.named_scope("gradient"):
             norms = self.objective.norms(batch)
@@ -103,7 +103,7 @@ class Trainer:
 
     @property
     def devices(self) -> Devices:
-        """The devices, at work."""
+        """The computation over devices."""
         return Devices(self.plan, self.model.compute_dtype, self.graphdef)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
@@ -113,14 +113,14 @@ class Trainer:
         return self.loss_scaling.after(state.scale, ~finite)
 
     def scale_metrics(self, state: TrainState, finite: Bool[Array, ""]) -> Metrics:
-        """The scale that this step used, and whether it was too large; nothing where there is none."""
+        """The scale that this step used, and whether it was too large; empty without a scale."""
         if state.scale is None or self.loss_scaling is None:
             return {}
         overflow = ~finite & self.loss_scaling.can_yield(state.scale)
         return {"loss_scale": state.scale.value, "overflow": overflow.astype(jnp.float32)}
 
     def count_metrics(self, batch: Any) -> Metrics:
-        """How many tokens the batch has, where the model has any."""
+        """The number of tokens in the batch, if the model has tokens."""
         tokens = self.model.num_tokens_seen(batch, self.objective.draws_per_row)
         return {} if tokens is None else {"tokens": tokens.astype(jnp.float32)}
 
@@ -141,6 +141,6 @@ def unscaled(grads: Params, state: TrainState) -> Params:
 
 
 def num_updates(state: TrainState) -> Int[Array, ""]:
-    """Updates that were applied so far: the step less those that were skipped. The schedule goes by it."""
+    """The number of applied updates: the step minus skipped ones. The schedule uses it."""
     counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
     return counts[0]

@@ -1,4 +1,4 @@
-"""Where the loop's time goes: every second of its thread belongs to one part. Read next: `recorder.py`, which asks."""
+"""Splits the loop's time into parts; every second of its thread belongs to one part. Read next: `recorder.py`."""
 
 import contextlib
 import time
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 Part = Literal["data", "device", "checkpoint", "evaluation"]
-# Times in which no step is taken.
+# Parts in which no step is taken.
 PAUSES: tuple[Part, ...] = ("checkpoint", "evaluation")
 
 
 class TimeSplit:
-    """Seconds by part, interval by interval. What is in no part is the host's own work.
+    """Seconds by part and interval. Time outside of all parts is the host's own work.
 
     Intervals follow each other without a gap. `data_s()` is the total time that the loop has waited for data so far.
     """
@@ -21,24 +21,25 @@ class TimeSplit:
         self.restart()
 
     def restart(self) -> None:
-        """Begin an interval now, and forget the one under way."""
+        """Begin an interval now, and discard the current one."""
         self._began, self._data_before = self._clock(), self._data_s()
         self._spent: dict[Part, float] = {"device": 0.0, "checkpoint": 0.0, "evaluation": 0.0}
 
     @contextlib.contextmanager
     def of(self, part: Part) -> Iterator[None]:
-        """What happens in here belongs to `part`. Parts do not lie in each other."""
+        """Count the time of the block as `part`. Parts cannot be nested."""
         began = self._clock()
         yield
         self._spent[part] += self._clock() - began
 
     def stepping_s(self) -> float:
-        """Seconds of the interval so far, pauses left out."""
+        """Seconds of the interval so far, without pauses."""
         return self._clock() - self._began - self._paused_s
 
     def lap(self) -> tuple[dict[str, float], float]:
-        """End the interval and begin the next. Returns its seconds by part, which add up to all of it; and `PAUSES`
-        left out.
+        """End the interval and begin the next. Returns its seconds by part, which add up to the interval; and its
+        length
+        without `PAUSES`.
         """
         now, data_s = self._clock(), self._data_s()
         total, paused = now - self._began, self._paused_s

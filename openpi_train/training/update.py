@@ -1,9 +1,9 @@
-"""From gradients to the next parameters, moments and average: all at once, or one large parameter after the other.
+"""Update parameters, moments and average from gradients: all at once, or one large parameter after the other.
 
-The latter where moments or the average lie in host memory between steps (`--sharding.offload`). What belongs to a
-parameter is then fetched, updated and put back. It is fetched no sooner than that of the last but one has been put
-back: so copies go on in both directions beside the update between them, and a device never holds the moments of more
-than two large parameters. Read next: `sharding/strategy.py: Plan.between_steps`, which says what lies where.
+The latter is used if moments or the average are in host memory between steps (`--sharding.offload`). The arrays of a
+parameter are then fetched, updated and written back. A fetch starts when those of the last but one parameter have been
+written back: copies in both directions overlap with the update between them, and a device never holds the moments of
+more than two large parameters. Read next: `sharding/strategy.py: Plan.between_steps`, which decides the placement.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _FIELDS = ("params", "opt_state", "ema")  # of the state: what an update changes
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """How a state follows from a state and gradients."""
+    """Computes the next state from a state and gradients."""
 
     optimizer: optax.GradientTransformation
     plan: Plan
@@ -34,7 +34,7 @@ class Update:
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
 
     def __call__(self, state: TrainState, grads: Params, finite: Bool[Array, ""]) -> TrainState:
-        """`state` with the next parameters, moments and average; all as they were where not `finite`."""
+        """`state` with the next parameters, moments and average; unchanged if not `finite`."""
         update = self._at_once if self.plan.offload == "none" else self._in_turn
         fields = {name: getattr(state, name) for name in _FIELDS}
         return dataclasses.replace(state, **update(fields, grads, finite, state.step))
@@ -52,7 +52,7 @@ class Update:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, fields)
 
     def _in_turn(self, fields: dict[str, Any], grads: Params, finite: Any, step: Any) -> dict[str, Any]:
-        """`_at_once`, traced as a whole and evaluated parameter by parameter: so both compute the same bits."""
+        """`_at_once`, traced as a whole and evaluated parameter by parameter, so both compute the same bits."""
         inputs = fields, grads, finite, step
         on_devices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
         values = jax.tree.leaves(inputs)
@@ -63,7 +63,7 @@ class Update:
         def move(leaf: Any, number: int, sharding: Any) -> Any:
             return jax.device_put(leaf, sharding) if homes[number].memory_kind == HOST_MEMORY else leaf
 
-        # What is waited for: by the first two groups the gradients, since before there is no room on the device.
+        # The first two groups wait for the gradients, since before there is no space on the device.
         done: list[Any] = [finite, finite]
         for index, numbers in enumerate(_groups(fields, homes)):
             old = {number: values[number] for number in numbers}
@@ -77,7 +77,7 @@ class Update:
 
 
 def _groups(fields: dict[str, Any], homes: Sequence[Any]) -> list[list[int]]:
-    """The numbers of the leaves of each parameter of which some lie in host memory."""
+    """The leaf numbers of each parameter that has leaves in host memory."""
     groups: dict[Any, list[int]] = {path: [] for path in fields["params"]}
     for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(fields)[0]):
         groups.get(getattr(path[-1], "key", None), []).append(number)
@@ -85,10 +85,10 @@ def _groups(fields: dict[str, Any], homes: Sequence[Any]) -> list[list[int]]:
 
 
 class _OnDemand:
-    """A traced function whose outputs are computed when they are asked for, and nothing twice."""
+    """A traced function whose outputs are computed lazily, and nothing twice."""
 
     def __init__(self, traced: ClosedJaxpr, value_of_input: Callable[[int], Any]):
-        """`value_of_input` gives the leaf of this number of the arguments; it is asked when that is first used."""
+        """`value_of_input` returns an argument's leaf by number; it is called when the leaf is first used."""
         self._jaxpr = traced.jaxpr
         self._input = value_of_input
         self._numbers = {var: number for number, var in enumerate(self._jaxpr.invars)}
@@ -97,7 +97,7 @@ class _OnDemand:
         self._called: dict[int, _OnDemand] = {}
 
     def output(self, number: int) -> Any:
-        """The leaf of this number of what the function returns."""
+        """The output leaf of this number."""
         return self._value(self._jaxpr.outvars[number])
 
     def _value(self, atom: Any) -> Any:

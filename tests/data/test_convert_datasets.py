@@ -128,7 +128,7 @@ def test_the_verb_says_what_became_of_everything_and_what_to_give(tmp_path, caps
     assert "next/done                 left out: as asked (--leave-out)" in said and "10 Hz" in said
     assert set(opened(tmp_path / "toy.zarr").columns) == {"observation/state", "action", "next/reward"}
     for words, message in (
-        (["toy2"], "which format is toy2 to have"),
+        (["toy2"], "the format of toy2 is not clear"),
         (["toy2", "--to", "rlds", "--leave-out", "force"], "cannot leave out force: the columns are action, "),
         (["toy2", "--to", "rlds", "--pictures", "av1"], "cannot be kept as av1 here; allowed are png, jpeg"),
     ):

@@ -235,7 +235,7 @@ def test_a_pod_on_processors_is_told_so():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "Run_1"}, "not a name for Kubernetes: lower-case"),
+        ({"name": "Run_1"}, "not a valid Kubernetes name: lower-case"),
         ({"name": "a" * 62}, "at most 61 of them here"),
         ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
         ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
@@ -244,9 +244,9 @@ def test_a_pod_on_processors_is_told_so():
         ({"arguments": (*RUN, "--overwrite")}, "--overwrite: a pod that is restarted"),
         ({"arguments": RUN[:3]}, "add --resume"),
         ({"arguments": ("pi0", "--exp-name=x")}, "add --resume"),
-        ({"memory": "lots"}, "--memory 'lots' is no amount"),
+        ({"memory": "lots"}, "--memory 'lots' is not in the format of Kubernetes"),
         ({"env": (("A B", "1"),)}, "'A B' is not the name of a variable"),
-        ({"env": (("OPENPI_TRAIN_NUM_PROCESSES", "3"),)}, "the launcher itself says which process is which"),
+        ({"env": (("OPENPI_TRAIN_NUM_PROCESSES", "3"),)}, "the launcher sets it for each process"),
         ({"claims": (("a", "/data"), ("b", "/data"))}, "/data cannot be mounted twice"),
         ({"claims": (("a", "/dev/shm"),)}, "/dev/shm cannot be mounted twice"),
     ],
@@ -287,7 +287,7 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
 def test_without_kubectl_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert forms.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
-    assert "no kubectl here; write the manifest with --out FILE" in capsys.readouterr().err
+    assert "kubectl is not installed here; write the manifest with --out FILE" in capsys.readouterr().err
 
 
 def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):

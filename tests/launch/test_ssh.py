@@ -128,7 +128,7 @@ def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
         (["--hosts", "node1,-oProxyCommand=x"], "is no name"),
         (["--hosts", ","], "no host is named"),
         (["--hosts-file", "/nowhere"], "--hosts-file /nowhere: No such file"),
-        (["--hosts", "node1", "--min-nodes", "1"], "give --max-restarts, too"),
+        (["--hosts", "node1", "--min-nodes", "1"], "also give --max-restarts"),
         (["--hosts", "node1", "--min-nodes", "2", "--max-restarts", "1"], "--min-nodes 2 is not from 1 to 1"),
         (["--hosts", "node1", "--env", "SURELY_NOT_SET"], "SURELY_NOT_SET=<value>"),
     ],
@@ -149,7 +149,7 @@ def test_a_good_run_shows_each_line_with_its_host_and_keeps_everything(start, tm
     run = start(child, "node1,ann@node2", "--env", "COLOUR=a b", "HOME", "--workdir", str(tmp_path))
     code, out, err = run.end()
     assert (code, err) == (0, [])
-    assert out[0].startswith("starting 4 processes on node1, node2; all that each writes: ")
+    assert out[0].startswith("starting 4 processes on node1, node2; output of each: ")
     notes = [f"[node{1 + rank // 2}:{rank}] note {rank} é" for rank in range(4)]
     assert sorted(out[1:]) == sorted([*notes, f"[node1:0] step 0 a b {tmp_path}"])
     for rank in range(4):

@@ -114,7 +114,7 @@ def test_the_last_code_is_the_launchers_and_the_end_of_restarts_is_said(monkeypa
         "starting again in 2 s (1 more restart left)",
         "starting again in 4 s (0 more restarts left)",
     ]
-    assert last == "not started again: no restart is left (--max-restarts 2)"
+    assert last == "not restarted: no restart is left (--max-restarts 2)"
 
 
 def launcher(child: str, folder: Path, *options: str, first: str = "") -> subprocess.Popen:

@@ -113,4 +113,4 @@ def test_dims_that_no_experiment_is_for_are_an_error_with_what_is_known(home):
 def test_a_length_in_epochs_and_in_steps_is_refused(home):
     both = ("--num-epochs", "1", "--num-train-steps", "2")
     done = openpi_train(RUN[0], "--exp-name", "x", "--dataset", STORES / "arms_14.zarr", *both, **home)
-    check(done, 2, "--num-train-steps and --num-epochs both say how long the run is")
+    check(done, 2, "--num-train-steps and --num-epochs both set the length of the run")

@@ -162,7 +162,7 @@ def test_a_run_that_has_only_begun_has_a_report_that_says_so(trained, tmp_path):
     assert "going on, or interrupted" in page and "1 of 2" in page
     loss = re.search(r"<figcaption>Training loss</figcaption><img[^>]*base64,([^\"]+)", page)
     assert loss and b"<svg" in base64.b64decode(loss[1])
-    with pytest.raises(report.RunError, match="no run's directory"):
+    with pytest.raises(report.RunError, match="not a run's directory"):
         RunFiles.at(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Video encoding equal to lerobot's: encodes an episode, and joins several episodes' videos into one file.
 
 Read next: `lerobot_writer.py`; `lerobot_video.py` decodes them. Every second frame is a key frame, as in lerobot, so
-reading any frame decodes at most two. The encoder runs in its own threads; joining copies packets, without encoding again.
+reading any frame decodes at most two. The encoder runs in its own threads; joining copies packets.
 """
 
 import contextlib

@@ -1,17 +1,17 @@
-"""Checkpoints of a run: saved while it trains on, counted only when whole, restored onto any devices.
+"""Checkpoints of a run: saved in the background, valid only when complete, restored onto any devices.
 
-    <run>/<step>/params/        what inference loads, as openpi publishes it (`layout.py`)
-                 train_state/   what only training needs
+    <run>/<step>/params/        for inference, in openpi's form (`layout.py`)
+                 train_state/   for training only
                  assets/<asset_id>/norm_stats.json
                  tokenizer/     its files, so that the checkpoint answers wherever it is copied to
                  meta.json      step, data position, experiment, versions, dtype and shape of every leaf
                  manifest.json  size and crc32 of every file, written last (`manifest.py`)
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
 
-Each process copies what it will write to its host; all else of a save happens in one background thread, so that a save
-holds up the loop no longer than that copy takes. Orbax's `AsyncCheckpointer` writes the arrays. Its `CheckpointManager`
-is not used: it would delete the old checkpoint before the new one has its manifest, and it restores what is damaged.
-Read next: `layout.py` (what lies in the items), `copy_out.py` (how they are written), `interop/orbax_item.py` (how they
+Each process copies its part to the host; the rest of a save happens in one background thread, so a save
+blocks the loop only for the copy. Orbax's `AsyncCheckpointer` writes the arrays. Its `CheckpointManager`
+is not used: it would delete the old checkpoint before the new one has its manifest, and it restores damaged ones.
+Read next: `layout.py` (content of the items), `copy_out.py` (how they are written), `interop/orbax_item.py` (how they
 are read), `step_dirs.py` (what is kept), `local_tier.py` (more frequent saves on a disk in each host, from which those
 here are copied).
 """
@@ -67,8 +67,8 @@ class Checkpoints:
         directory: the run directory, on a file system that all processes share.
         public_name: internal parameter path to published name.
         keep_last: how many of the newest checkpoints are kept.
-        keep_period: checkpoints at multiples of this step are kept for good; None keeps none of them.
-        local_directory: a directory on a disk of each host's own, for the saves of `save_locally`; None has none.
+        keep_period: checkpoints at multiples of this step are kept permanently; None: none.
+        local_directory: a directory on a local disk of each host, for `save_locally`; None: no local saves.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Checkpoints:
         files: Mapping[str, bytes] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> float:
-        """Start saving and return the seconds for which the caller was held up (`time/checkpoint_stall_s`).
+        """Start saving and return the seconds for which the caller was blocked (`time/checkpoint_stall_s`).
 
-        What this process writes is copied to its host before this returns, so the state may be donated to the next
-        step. A step that has just been saved or restored is not saved again. Waits for the former save to be complete:
-        never do two states lie on the host. Where there is a local directory the step is saved there first, and copied
+        This process's part is copied to the host before this returns, so the state may be donated to the next
+        step. A step that has just been saved or restored is not saved again. Waits until the former save is complete,
+        so the host never holds two states. With a local directory the step is saved there first, and copied
         from there in the background.
 
         Args:
-            norm_stats: what `assets/<asset_id>/norm_stats.json` shall hold, by asset id.
-            files: what else shall lie in the checkpoint, by path.
-            extra: more JSON values to keep beside these, such as the wandb run id.
+            norm_stats: content of `assets/<asset_id>/norm_stats.json`, by asset id.
+            files: further files of the checkpoint, by path.
+            extra: further JSON values, such as the wandb run id.
 
         Raises:
-            CheckpointError: the former save failed, or the disk has no room for this one. Older checkpoints are whole.
+            CheckpointError: the former save failed, or the disk has no space. Older checkpoints are intact.
         """
         started = time.monotonic()
         step = int(state.step)
@@ -133,7 +133,7 @@ class Checkpoints:
         self._finish_pending()
         problem = ""
         if self._is_writer:
-            self._dirs.remove_left_overs()  # a failed save's files may be what fills the disk
+            self._dirs.remove_left_overs()  # a failed save's files may fill the disk
             problem = self._obstacle(step, size_bytes(items) + sum(map(len, (files or {}).values())))
         self._raise_together(problem)
         self._source = source = local or PieceSource(fetch_share(items))
@@ -151,9 +151,9 @@ class Checkpoints:
         experiment: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
     ) -> float | None:
-        """Start saving in the local directory alone, and return the seconds for which the caller was held up.
+        """Start saving only in the local directory, and return the seconds for which the caller was blocked.
 
-        Waits for the former local save, not for its copy. None where a disk has no room: a warning, no error.
+        Waits for the former local save, not for its copy. None if a disk has no space, with a warning.
         """
         started, step = time.monotonic(), int(state.step)
         items = leaves_by_item(state, self._public_name)
@@ -161,15 +161,15 @@ class Checkpoints:
         return time.monotonic() - started if source else None
 
     def restore(self, abstract: TrainState, *, cast: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest checkpoint that is whole for every process, with its `meta`; None where there is none at all.
+        """Restore the newest checkpoint that is complete on every process, with its `meta`; None if there is none.
 
-        A local one is used where none in the run directory is newer; if it is not, the log says why. Damaged ones in
-        the run directory are named in the log and renamed to `<step>.damaged-<time>`.
+        A local one is used if none in the run directory is newer; otherwise the log says why. Damaged ones in
+        the run directory are logged and renamed to `<step>.damaged-<time>`.
 
         Args:
-            abstract: shapes with dtypes and shardings (or arrays); the result is laid out like it, whatever number of
-                devices and processes the checkpoint was written by.
-            cast: allow another dtype than the saved one.
+            abstract: shapes with dtypes and shardings (or arrays) of the result, independent of the
+                devices and processes that wrote the checkpoint.
+            cast: allow a dtype that differs from the saved one.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or they are another model's, naming the leaves that differ.
@@ -202,9 +202,9 @@ class Checkpoints:
         return state_from_items(items, abstract, self._public_name), meta
 
     def note_metric(self, step: int, value: float) -> None:
-        """Tell the validation metric at `step`; the checkpoint of the lowest finite one so far is kept as `best`.
+        """Record the validation metric at `step`; the checkpoint with the lowest finite one so far is kept as `best`.
 
-        May be called before or after that step is saved. Steps without a checkpoint do not compete.
+        May be called before or after that step is saved. Steps without a checkpoint are ignored.
         """
         if not math.isfinite(value):
             logger.warning("validation metric %s at step %d: not a candidate for the best checkpoint", value, step)
@@ -222,11 +222,11 @@ class Checkpoints:
         return self._dirs.complete()
 
     def step_dir(self, step: int) -> pathlib.Path:
-        """Where the checkpoint of `step` lies."""
+        """The directory of the checkpoint of `step`."""
         return self._dirs.path(step)
 
     def wait(self) -> None:
-        """Return when the last save is complete, on all processes. Raises CheckpointError where it failed."""
+        """Wait until the last save is complete on all processes. Raises CheckpointError if it failed."""
         if self._local:
             self._local.finish()
         self._finish_pending()
@@ -249,7 +249,7 @@ class Checkpoints:
         self.close()
 
     def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
-        """Start a local save; its source for a copy, None where there is none."""
+        """Start a local save; returns its source for a copy, or None."""
         if self._local is None:
             return None
         self._local.finish()
@@ -275,9 +275,9 @@ class Checkpoints:
         )
 
     def _finish_pending(self) -> None:
-        """Wait for the background save. Raises CheckpointError on the process where it failed, and at once.
+        """Wait for the background save. Raises CheckpointError at once on the process where it failed.
 
-        Others, which wait for it in Orbax, end when it does (`runtime/watchdog.py`) or by a PeerLostError from there.
+        Others, which wait for it in Orbax, end with it (`runtime/watchdog.py`) or by a PeerLostError from there.
         """
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
@@ -293,7 +293,7 @@ class Checkpoints:
     def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
         self._saved_step = None
         if self._local:
-            self._local.wait()  # the run ends here, and may go on from what is being saved locally
+            self._local.wait()  # the run ends here, and may continue from the local save in progress
         lost = cause is not None and exit_code_of(cause) == PEER_LOST  # whose reason the watchdog knows
         raise (PeerLostError if lost else CheckpointError)(problem) from cause
 
@@ -305,7 +305,7 @@ class Checkpoints:
         started: float,
         source: PieceSource,
     ) -> None:
-        """In the background: write the arrays, add what makes the checkpoint count, then make room."""
+        """In the background: write the arrays, complete the checkpoint, then delete old ones."""
         self._writer.write(self.step_dir(step), arrays, source)
         if not self._is_writer:
             return
@@ -316,9 +316,9 @@ class Checkpoints:
         self._dirs.note_complete(step)
 
     def _newest_whole(self, above: int) -> int | None:
-        """The newest step that every process finds whole. Each process reads a share of its files.
+        """The newest step that every process finds complete. Each process reads a share of its files.
 
-        Only steps above `above`, where there is a local save; -1: there is none.
+        Only steps above `above`, that of a local save; -1: there is none.
         """
         committed = [step for step in self._dirs.committed() if step > above] if self._is_writer else None
         steps = agree.broadcast("list checkpoints", committed)
@@ -347,7 +347,7 @@ class Checkpoints:
 
 
 def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
-    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads what it holds."""
+    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
     found = open_item(Place.of(directory))
     return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
 

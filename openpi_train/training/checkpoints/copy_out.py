@@ -1,8 +1,8 @@
-"""From host memory or a local save to the run directory: Orbax writes pieces as it writes arrays, without the devices.
+"""Copy a state from host memory or a local save to the run directory with Orbax, without the devices.
 
-A `HostArray` stands for a leaf where Orbax expects a `jax.Array`. Orbax asks it for its pieces in the background, and
-waits there for a local save to be whole, to read its file: then no memory is held. The loop goes on meanwhile, so
-nothing here may compute on devices, nor meet other processes through them: the order would differ between processes.
+A `HostArray` replaces a leaf where Orbax expects a `jax.Array`. Orbax requests its pieces in the background, and
+there waits for a local save to be complete and reads its file, so no memory is held. The loop continues meanwhile, so
+nothing here may compute on devices or synchronise processes through them: the order would differ between processes.
 Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (which saves `HostArray`s).
 """
 
@@ -24,16 +24,16 @@ from openpi_train.nn.params import nested_params
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
-# Orbax gives up on a save after this long. Its default of 600 s is little for the file systems that are copied to.
+# Orbax's time-out of a save. Its default of 600 s is short for shared file systems.
 _TIMEOUT_S = 3600
 _NICENESS = 10
 
 
 class PieceSource:
-    """Where the pieces of one save are read from: the file of a local save once that is whole, else memory."""
+    """The source of the pieces of one save: the file of a local save once it is complete, else memory."""
 
     def __init__(self, pieces: Pieces, written: concurrent.futures.Future[Pieces] | None = None):
-        """`written` ends with the pieces as they lie in the file, or with the error of writing them; None: no file."""
+        """`written` resolves to the pieces in the file, or to the error of writing them; None: no file."""
         self._pieces: Pieces | None = pieces
         self._written = written
         if written is not None:
@@ -41,7 +41,7 @@ class PieceSource:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the pieces stay in memory until `release`: they go to no file, or that has failed."""
+        """Whether the pieces stay in memory until `release`: there is no file, or writing it has failed."""
         written = self._written
         if written is None:
             return self._pieces is not None
@@ -55,7 +55,7 @@ class PieceSource:
         return self._pieces
 
     def release(self) -> None:
-        """Forget the pieces: they have been copied, or will not be."""
+        """Free the pieces: they have been copied, or will not be."""
         self._pieces = self._written = None
 
     def _leave_memory(self, written: concurrent.futures.Future[Pieces]) -> None:
@@ -64,12 +64,12 @@ class PieceSource:
 
 
 class HostArray:
-    """A leaf of a state as Orbax sees it: what it asks of a `jax.Array`, with data from a `PieceSource`."""
+    """A leaf of a state for Orbax: the interface of a `jax.Array` that Orbax uses, with data from a `PieceSource`."""
 
     def __init__(self, name: str, number: int, leaf: Any, source: PieceSource):
-        """`number` differs from leaf to leaf, as `pieces.writes` takes it."""
+        """`number` is the leaf's number for `pieces.writes`."""
         self.shape, self.dtype = leaf.shape, np.dtype(leaf.dtype)
-        # Wherever the leaf lies: of arrays in pinned host memory Orbax asks more, since slicing them can hang.
+        # Even for arrays in pinned host memory, which Orbax treats differently because slicing them can hang.
         self.sharding = leaf.sharding.with_memory_kind(None)
         self.size = math.prod(leaf.shape)
         self.nbytes = self.size * self.dtype.itemsize
@@ -77,7 +77,7 @@ class HostArray:
 
     @property
     def addressable_shards(self) -> list["_Shard"]:
-        """What this process's devices hold; replica 0, which Orbax writes, on one of the devices that hold the same."""
+        """The shards of this process's devices; of equal shards one is replica 0, which Orbax writes."""
         pieces, shape, shards = self._source.pieces(), self.sharding.shard_shape(self.shape), []
         for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
             is_written = writes(device, self._number, self.sharding, self.shape)
@@ -87,7 +87,7 @@ class HostArray:
 
 
 def host_arrays(items: Mapping[str, Leaves], source: PieceSource) -> dict[str, Leaves]:
-    """What stands for the leaves of `items` (arrays or shapes) in a save whose pieces come from `source`."""
+    """`HostArray`s for the leaves of `items` (arrays or shapes), with pieces from `source`."""
     numbers = {name: number for number, (name, _) in enumerate(by_name(items))}
 
     def stand_in(name: str, leaf: Any) -> HostArray:
@@ -103,7 +103,8 @@ class ArrayWriter:
     """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process."""
 
     def __init__(self, *items: str):
-        # Told the processes, Orbax meets them at jax's coordination service, else in a computation on all devices.
+        # With `active_processes`, Orbax synchronises by jax's coordination service, otherwise by a computation on all
+        # devices.
         processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         dispatcher: Any = _Dispatcher()
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
@@ -120,7 +121,7 @@ class ArrayWriter:
         )
 
     def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> None:
-        """Write what `host_arrays` made of `source`, which is released. Returns when all processes have."""
+        """Write the result of `host_arrays` and release `source`. Returns when all processes have written."""
         trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
         try:
             self._orbax.save(directory, args=ocp.args.Composite(**trees))
@@ -134,12 +135,12 @@ class ArrayWriter:
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """One thread to write in. Step and data workers go before it and the threads that it starts."""
+    """One thread for writing, with lower priority than the step and data workers, as are the threads that it starts."""
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
 
 
 def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
@@ -152,10 +153,10 @@ class _Shard:
 
 
 class _Data:
-    """An array that Orbax takes for one on a device: it turns it into a numpy array when it writes."""
+    """An array that looks to Orbax like one on a device; it becomes a numpy array on writing."""
 
     def __init__(self, shape: tuple[int, ...], array: np.ndarray | None):
-        """`array` is None where Orbax shall not write it."""
+        """`array` is None if Orbax must not write it."""
         self.shape, self._array = shape, array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -165,7 +166,7 @@ class _Data:
 
 
 class _Dispatcher:
-    """How Orbax's `ArrayHandler` gets at arrays that it does not fetch itself: here it need not do anything."""
+    """Orbax's interface to fetch arrays for `ArrayHandler`; here they are already on the host."""
 
     def name(self) -> str:
         return "host arrays"

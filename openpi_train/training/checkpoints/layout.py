@@ -1,12 +1,12 @@
-"""How a training state lies in a checkpoint: which leaf goes to which item, under which name.
+"""The layout of a training state in a checkpoint: the item and name of every leaf.
 
-    params/       what inference loads: {"params": nested tree} under the published names. The leaves are the EMA where
+    params/       for inference: {"params": nested tree} under the published names. The leaves are the EMA if
                   there is one, else the trained parameters, and the frozen ones in both cases.
-    train_state/  step, optimizer state, the loss scale where there is one, and the trained parameters only where
+    train_state/  step, optimizer state, the loss scale if there is one, and the trained parameters only if
                   `params/` holds their EMA.
 
 So no array is stored twice. Every leaf is named by its path, also inside the optimizer's tuples: restoring needs
-nothing but names, and the structure is the running program's own. Read next: `checkpoint_store.py`.
+only names, and the structure is that of the running program. Read next: `checkpoint_store.py`.
 """
 
 import collections
@@ -76,17 +76,17 @@ def describe(items: Mapping[str, Leaves]) -> dict[str, str]:
 
 
 def size_bytes(items: Mapping[str, Leaves]) -> int:
-    """Bytes of all leaves, over all devices and processes, each counted once."""
+    """Bytes of all leaves, over all devices and processes, without replicas."""
     return sum(
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaves in items.values() for leaf in leaves.values()
     )
 
 
 def check_same_leaves(saved: Mapping[str, str], wanted: Mapping[str, str], *, where: str, cast: bool) -> None:
-    """Raise one CheckpointError that names every way in which the saved leaves are not those of this run.
+    """Raise one CheckpointError that lists all differences between the saved leaves and those of this run.
 
     Args:
-        saved, wanted: what `describe` says of the checkpoint and of this run.
+        saved, wanted: results of `describe` for the checkpoint and this run.
         cast: whether another dtype is allowed.
     """
     changed = sorted(path for path in saved.keys() & wanted.keys() if saved[path] != wanted[path])

@@ -1,9 +1,9 @@
-"""One process's local saves: pieces in one file on a disk of its own, and a record that is written last.
+"""One process's local saves: pieces in one file on a local disk, and a record that is written last.
 
-    <step>/pieces.bin    the pieces, one behind the other
-           record.json   what belongs to the save, and description, place and crc32 of every piece
+    <step>/pieces.bin    the pieces, concatenated
+           record.json   metadata of the save, and description, position and crc32 of every piece
 
-A save counts only with its record, which begins with its own crc32, and a piece only with its crc32.
+A save is valid only with its record, which begins with its own crc32, and a piece only with its crc32.
 Read next: `local_tier.py`, where the processes agree on the save to use.
 """
 
@@ -28,11 +28,11 @@ _THREADS = 4  # crc32 and file calls release the interpreter lock, so a few thre
 
 
 class DamagedError(Exception):
-    """A local save is not what was written, or not all of it; the message says in which way."""
+    """A local save is damaged or incomplete; the message says how."""
 
 
 def reserve(directory: Path, described: Mapping[str, str]) -> None:
-    """Make a save's folder, and room in it for pieces of these descriptions. Raises OSError where there is none."""
+    """Create a save's folder, and reserve space for pieces of these descriptions. Raises OSError if there is none."""
     directory.mkdir(parents=True)
     with (directory / _PIECES).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, _lay_out(described)[1])
@@ -50,7 +50,7 @@ def write(directory: Path, pieces: Pieces, described: Mapping[str, str], belongs
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What `write` was told belongs to the save, its `pieces` and their `crc32`. Raises DamagedError."""
+    """The metadata given to `write`, with the `pieces` and their `crc32`. Raises DamagedError."""
     try:
         checksum, _, body = (directory / _RECORD).read_text(encoding="utf-8").removesuffix("\n").partition("\n")
         if f"{zlib.crc32(body.encode()):08x}" != checksum:
@@ -67,7 +67,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def read_pieces(directory: Path, record: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """All pieces of a save, in memory of their own. Raises DamagedError."""
+    """Read all pieces of a save into memory. Raises DamagedError."""
     offsets, _ = _lay_out(record["pieces"])
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in _parse(record["pieces"]).items()}
     try:
@@ -84,7 +84,7 @@ def read_pieces(directory: Path, record: Mapping[str, Any]) -> dict[str, np.ndar
 
 
 def map_pieces(directory: Path, described: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """All pieces of a save where they lie: memory that is the file itself, also after the file was deleted."""
+    """Memory-map all pieces of a save; valid even after the file was deleted."""
     offsets, _ = _lay_out(described)
     mapped = np.memmap(directory / _PIECES, dtype=np.uint8, mode="r")
     return {
@@ -94,7 +94,7 @@ def map_pieces(directory: Path, described: Mapping[str, str]) -> dict[str, np.nd
 
 
 def _lay_out(described: Mapping[str, str]) -> tuple[dict[str, int], int]:
-    """Where each piece begins, and the size of them all, in bytes."""
+    """The offset of each piece, and the total size, in bytes."""
     offsets, end = {}, 0
     for name, (dtype, shape) in _parse(described).items():
         offsets[name] = end
@@ -111,7 +111,7 @@ def _size_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _write_piece(file: int, offset: int, piece: np.ndarray) -> int:
-    """Write the piece at its place; returns its crc32."""
+    """Write the piece at its offset; returns its crc32."""
     content, checksum, done = _bytes_of(np.ascontiguousarray(piece)), 0, 0
     while done < len(content):
         chunk = content[done : done + _CHUNK_BYTES]
@@ -122,7 +122,7 @@ def _write_piece(file: int, offset: int, piece: np.ndarray) -> int:
 
 
 def _read_piece(file: int, offset: int, piece: np.ndarray) -> int:
-    """Fill the piece from its place; returns its crc32."""
+    """Read the piece from its offset; returns its crc32."""
     content, checksum, done = _bytes_of(piece), 0, 0
     while done < len(content):
         chunk = content[done : done + _CHUNK_BYTES]

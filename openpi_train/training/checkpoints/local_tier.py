@@ -1,11 +1,11 @@
 """Checkpoints on a fast disk in each host, more often than in the run directory (`--local-checkpoints.dir`).
 
-    <dir>/<experiment>/<exp_name>/process_<k>/<step>/    what the devices of process k hold (`local_files.py`)
+    <dir>/<experiment>/<exp_name>/process_<k>/<step>/    the shards of process k's devices (`local_files.py`)
 
-Each process saves for itself and reads back without the others. A save counts where all processes have it whole: the
-next call finds that out, and then removes the older ones. Saves carry the id of the run, which `.run_id` in the run
-directory keeps, and that of the start that wrote them: nothing of another run or another try is mixed in.
-Read next: `copy_out.py` (from here to the run directory), `checkpoint_store.py` (which of both a run continues from).
+Each process saves and reads back independently. A save is valid if it is complete on all processes: the
+next call checks this, and then removes older ones. Saves have the id of the run, stored in `.run_id` in the run
+directory, and of the start that wrote them, so saves of different runs or starts are never mixed.
+Read next: `copy_out.py` (from here to the run directory), `checkpoint_store.py` (what a run continues from).
 """
 
 import concurrent.futures
@@ -37,7 +37,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSave:
-    """A local save that all processes have read: where this one's lies, what belongs to it, and its pieces."""
+    """A local save that all processes have read: this process's path, metadata and pieces."""
 
     step: int
     directory: Path
@@ -49,7 +49,7 @@ class LocalTier:
     """The local saves of a run. All processes must make the same calls in the same order, from the main thread.
 
     Args:
-        directory: the same path on every host, on a disk of its own. Processes of one host share it.
+        directory: the same path on every host, on a local disk. Processes of one host share it.
         run_directory: the run's own, which all hosts share.
 
     Raises:
@@ -71,8 +71,8 @@ class LocalTier:
     def save(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
         """Start saving, and return where its pieces can be copied from.
 
-        The leaves are copied to the host before this returns, so they may be donated. Waits for the former save to be
-        whole. Where a disk has no room for this one it is left out on all, with a warning, and None comes back.
+        The leaves are copied to the host before this returns, so they may be donated. Waits until the former save is
+        complete. If a disk has no space, the save is skipped on all processes with a warning, and None is returned.
         """
         self.finish()
         if not self._is_settled:
@@ -97,9 +97,10 @@ class LocalTier:
         return PieceSource(pieces, written)
 
     def finish(self) -> None:
-        """Wait for the last save. Where it is whole on all processes the older ones go, else it does, with a warning.
+        """Wait for the last save. If it is complete on all processes, older ones are removed; otherwise it is, with a
+        warning.
 
-        Raises what no disk can be blamed for.
+        Raises errors that are not due to a disk.
         """
         if self._writing is None:
             return
@@ -115,9 +116,9 @@ class LocalTier:
             _remove(self._folder / str(step))
 
     def restore(self, wanted: Mapping[str, Leaves]) -> LocalSave | None:
-        """The newest save that is whole on all processes and cut as `wanted` is, None where there is none.
+        """The newest save that is complete on all processes and sharded as `wanted`, None if there is none.
 
-        Those that cannot be used are named in the log, with the reason.
+        Unusable saves are logged with the reason.
         """
         everyone = agree.gather("list local checkpoints", self._look(describe_pieces(wanted)))
         steps = {int(step) for found in everyone for step in found}
@@ -134,9 +135,9 @@ class LocalTier:
         return None
 
     def settle(self, step: int | None) -> None:
-        """Remove all but the save of `step`, from which this process goes on; None: from none of them.
+        """Remove all saves but that of `step`, from which this process continues; None: remove all.
 
-        What goes is older or newer than the state that the run goes on from, torn, or another run's of this name.
+        Removed saves are older or newer than the state of the run, damaged, or of another run of the same name.
         """
         self._whole, self._is_settled = step, True
         self._keep(step)
@@ -152,7 +153,7 @@ class LocalTier:
         self._thread.shutdown()
 
     def wait(self) -> None:
-        """Return when nothing is being written on this process; whether it was written well, `finish` says."""
+        """Wait until nothing is being written on this process; `finish` reports errors."""
         if self._writing is not None:
             concurrent.futures.wait([self._writing[1]])
 
@@ -162,7 +163,7 @@ class LocalTier:
         return local_files.map_pieces(directory, described)
 
     def _look(self, described: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """What lies on this process's disk, by step: `start`, or `reason` where the save cannot be used."""
+        """The saves on this process's disk, by step: `start`, or the `reason` why a save cannot be used."""
         found = {}
         for path in self._folder.iterdir():
             if not path.name.isdecimal():
@@ -187,7 +188,7 @@ class LocalTier:
         return "" if record["pieces"] == described else "it was saved with another model, or cut otherwise"
 
     def _why_not(self, step: int, found: list[dict[str, str]]) -> str:
-        """Why the processes cannot go on from this step, from what each has of it; empty where they may try."""
+        """Why the processes cannot continue from this step, given each one's save; empty if they can try."""
         absent = f"it has no save of step {step} in {self._run}: another host than before, or it was removed"
         problem = self._first([one.get("reason", "") if one else absent for one in found])
         if not problem and len({one["start"] for one in found}) > 1:
@@ -210,7 +211,7 @@ class LocalTier:
         return not first
 
     def _first(self, problems: list[str]) -> str:
-        """The first problem that there is, with the process that has it."""
+        """The first problem, with its process."""
         for index, problem in enumerate(problems):
             if problem:
                 return f"process {index} on {self._hosts[index][1]}: {problem}"
@@ -222,7 +223,8 @@ class LocalTier:
                 _remove(path)
 
     def _open(self, directory: Path) -> list[list[str]]:
-        """Make this process's folder and see that no other host has it; returns each process's host, and its name."""
+        """Create this process's folder and check that no other host sees it; returns each process's host, and its
+        name."""
         word, name, problem = f"{secrets.token_hex(8)}.mark", platform.node(), ""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +251,7 @@ def _topology() -> dict[str, int]:
 
 
 def _host() -> str:
-    """What tells this host from others, also from containers of the same name on them."""
+    """An identifier of this host, also different from containers of the same name on other hosts."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
 
 

@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint's arrays: `meta.json`, norm stats in `assets/`, more files.
+"""The files of a checkpoint other than arrays: `meta.json`, norm stats in `assets/`, more.
 
 Read next: `checkpoint_store.py`.
 """
@@ -20,7 +20,7 @@ def make_meta(
     experiment: Mapping[str, Any],
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What `meta.json` holds; `extra` are more JSON values to keep, such as the wandb run id."""
+    """The content of `meta.json`; `extra` are further JSON values, such as the wandb run id."""
     return {
         "step": step,
         "versions": package_versions(),
@@ -33,7 +33,7 @@ def make_meta(
 
 
 def check_asset_ids(norm_stats: Mapping[str, Any]) -> None:
-    """Raise ValueError where an asset id cannot name a folder in `assets/`."""
+    """Raise ValueError if an asset id cannot name a folder in `assets/`."""
     for asset_id in norm_stats:
         path = pathlib.PurePosixPath(asset_id)
         if not asset_id or path.is_absolute() or ".." in path.parts:

@@ -1,8 +1,8 @@
-"""What this process's devices hold of a state, as named pieces in host memory.
+"""The shards of a state on this process's devices, as named pieces in host memory.
 
-A piece is the part of one leaf that a device holds; devices of a process that hold the same part share the piece. Its
-name says leaf and span, `params/params/llm/w[0:8,0:4]`, so pieces fit another state exactly where their names do.
-A local save holds all pieces of a process; of the run directory's checkpoint each process writes a share (`writes`).
+A piece is a device's part of one leaf; devices of a process with the same part share the piece. Its
+name gives leaf and span, `params/params/llm/w[0:8,0:4]`, so pieces fit another state exactly if their names do.
+A local save holds all pieces of a process; each process writes a share of the run directory's checkpoint (`writes`).
 Read next: `local_files.py` (pieces on a disk), `copy_out.py` (pieces as Orbax writes them).
 """
 
@@ -24,7 +24,7 @@ def fetch(items: Mapping[str, Leaves]) -> dict[str, np.ndarray]:
     found: dict[str, jax.Array] = {}
     for number, (leaf, array) in enumerate(by_name(items)):
         shards = array.addressable_shards
-        first = number % len(shards)  # devices have links of their own: each in turn gives what all of them hold
+        first = number % len(shards)  # each device has its own link: replicated pieces are read in turn
         for shard in (*shards[first:], *shards[:first]):
             found.setdefault(piece_name(leaf, shard.index, array.shape), shard.data)
     return _to_host(found)
@@ -41,9 +41,9 @@ def fetch_share(items: Mapping[str, Leaves]) -> dict[str, np.ndarray]:
 
 
 def writes(device: Any, number: int, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether a leaf's piece on this device is written from here, and not from another that holds the same.
+    """Whether a leaf's piece on this device is written from here, and not from another device with the same piece.
 
-    `number` differs from leaf to leaf. Leaf by leaf it is another process's turn, and there another device's.
+    `number` is the leaf's number: processes, and devices within them, take turns leaf by leaf.
     """
     holders = _holders(sharding, shape)[device]
     return holders[number % len(holders)] == device
@@ -60,7 +60,7 @@ def describe_pieces(items: Mapping[str, Leaves]) -> dict[str, str]:
 
 
 def place(pieces: Pieces, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
-    """The arrays that the pieces make, laid out on the devices as `wanted` (arrays or shapes); by item and path."""
+    """Place the pieces on the devices as arrays, sharded like `wanted` (arrays or shapes); by item and path."""
 
     def put(leaf: str, like: Any) -> jax.Array:
         def piece(index: Any) -> np.ndarray:
@@ -74,19 +74,19 @@ def place(pieces: Pieces, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
 
 
 def dtype_and_shape(description: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """What `describe_pieces` said of a piece: of "float32[2, 3]", float32 and (2, 3)."""
+    """Parse a description of `describe_pieces`: "float32[2, 3]" gives float32 and (2, 3)."""
     name, _, shape = description.removesuffix("]").partition("[")
     return np.dtype(name), tuple(int(size) for size in shape.split(",") if size)
 
 
 def piece_name(leaf: str, index: Sequence[slice], shape: Sequence[int]) -> str:
-    """The name of the piece of `leaf` that lies at `index`, as jax says where a shard lies."""
+    """The name of the piece of `leaf` at `index`, in jax's form of shard indices."""
     spans = (part.indices(size) for part, size in zip(index, shape, strict=True))
     return f"{leaf}[{','.join(f'{start}:{stop}' for start, stop, _ in spans)}]"
 
 
 def by_name(items: Mapping[str, Leaves]) -> Iterator[tuple[str, Any]]:
-    """The leaves of all items by `item/path`, on all processes in the same order."""
+    """The leaves of all items by `item/path`, in the same order on all processes."""
     for item, leaves in items.items():
         for path, leaf in leaves.items():
             yield f"{item}/{path}", leaf
@@ -99,13 +99,14 @@ def _to_host(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def _is_in_host_memory(array: jax.Array) -> bool:
-    """Whether numpy would look at the array where it lies, and so keep the next step from taking its memory over."""
+    """Whether numpy would view the array in place, which would keep the next step from reusing its memory."""
     return jax.default_backend() == "cpu" or array.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
 @functools.lru_cache(maxsize=4096)
 def _holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[Any, list[Any]]:
-    """For each device those that hold the same piece: the first of each process, then the second of each, and so on."""
+    """For each device, all devices with the same piece: the first of each process, then the second of each, and so
+    on."""
     indices = sharding.devices_indices_map(shape)
     names = {device: piece_name("", index or (), shape) for device, index in indices.items()}
     holders: dict[str, list[Any]] = collections.defaultdict(list)

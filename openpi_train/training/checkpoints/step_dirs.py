@@ -1,4 +1,4 @@
-"""Which checkpoints lie in a run directory, which are kept, and which is the best. Read next: `checkpoint_store.py`."""
+"""The checkpoints in a run directory: which exist, which are kept, which is best. Read next: `checkpoint_store.py`."""
 
 import dataclasses
 import logging
@@ -26,10 +26,10 @@ class Best:
 
 
 class StepDirs:
-    """The step directories of a run. Only process 0 may call what changes them.
+    """The step directories of a run. Only process 0 may call methods that change them.
 
-    Kept are the newest `keep_last`, those at multiples of `keep_period` (None for none), and the best. The best stays
-    where it is: `best.json` names it and `best` links to it.
+    Keeps the newest `keep_last`, those at multiples of `keep_period` (None: none), and the best. The best is not
+    moved: `best.json` names it and `best` links to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep_last: int, keep_period: int | None):
@@ -41,15 +41,15 @@ class StepDirs:
         self._lock = threading.Lock()  # metrics are noted while the background thread completes a save
 
     def path(self, step: int) -> pathlib.Path:
-        """Where the checkpoint of `step` lies."""
+        """The directory of the checkpoint of `step`."""
         return self.directory / str(step)
 
     def committed(self) -> list[int]:
-        """The steps that have a directory, whole or not, oldest first."""
+        """The steps that have a directory, complete or not, oldest first."""
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
     def complete(self) -> list[int]:
-        """The steps whose save came to its end, oldest first."""
+        """The steps whose save is complete, oldest first."""
         return [step for step in self.committed() if has_manifest(self.path(step))]
 
     @property
@@ -65,24 +65,24 @@ class StepDirs:
         return best if has_manifest(self.path(best.step)) else None
 
     def note_metric(self, step: int, value: float) -> None:
-        """Remember a step's validation metric, and link the step as the best if it is complete and the lowest."""
+        """Record a step's validation metric, and link the step as the best if it is complete and the lowest."""
         with self._lock:
             self._metrics[step] = float(value)
             self._update_best(step)
 
     def note_complete(self, step: int) -> None:
-        """Link the step as the best if it is, and delete what is not to be kept."""
+        """Link the step as the best if it is, and delete checkpoints that are not kept."""
         with self._lock:
             self._update_best(step)
             complete, best = self.complete(), self.best
             keep = {*complete[-self._keep_last :], *([best.step] if best else [])}
             for old in complete:
                 if old not in keep and (self._keep_period is None or old % self._keep_period):
-                    # Renamed first: what is half deleted must not look like a checkpoint.
+                    # Renamed first: a partly deleted directory must not look like a checkpoint.
                     _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
 
     def remove_left_overs(self) -> None:
-        """Remove what saves and clean-ups left that failed or were killed."""
+        """Remove remains of saves and clean-ups that failed or were killed."""
         for path in self.directory.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 logger.warning("removing %s, left behind by a save or clean-up that failed or was killed", path)
