@@ -5,13 +5,22 @@ BIN := $(VENV)/bin
 
 NEWEST ?= python3.13
 
-.PHONY: train demo test test-release quick mutants newest lint docs bench clean
+# Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: train demo test test-release quick mutants newest packages lint docs bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
-$(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# As root on a Debian: the packages that tests need (Slurm); elsewhere those tests are skipped.
+packages: | $(BIN)/python
+	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python tests/debian.py
 
 train: $(VENV)/.installed
 	$(BIN)/python -m openpi_train data prepare
@@ -30,9 +39,15 @@ lint: $(VENV)/.installed
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# As root on a Debian it also installs the packages that tests need (Slurm); elsewhere those tests are skipped.
-test: lint
-	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(IN_WORKERS)
+# What waits for the network or has one thread goes beside something else: Debian's packages beside pip, pyright beside
+# the suite, after which it is heard; either one's failure is that of both.
+test:
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/pyright > $(VENV)/pyright.txt 2>&1 & types=$$!; \
+	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(IN_WORKERS); code=$$?; \
+	wait $$types || code=1; echo pyright: && cat $(VENV)/pyright.txt; exit $$code
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
@@ -54,7 +69,9 @@ test-release:
 	$(RELEASE)/bin/python -c 'import tensorflow; from benchmarks import openpi_peer; openpi_peer.environment()'
 	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(IN_WORKERS)
 
-# Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed.
+# Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed. A mistake may have the
+# size and the second of what it stands for, by which Python knows whether what it keeps is of this text.
+mutants: export PYTHONDONTWRITEBYTECODE := 1
 mutants: $(VENV)/.installed
 	$(BIN)/python -m tests.mutants
 

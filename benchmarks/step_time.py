@@ -82,8 +82,7 @@ class Program:
     def __init__(self, trial: Trial, slots: Sequence[str]):
         self.trial, self.slots = trial, slots
         self.step = trial.compile_step(slots)
-        self.executed_flops = trial.step_flops(slots)
-        self.model_flops = trial.step_flops(slots, recomputed=False)
+        self.executed_flops, self.model_flops = trial.step_flops(slots)
 
     @property
     def size_mib(self) -> float:

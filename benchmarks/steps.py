@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import functools
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.init import create_state
+from openpi_train.training.init import initial_state
 from openpi_train.training.prepare import Prepared, prepare_without_data
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
@@ -68,18 +69,15 @@ class Trial:
         """Bytes of the whole state in a checkpoint."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.prepared.layout.shapes))
 
-    def fresh_state(self) -> TrainState:
-        """The state before the first step, always the same."""
-        experiment, prepared = self.experiment, self.prepared
-        has_ema = experiment.ema_decay is not None
-        return create_state(
-            prepared.layout,
-            experiment.model,
-            prepared.trainer.optimizer,
-            experiment.is_frozen,
-            has_ema,
-            experiment.seed,
+    @functools.cached_property
+    def fresh_state(self) -> Callable[[], TrainState]:
+        """Makes the state before the first step, always the same; compiled once."""
+        experiment, optimizer, layout = self.experiment, self.prepared.trainer.optimizer, self.prepared.layout
+        has_ema, is_frozen = experiment.ema_decay is not None, experiment.is_frozen
+        make = functools.partial(
+            initial_state, experiment.model, optimizer, is_frozen, has_ema, experiment.seed, layout.loss_scaling
         )
+        return jax.jit(make, out_shardings=layout.shardings)
 
     def compile_step(self, slots: Sequence[str]) -> Any:
         """The training step for batches with these camera slots, compiled."""
@@ -99,12 +97,12 @@ class Trial:
             rows["prompt_mask"] &= np.arange(rows["prompt_mask"].shape[1]) < prompt_tokens
         return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
 
-    def step_flops(self, slots: Sequence[str], *, recomputed: bool = True) -> float:
-        """FLOPs of all products in one step, with or without recomputation, counted in the traced program."""
+    def step_flops(self, slots: Sequence[str]) -> tuple[float, float]:
+        """FLOPs of all products in one step, with and without recomputation, counted in the traced program."""
         layout, model = self.prepared.layout, self.experiment.model
         spec = model.batch_spec(self.experiment.batch_size, slots)
-        traced = jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec)
-        return product_flops(traced.jaxpr, recomputed=recomputed)
+        jaxpr = jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec).jaxpr
+        return product_flops(jaxpr, recomputed=True), product_flops(jaxpr, recomputed=False)
 
 
 def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:

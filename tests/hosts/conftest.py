@@ -11,8 +11,8 @@ from debian import install
 from fleet import Fleet
 from netns import Network, why_not
 
-install("ip", "iproute2")
-install("sshd", "openssh-server", "openssh-client")
+install("ip")
+install("sshd")
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 _SERVER = """
 ListenAddress 0.0.0.0

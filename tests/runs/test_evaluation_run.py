@@ -137,7 +137,7 @@ _PROBE = """<script>window.onload = () => {
 
 def _in_browser(page, folder):
     """What the probe found in the opened page, and what the browser wrote to its console."""
-    install("chromium", "chromium")
+    install("chromium")
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here; as root on a Debian, OPENPI_TRAIN_INSTALL_PACKAGES=1 installs it")

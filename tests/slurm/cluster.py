@@ -20,7 +20,6 @@ from pathlib import Path
 
 from openpi_train.launch.processes import free_port
 
-PACKAGES = ("slurm-wlm", "munge")
 NODES = ("node1", "node2")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -62,7 +61,7 @@ def why_not() -> str | None:
     """Why there can be no cluster here, or None."""
     missing = [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
     if missing:
-        return f"no {', '.join(missing)} (Debian: apt-get install {' '.join(PACKAGES)}; `make test` does as root)"
+        return f"no {', '.join(missing)} (Debian: apt-get install slurm-wlm munge; `make test` does as root)"
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:

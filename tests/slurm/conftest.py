@@ -16,7 +16,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
     `make test` sets OPENPI_TRAIN_INSTALL_PACKAGES, which lets root install what is missing.
     """
-    install("slurmctld", *slurm_cluster.PACKAGES)
+    install("slurmctld")
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
     # Not pytest's own folder: a socket's path may have 107 characters.
