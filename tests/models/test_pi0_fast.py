@@ -285,7 +285,7 @@ def test_a_flag_without_its_objective_and_an_objective_without_its_flag_are_refu
     fast = dataclasses.replace(registry.load("pi0_fast_tiny"), exp_name="x")
     with pytest.raises(UsageError, match="FlowMatching needs velocity, which model Pi0FastConfig does not provide"):
         dataclasses.replace(fast, objective=FlowMatching()).check(1)
-    with pytest.raises(ValueError, match=r"knowledge_insulation needs pi0.5's prompt.*: set pi05"):
+    with pytest.raises(ValueError, match=r"knowledge_insulation needs pi0.5's prompt.*: also set pi05"):
         dataclasses.replace(experiment.model, pi05=False)
     with pytest.raises(ValueError, match="flow_weight 0 and token_weight"):
         InsulatedFlow(flow_weight=0)

@@ -57,4 +57,4 @@ def test_a_backend_that_does_not_say_is_told_of(tmp_path, caplog):
     write_json(path, PLAN)
     with caplog.at_level(logging.INFO):
         check_plan(path, types.SimpleNamespace(memory_analysis=lambda: None), batch_bytes=100)
-    assert read_json(path) == PLAN and "does not say how much memory" in caplog.text
+    assert read_json(path) == PLAN and "does not report the memory" in caplog.text
