@@ -2,8 +2,7 @@
 
 `launch local` starts the `debug` experiment, whose model is tiny, so the time is that of the program itself. A cold
 start has an empty compilation cache, a warm one that of the cold start. Times are those at which process 0's lines
-arrive.
-Read next: `launched.py`.
+arrive. Read next: `launched.py`.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Index of a dataset: built at the first opening, and again if the dataset has changed or the index is damaged.
 
 Read next: `data/tables.py` (the arrays on disk), then `rlds/rlds_index.py`, `lerobot/lerobot_index.py` or
-`zarr/zarr_index.py`, which
-say what a format's index holds.
+`zarr/zarr_index.py`, which say what a format's index holds.
 
     <cache_dir>/<label>-<key>/
       lock                   held by the process that builds; all others wait

@@ -1,8 +1,8 @@
 """The progress of a run, reported by its processes to their launcher in a file that is replaced atomically.
 
 The launcher names the file in an environment variable; a process that was started by hand has none, and reports
-nothing.
-The launcher uses it to decide whether a restart continues this run, and whether the run made progress (`supervise.py`).
+nothing. The launcher uses it to decide whether a restart continues this run, and whether the run made progress
+(`supervise.py`).
 """
 
 import dataclasses

@@ -53,8 +53,7 @@ def attend(
     """Values averaged by softmax(query . key / sqrt(c)); `n / k` query heads share a key head. Softmax in float32.
 
     Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
-    memory)
-    scales the products instead of the queries, which in bfloat16 rounds differently from openpi.
+    memory) scales the products instead of the queries, which in bfloat16 rounds differently from openpi.
     """
     b, t, n, c = query.shape
     if uses_cudnn(kind, c, query.dtype):

@@ -1,10 +1,8 @@
 """Logits by a token table, and log-probabilities of given tokens without all logits at once.
 
 A table whose rows are sharded over devices is never gathered: each device computes logits of all devices' tokens for
-its
-own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
-sent.
-Read next: `shard.py`, `gemma.py`.
+its own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
+sent. Read next: `shard.py`, `gemma.py`.
 """
 
 import jax

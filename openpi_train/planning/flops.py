@@ -11,8 +11,7 @@ _RECOMPUTED = "rematted_computation"
 
 def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
     """FLOPs over all devices: two per multiply-add of every matrix product and convolution (including padding), times
-    the
-    number of iterations in loops.
+    the number of iterations in loops.
 
     With recomputation, or without it: only the model's forward and backward pass.
     """

@@ -7,8 +7,7 @@ judge process 0. Each process then logs the reason and the stacks of its threads
 
 jax also notices, but later or with less information: it says that some task died and aborts. It notices the loss of
 process 0 at once, so its abort is caught here until the reason is known. (jax's own hook, `missed_heartbeat_callback`,
-ends the process with a
-`std::bad_cast` before any Python runs: seen with jaxlib 0.10.2 and 0.12.0.1.)
+ends the process with a `std::bad_cast` before any Python runs: seen with jaxlib 0.10.2 and 0.12.0.1.)
 """
 
 import contextlib

@@ -2,10 +2,9 @@
 
 A strategy is a row of `CUT`, not a class (`planning/choose.py: layouts` has its default number of devices): DDP is
 `replicated`, DeepSpeed's ZeRO stages 1, 2 and 3 shard the optimizer state, also the gradients, also the parameters.
-With
-more devices than `fsdp_devices` the rest are replicas, as `hsdp` does by hosts. Arrays that `tensor.py` shards are
-sharded so under every strategy, in state, gradients and copy; `fsdp` then shards another dim. This module also
-decides whether a part is on the devices or in host memory between steps.
+With more devices than `fsdp_devices` the rest are replicas, as `hsdp` does by hosts. Arrays that `tensor.py` shards are
+sharded so under every strategy, in state, gradients and copy; `fsdp` then shards another dim. This module also decides
+whether a part is on the devices or in host memory between steps.
 """
 
 import dataclasses

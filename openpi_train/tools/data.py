@@ -2,8 +2,7 @@
 slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
 Each is a class: its fields are the flags, `run` executes it. Read next: `data/embedded.py`, `collect.py`,
-`inspect_data.py`,
-`data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
+`inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
 """
 
 import abc

@@ -1,7 +1,6 @@
 """The first state of a run: created sharded, nothing materialised twice.
 
-Read next: `step.py`,
-`checkpoints/checkpoint_store.py`.
+Read next: `step.py`, `checkpoints/checkpoint_store.py`.
 """
 
 import dataclasses

@@ -38,8 +38,7 @@ class TimeSplit:
 
     def lap(self) -> tuple[dict[str, float], float]:
         """End the interval and begin the next. Returns its seconds by part, which add up to the interval; and its
-        length
-        without `PAUSES`.
+        length without `PAUSES`.
         """
         now, data_s = self._clock(), self._data_s()
         total, paused = now - self._began, self._paused_s

@@ -1,10 +1,8 @@
 """Index of a video file's frames, and decoding of single frames without opening the file again.
 
-Read next: `lerobot_source.py`, which reads frames. A file's container is read once, while indexing. Afterwards a
-frame needs
-one read for each packet from its key frame on (every second frame of LeRobot's is a key frame) and decoding of these;
-a thread keeps one decoder for all files of one encoding. PyAV is imported by the first function that
-needs it.
+Read next: `lerobot_source.py`, which reads frames. A file's container is read once, while indexing. Afterwards a frame
+needs one read for each packet from its key frame on (every second frame of LeRobot's is a key frame) and decoding of
+these; a thread keeps one decoder for all files of one encoding. PyAV is imported by the first function that needs it.
 """
 
 import dataclasses
