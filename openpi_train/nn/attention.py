@@ -49,21 +49,34 @@ def attend(
     value: Float[Array, "b s k c"],
     mask: Bool[Array, "b t s"],
     kind: Attention = "auto",
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "b t n c"]:
-    """Values averaged by softmax(query . key / sqrt(c)); `n / k` query heads share a key head. Softmax in float32.
+    """Values averaged by softmax(query . key * scale); `n / k` query heads share a key head. Softmax in float32.
+
+    `scale` None is 1 / sqrt(c). `cap` bounds the products to that size, by cap * tanh(product / cap) (Gemma 2).
 
     Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
     memory) scales the products instead of the queries, which in bfloat16 rounds differently from openpi.
     """
     b, t, n, c = query.shape
+    factor = float(c) ** -0.5 if scale is None else scale
     if uses_cudnn(kind, c, query.dtype):
-        return flash_attend(query, key, value, mask)
+        if cap is not None:
+            raise UsageError("--model.attention cudnn cannot cap products (Gemma 2); use --model.attention auto or xla")
+        return flash_attend(query, key, value, mask, factor)
     k = key.shape[2]
-    grouped = (query * c**-0.5).reshape(b, t, k, n // k, c)
-    logits = jnp.einsum("btkgc,bskc->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    grouped = (query * factor).reshape(b, t, k, n // k, c)
+    logits = soft_cap(jnp.einsum("btkgc,bskc->bkgts", grouped, key, preferred_element_type=jnp.float32), cap)
     logits = jnp.where(mask[:, None, None], logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
     return jnp.einsum("bkgts,bskc->btkgc", weights, value).reshape(b, t, n, c)
+
+
+def soft_cap(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
+    """`x` bounded smoothly to +- `cap`; None leaves it."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def flash_attend(
@@ -71,6 +84,7 @@ def flash_attend(
     key: Float[Array, "b s k c"],
     value: Float[Array, "b s k c"],
     mask: Bool[Array, "b t s"] | None,
+    scale: float | None = None,
 ) -> Float[Array, "b t n c"]:
     """`attend` by cuDNN's fused kernels, which never write the weights "b n t s" to memory.
 
@@ -82,7 +96,8 @@ def flash_attend(
         query = jnp.pad(query, ((0, 0), (0, more_t), (0, 0), (0, 0)))
         key, value = (jnp.pad(x, ((0, 0), (0, more_s), (0, 0), (0, 0))) for x in (key, value))
         mask = jnp.pad(mask, ((0, 0), (0, more_t), (0, more_s)))[:, None]  # b 1 t s
-    attended = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=c**-0.5, implementation="cudnn")
+    factor = c**-0.5 if scale is None else scale
+    attended = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=factor, implementation="cudnn")
     return attended[:, :t]
 
 

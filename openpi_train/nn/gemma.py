@@ -16,34 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
+from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_all_but_last, scan_layers, stack_layers
 from openpi_train.nn.lora import LoraWeight
-from openpi_train.nn.shard import Gathering, spread, summed, take_rows, varies
+from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits
-from openpi_train.sharding.mesh import TENSOR
 
 Tokens = dict[str, Float[Array, "b _ _"]]
 Conditions = Mapping[str, Float[Array, "b _ _"]]
 # Keys and values of every layer: two arrays "layers b s k c".
 Cache = tuple[Array, Array]
-
-
-class GemmaMlp(nnx.Module):
-    """The gated feed-forward layer: down(gelu(gate x) * (up x))."""
-
-    def __init__(self, config: GemmaConfig, *, rngs: nnx.Rngs):
-        rank = config.lora.mlp_rank
-        gated = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
-        self.gate_up = LoraWeight((2, config.width, config.mlp_dim), gated, rank, rngs=rngs)
-        self.down = LoraWeight((config.mlp_dim, config.width), nnx.initializers.lecun_normal(), rank, rngs=rngs)
-
-    @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = spread(x, self.gate_up.weight[...])
-        gate = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=0)
-        up = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=1)
-        return summed(self.down(nnx.gelu(gate) * up, "btm,md->btd", "btm,ml->btl", "btl,ld->btd"))
 
 
 class Expert(nnx.Module):
@@ -56,6 +39,9 @@ class Expert(nnx.Module):
         def weight(shape: tuple[int, ...], initializer: nnx.Initializer) -> LoraWeight:
             return LoraWeight(shape, initializer, lora.attention_rank, lora.attention_scale, rngs=rngs)
 
+        def mlp_weight(shape: tuple[int, ...], initializer: nnx.Initializer) -> LoraWeight:
+            return LoraWeight(shape, initializer, lora.mlp_rank, rngs=rngs)
+
         lecun = nnx.initializers.lecun_normal
         self.attention_norm = RMSNorm(width, condition_width, dtype=dtype, rngs=rngs)
         self.fused = config.fused_projection
@@ -66,7 +52,7 @@ class Expert(nnx.Module):
             self.key_value = weight((2, k, width, c), lecun(in_axis=-2, out_axis=-1, batch_axis=(0, 1)))
         self.output = weight((n, c, width), lecun(in_axis=(-3, -2), out_axis=-1))
         self.mlp_norm = RMSNorm(width, condition_width, dtype=dtype, rngs=rngs)
-        self.mlp = GemmaMlp(config, rngs=rngs)
+        self.mlp = GatedMlp(width, config.mlp_dim, mlp_weight)
 
     @jax.named_scope("attention")
     def heads(self, x: Float[Array, "b t d"], *, with_queries: bool = True) -> tuple[Array | None, Array, Array]:
@@ -102,15 +88,6 @@ def _spans(tokens: Tokens, names: Sequence[str]) -> dict[str, slice]:
 def _rows_of(names: Sequence[str], spans: Mapping[str, slice], x: Array) -> Array:
     """The entries of `x` "b t ..." that belong to the tokens of these experts."""
     return jnp.concatenate([x[:, spans[name]] for name in names], axis=1)
-
-
-def _own_heads(x: Float[Array, "b s k c"], num_queries: int, per_head: int) -> Float[Array, "b s _ c"]:
-    """The key (or value) heads that this device's query heads attend to, `per_head` query heads at each."""
-    if x.shape[2] in (1, num_queries // per_head):
-        return x
-    # A tensor group splits the query heads, but has too few key heads to split: every device has all of them.
-    first = jax.lax.axis_index(TENSOR) * num_queries
-    return x[:, :, (first + jnp.arange(num_queries)) // per_head]
 
 
 def _residual(x: Array, update: Array, gate: Array | None) -> Array:
@@ -169,7 +146,7 @@ class GemmaLayer(nnx.Module):
         query = rotate(jnp.concatenate(queries, axis=1), *angles)
 
         def seen(x: Array) -> Array:
-            return spread(_own_heads(keep(x), query.shape[2], self.queries_per_key), query)
+            return spread(own_heads(keep(x), query.shape[2], self.queries_per_key), query)
 
         attended = keep(attend(keep(query), seen(key), seen(value), mask, self.attention))
 

@@ -162,27 +162,38 @@ class RMSNorm(nnx.Module):
 
     The predicted form is the adaptive norm that conditions pi0.5 on the flow time (as in DiT, Peebles & Xie 2023,
     section 3.2, "adaLN-zero"): it starts as the plain norm with a closed gate.
+    Plain norms multiply by `offset` plus the trained scale: Gemma's by 1 + scale, Llama's by the scale itself.
     """
 
-    def __init__(self, width: int, condition_width: int | None = None, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        condition_width: int | None = None,
+        *,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        offset: float = 1.0,
+        eps: float = 1e-6,
+    ):
         self.adaptive = condition_width is not None
+        self.offset, self.eps = offset, eps
         if condition_width is None:
-            self.scale = nnx.Param(jnp.zeros(width))
+            self.scale = nnx.Param(jnp.full(width, 1.0 - offset, jnp.float32))
         else:
             zeros = nnx.initializers.zeros_init()
             self.modulation = nnx.Linear(condition_width, 3 * width, kernel_init=zeros, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b t d"], condition: Float[Array, "b r c"] | None
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t d"] | None]:
-        """The normed tokens, and the gate for the residual branch (None in the plain form).
+        self, x: Float[Array, "b t *n d"], condition: Float[Array, "b r c"] | None = None
+    ) -> tuple[Float[Array, "b t *n d"], Float[Array, "b t d"] | None]:
+        """The normed tokens (or heads of tokens), and the gate for the residual branch (None in the plain form).
 
         The tokens are r groups of equal size, one after the other; each has its own condition.
         """
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-        normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + 1e-6)
+        normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + self.eps)
         if not self.adaptive:
-            return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype), None
+            return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype), None
         if condition is None:
             raise ValueError("this norm is adaptive and needs a condition; give one for each of its experts")
         modulation = self.modulation(condition)

@@ -19,6 +19,35 @@ _initializer = nnx.initializers.normal(stddev=0.01)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank additions to all weights of every layer of a language model, as PEFT makes them; rank 0 means none.
+
+    Every addition is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora` (Kalajdzievski 2023), and is zero
+    at first.
+    """
+
+    # Rank of the additions; 0 means none.
+    rank: int = 0
+    # The additions are scaled by alpha / rank, or with rslora by alpha / sqrt(rank).
+    alpha: float = 16.0
+    # Whether alpha is divided by the rank's square root.
+    rslora: bool = False
+    # Whether the attention's weights have them.
+    attention: bool = True
+    # Whether the feed-forward layer's weights have them.
+    mlp: bool = True
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """The factor on every addition."""
+        return _scale(self.alpha, self.rank, self.rslora)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Ranks of the additions to the attention and MLP weights of every layer; rank 0 means none.
 
@@ -38,22 +67,40 @@ class LoraConfig:
     @property
     def attention_scale(self) -> float:
         """The factor on the attention weights' addition."""
-        rank = max(self.attention_rank, 1)
-        return self.alpha / math.sqrt(rank) if self.rslora else self.alpha / rank
+        return _scale(self.alpha, self.attention_rank, self.rslora)
+
+
+def _scale(alpha: float, rank: int, rslora: bool) -> float:
+    rank = max(rank, 1)
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 class LoraWeight(nnx.Module):
-    """A weight whose last two axes are (in, out), with factors `lora_a` (in, rank) and `lora_b` (rank, out)."""
+    """A weight whose last axes are (in, out), with factors `lora_a` (in, rank) and `lora_b` (rank, out).
+
+    `inputs` and `outputs` say how many axes each of them is. `initializers` are those of `lora_a` and `lora_b`.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], initializer: nnx.Initializer, rank: int, scale: float = 1.0, *, rngs: nnx.Rngs
+        self,
+        shape: tuple[int, ...],
+        initializer: nnx.Initializer,
+        rank: int,
+        scale: float = 1.0,
+        *,
+        inputs: int = 1,
+        outputs: int = 1,
+        initializers: tuple[nnx.Initializer, nnx.Initializer] = (_initializer, _initializer),
+        rngs: nnx.Rngs,
     ):
         self.rank = rank
         self.scale = scale
         self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
         if rank:
-            self.lora_a = nnx.Param(_initializer(rngs.params(), (*shape[:-1], rank), jnp.float32))
-            self.lora_b = nnx.Param(_initializer(rngs.params(), (*shape[:-2], rank, shape[-1]), jnp.float32))
+            before, out = shape[: -inputs - outputs], shape[-outputs:]
+            first, second = initializers
+            self.lora_a = nnx.Param(first(rngs.params(), (*shape[:-outputs], rank), jnp.float32))
+            self.lora_b = nnx.Param(second(rngs.params(), (*before, rank, *out), jnp.float32))
 
     def __call__(self, x: Array, base: str, down: str = "", up: str = "", index: int | None = None) -> Array:
         """einsum(base, x, weight) + scale * einsum(up, einsum(down, x, lora_a), lora_b), in the type of `x`.
@@ -94,5 +141,8 @@ def merge_lora(
 
 
 def _add_product(weight: Array, a: Float[Array, "..."], b: Float[Array, "..."], scale: float) -> Array:
-    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    num_stacked = a.ndim + b.ndim - 2 - weight.ndim
+    stacked, rank = weight.shape[:num_stacked], a.shape[-1]
+    a, b = a.reshape(*stacked, -1, rank), b.reshape(*b.shape[:num_stacked], rank, -1)
+    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST).reshape(weight.shape)
     return (jnp.asarray(weight, jnp.float32) + scale * product).astype(weight.dtype)

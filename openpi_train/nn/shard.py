@@ -148,6 +148,15 @@ def spread(x: Float[Array, "*n"], weight: Array) -> Float[Array, "*n"]:
     return jax.lax.pcast(x, TENSOR, to="varying")
 
 
+def own_heads(x: Float[Array, "b s k c"], num_queries: int, per_head: int) -> Float[Array, "b s _ c"]:
+    """The key (or value) heads that this device's query heads attend to, `per_head` query heads at each."""
+    if x.shape[2] in (1, num_queries // per_head):
+        return x
+    # A tensor group splits the query heads, but has too few key heads to split: every device has all of them.
+    first = jax.lax.axis_index(TENSOR) * num_queries
+    return x[:, :, (first + jnp.arange(num_queries)) // per_head]
+
+
 def summed(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """The sum over a tensor group, replicated; its gradient needs no communication (the operator g)."""
     return jax.lax.psum(x, TENSOR) if varies(x) else x

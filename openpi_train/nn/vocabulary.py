@@ -2,43 +2,87 @@
 
 A table whose rows are sharded over devices is never gathered: each device computes logits of all devices' tokens for
 its own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
-sent. Read next: `shard.py`, `gemma.py`.
+sent. Read next: `shard.py`, `decoder.py`.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.nn.attention import soft_cap
 from openpi_train.nn.shard import Shard
+from openpi_train.types import pytree, tree_of
 
 # Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
 CHUNK_TOKENS = 32
 
 
+@pytree
+class TokenScores:
+    """What a model says of given tokens, float32. `entropy` is that of the distribution; None where not asked for.
+
+    `is_best` says whether no other token has a higher score, `normalizer` is the logarithm of the summed exponentials.
+    """
+
+    log_prob: Float[Array, "b t"]
+    is_best: Bool[Array, "b t"]
+    normalizer: Float[Array, "b t"]
+    entropy: Float[Array, "b t"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """How products with the table become scores: capped smoothly to +- `cap` (None: not), divided by `temperature`."""
+
+    cap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(self, products: Float[Array, "*n"]) -> Float[Array, "*n"]:
+        capped = soft_cap(products, self.cap)
+        return capped if self.temperature == 1.0 else capped / self.temperature
+
+
 @jax.named_scope("logits")
-def logits(x: Float[Array, "b t d"], table: Array | Shard) -> Float[Array, "b t v"]:
-    """The products of activations with all rows of the table, in the dtype of `x`, summed in float32."""
+def logits(x: Float[Array, "b t d"], table: Array | Shard, head: Head = Head()) -> Float[Array, "b t v"]:
+    """The products of activations with all rows of the table in the dtype of `x`, summed in float32, through `head`."""
     if not isinstance(table, Shard):
-        return _products(x, table)
+        return head(_products(x, table))
     if not table.has_rows:
-        return _products(x, table.whole())
-    scores = _products(jax.lax.all_gather(x, table.axis), table.part)  # devices b t v/devices
+        return head(_products(x, table.whole()))
+    scores = head(_products(jax.lax.all_gather(x, table.axis), table.part))  # devices b t v/devices
     return jax.lax.all_to_all(scores, table.axis, split_axis=0, concat_axis=3, tiled=True)[0]
 
 
-@jax.named_scope("log_probs")
 def log_probs(
     x: Float[Array, "b t d"], table: Array | Shard, tokens: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
-    """The log-softmax of `logits(x, table)` at `tokens`, float32, and whether no other token has a higher logit.
+    """The log-softmax of `logits(x, table)` at `tokens`, float32, and whether no other token has a higher logit."""
+    found = token_scores(x, table, tokens)
+    return found.log_prob, found.is_best
+
+
+@jax.named_scope("log_probs")
+def token_scores(
+    x: Float[Array, "b t d"],
+    table: Array | Shard,
+    tokens: Int[Array, "b t"],
+    head: Head = Head(),
+    *,
+    with_entropy: bool = False,
+) -> TokenScores:
+    """Log-probability, and what else is asked for, of `tokens` by `logits(x, table, head)`.
 
     Logits are computed for a few tokens at a time, and recomputed in the backward pass.
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
     t = tokens.shape[1]
+    score = functools.partial(_scores_by_rows if isinstance(table, Shard) else _scores, table, head, with_entropy)
     if t <= CHUNK_TOKENS:
-        return _log_probs(x, table, tokens)
+        return score(x, tokens)
     missing = -t % CHUNK_TOKENS
 
     def chunks(array: Array) -> Array:
@@ -49,33 +93,50 @@ def log_probs(
         return array.swapaxes(0, 1).reshape(array.shape[1], -1)[:, :t]
 
     @jax.checkpoint
-    def score(_, chunk):
-        return None, _log_probs(chunk[0], table, chunk[1])
+    def chunk(_, part):
+        return None, score(*part)
 
-    found, is_best = jax.lax.scan(score, None, (chunks(x), chunks(tokens)))[1]
-    return joined(found), joined(is_best)
+    return jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1])
 
 
-def _log_probs(x: Array, table: Array | Shard, tokens: Array) -> tuple[Array, Array]:
-    if isinstance(table, Shard):
-        return _log_probs_by_rows(x, table, tokens)
-    scores = _products(x, table)
+def _scores(table: Array, head: Head, with_entropy: bool, x: Array, tokens: Array) -> TokenScores:
+    scores = head(_products(x, table))
     own = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-    return own - jax.nn.logsumexp(scores, axis=-1), own >= scores.max(axis=-1)
+    normalizer = jax.nn.logsumexp(scores, axis=-1)
+    entropy = None
+    if with_entropy:
+        log_probs = scores - normalizer[..., None]
+        entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
+    return tree_of(
+        TokenScores,
+        log_prob=own - normalizer,
+        is_best=own >= scores.max(axis=-1),
+        normalizer=normalizer,
+        entropy=entropy,
+    )
 
 
-def _log_probs_by_rows(x: Array, table: Shard, tokens: Array) -> tuple[Array, Array]:
-    """`_log_probs` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
-    scores = _products(jax.lax.all_gather(x, table.axis), table.part)  # devices b t v/devices
+def _scores_by_rows(table: Shard, head: Head, with_entropy: bool, x: Array, tokens: Array) -> TokenScores:
+    """`_scores` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
+    scores = head(_products(jax.lax.all_gather(x, table.axis), table.part))  # devices b t v/devices
     index = jax.lax.axis_index(table.axis)
     place = jax.lax.all_gather(tokens, table.axis) - index * table.part.shape[0]
     is_here = (place >= 0) & (place < table.part.shape[0])
     own = jnp.take_along_axis(scores, jnp.where(is_here, place, 0)[..., None], axis=-1)[..., 0]
     highest = jax.lax.pmax(jax.lax.stop_gradient(scores).max(axis=-1), table.axis)  # devices b t
-    mass = jnp.exp(scores - highest[..., None]).sum(axis=-1)
-    own, mass = (jax.lax.psum_scatter(part, table.axis) for part in (jnp.where(is_here, own, 0.0), mass))
-    highest = highest[index]
-    return own - highest - jnp.log(mass), own >= highest
+    above = scores - highest[..., None]
+    masses = jnp.exp(above)
+    own, mass = (jax.lax.psum_scatter(part, table.axis) for part in (jnp.where(is_here, own, 0.0), masses.sum(axis=-1)))
+    log_mass, highest, entropy = jnp.log(mass), highest[index], None
+    if with_entropy:
+        entropy = log_mass - jax.lax.psum_scatter((masses * above).sum(axis=-1), table.axis) / mass
+    return tree_of(
+        TokenScores,
+        log_prob=own - highest - log_mass,
+        is_best=own >= highest,
+        normalizer=highest + log_mass,
+        entropy=entropy,
+    )
 
 
 def _products(x: Array, table: Array) -> Array:

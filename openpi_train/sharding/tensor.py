@@ -17,8 +17,13 @@ CUT_DIMS = (
     (r"experts/\w+/query/(weight|lora_a|lora_b)", 4, -3),  # layers HEADS in out
     (r"(experts/\w+/)?(key_value|query_key_value)/(weight|lora_a|lora_b)", 5, -3),  # layers 2-or-3 HEADS in out
     (r"experts/\w+/output/(weight|lora_a)", 4, -3),  # layers HEADS in out
-    (r"experts/\w+/mlp/gate_up/(weight|lora_b)", 4, -1),  # layers 2 in WIDE
-    (r"experts/\w+/mlp/down/(weight|lora_a)", 3, -2),  # layers WIDE out
+    (r"(experts/\w+/)?mlp/gate_up/(weight|lora_b)", 4, -1),  # layers 2 in WIDE
+    (r"(experts/\w+/)?mlp/down/(weight|lora_a)", 3, -2),  # layers WIDE out
+    (r"attention/query/(weight|lora_b)", 4, -2),  # layers in HEADS out
+    (r"attention/query_bias", 3, -2),  # layers HEADS out
+    (r"attention/key_value/(weight|lora_b)", 5, -2),  # layers 2 in HEADS out
+    (r"attention/key_value_bias", 4, -2),  # layers 2 HEADS out
+    (r"attention/output/(weight|lora_a)", 4, -3),  # layers HEADS in out
     (r"attention/(query|key|value)/kernel", 4, -2),  # layers in HEADS out
     (r"attention/(query|key|value)/bias", 3, -2),  # layers HEADS out
     (r"attention/out/kernel", 4, -3),  # layers HEADS in out

@@ -1,0 +1,291 @@
+"""One decoder for the published language models: Gemma 1 to 3, Llama 3, SmolLM2, Qwen2.5 and 3, Mistral.
+
+What differs between them is data (`decoder_sizes.py`). All layers are one stack, also where sliding layers alternate
+with others: a layer's window and its kind are scanned beside its weights. Over a tensor group heads and the MLP's width
+are shared out (`sharding/tensor.py`): weights then hold a device's own.
+
+Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language.py`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from openpi_train.nn.attention import Attention, attend, rotate
+from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.nn.gated_mlp import GatedMlp
+from openpi_train.nn.key_value_cache import KeyValueCache, put
+from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_layers, stack_layers
+from openpi_train.nn.lora import AdapterConfig, LoraWeight
+from openpi_train.nn.rotary_frequencies import angles_at
+from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
+from openpi_train.nn.vocabulary import Head, TokenScores, logits, token_scores
+from openpi_train.types import tree_of
+
+# Sines and cosines of positions.
+Angles = tuple[Array, Array]
+
+
+def _weights(adapter: AdapterConfig, has_factors: bool, rngs: nnx.Rngs) -> Callable[..., LoraWeight]:
+    """What makes weights, with low-rank factors or without."""
+    rank = adapter.rank if has_factors else 0
+
+    def make(shape: tuple[int, ...], initializer: nnx.Initializer, inputs: int = 1, outputs: int = 1) -> LoraWeight:
+        # PEFT's: uniform within 1 / sqrt(inputs), and zero.
+        axes = {"in_axis": tuple(range(-1 - inputs, -1)), "out_axis": -1}
+        batch_axis = tuple(range(len(shape) - inputs - outputs))
+        first = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch_axis, **axes)
+        factors: Any = {"inputs": inputs, "outputs": outputs, "initializers": (first, nnx.initializers.zeros_init())}
+        return LoraWeight(shape, initializer, rank, adapter.scale, **factors, rngs=rngs)
+
+    return make
+
+
+class LanguageAttention(nnx.Module):
+    """The weights of one layer's attention."""
+
+    def __init__(self, sizes: DecoderSizes, adapter: AdapterConfig, norm: Callable[[int], RMSNorm], rngs: nnx.Rngs):
+        d, n, k, c = sizes.width, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        lecun = nnx.initializers.lecun_normal
+        weight = _weights(adapter, adapter.attention, rngs)
+        self.query = weight((d, n, c), lecun(in_axis=-3, out_axis=(-2, -1)), outputs=2)
+        self.key_value = weight((2, d, k, c), lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,)), outputs=2)
+        self.output = weight((n, c, d), lecun(in_axis=(-3, -2), out_axis=-1), inputs=2)
+        self.has_biases, self.has_norms = sizes.biases, sizes.query_key_norms
+        if self.has_biases:
+            self.query_bias = nnx.Param(jnp.zeros((n, c)))
+            self.key_value_bias = nnx.Param(jnp.zeros((2, k, c)))
+        if self.has_norms:
+            self.query_norm, self.key_norm = norm(c), norm(c)
+
+    @jax.named_scope("attention")
+    def heads(self, x: Float[Array, "b t d"], angles: Angles) -> tuple[Array, Array, Array]:
+        """Queries "b t n c", keys and values "b t k c"; queries and keys are rotated."""
+        own = spread(x, self.query.weight[...])
+        query = self.query(own, "btd,dnc->btnc", "btd,dl->btl", "btl,lnc->btnc")
+        # Key heads that are too few to share out are made by all: from `x`, whose gradient is then not summed.
+        seen = own if varies(self.key_value.weight[...]) else x
+        key, value = self.key_value(seen, "btd,pdkc->pbtkc", "btd,pdl->pbtl", "pbtl,plkc->pbtkc")
+        if self.has_biases:
+            query = query + self.query_bias[...].astype(x.dtype)
+            bias = self.key_value_bias[...].astype(x.dtype)
+            key, value = key + bias[0], value + bias[1]
+        if self.has_norms:
+            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+        return rotate(query, *angles), rotate(key, *angles), value
+
+    @jax.named_scope("attention")
+    def from_heads(self, heads: Float[Array, "b t n c"]) -> Float[Array, "b t d"]:
+        """Back to the tokens' width."""
+        return summed(self.output(heads, "btnc,ncd->btd", "btnc,ncl->btl", "btl,ld->btd"))
+
+
+class LanguageLayer(nnx.Module):
+    """One layer: what tokens ask and offer, and what becomes of them when they have seen what they attend to."""
+
+    def __init__(
+        self, sizes: DecoderSizes, adapter: AdapterConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs
+    ):
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, dtype=dtype, rngs=rngs, offset=float(sizes.norms_from_one), eps=sizes.norm_eps)
+
+        self.attention_norm = norm(sizes.width)
+        self.attention = LanguageAttention(sizes, adapter, norm, rngs)
+        self.mlp_norm = norm(sizes.width)
+        mlp_weight = _weights(adapter, adapter.mlp, rngs)
+        self.mlp = GatedMlp(sizes.width, sizes.mlp_dim, mlp_weight, sizes.activation)
+        self.has_post_norms = sizes.post_norms
+        if self.has_post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(sizes.width), norm(sizes.width)
+        self.queries_per_key = sizes.num_heads // sizes.num_kv_heads
+        self.scale, self.cap = sizes.query_scale, sizes.attention_cap
+        self.kind: Attention = attention
+
+    def heads(self, x: Float[Array, "b t d"], angles: Angles) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of these tokens."""
+        return self.attention.heads(self.attention_norm(x)[0], angles)
+
+    def after(self, x: Float[Array, "b t d"], query: Array, key: Array, value: Array, mask: Array) -> Array:
+        """The tokens after this layer, which see these keys and values where `mask` "b t s" says so."""
+
+        def seen(heads: Array) -> Array:
+            return spread(own_heads(keep(heads), query.shape[2], self.queries_per_key), query)
+
+        attended = attend(keep(query), seen(key), seen(value), mask, self.kind, scale=self.scale, cap=self.cap)
+        update = self.attention.from_heads(keep(attended))
+        x = keep(x + (self.attention_post_norm(update)[0] if self.has_post_norms else update))
+        update = self.mlp(self.mlp_norm(x)[0])
+        return x + (self.mlp_post_norm(update)[0] if self.has_post_norms else update)
+
+
+class Decoder(nnx.Module):
+    """The decoder.
+
+    Args:
+        sizes: what it is.
+        adapter: low-rank additions to its weights.
+        dtype: the type of activations; parameters are float32 and cast where they are used.
+        remat, attention: how the backward pass and attention are computed; no result depends on it.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        adapter: AdapterConfig,
+        *,
+        dtype: Any,
+        remat: Remat,
+        attention: Attention = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.sizes, self.dtype = sizes, dtype
+        self.remat: Remat = remat
+
+        def table() -> nnx.Param:
+            initializer = nnx.initializers.normal(0.02)
+            shape = (sizes.vocab_size, sizes.width)
+            return nnx.Param(initializer(rngs.params(), shape, jnp.float32), gathering=Gathering.BY_ROW)
+
+        self.token_embedding = table()
+        if not sizes.tied:
+            self.head = table()
+        self.layers = stack_layers(
+            lambda rngs: LanguageLayer(sizes, adapter, dtype=dtype, attention=attention, rngs=rngs), sizes.depth, rngs
+        )
+        self.final_norm = RMSNorm(
+            sizes.width, dtype=dtype, rngs=rngs, offset=float(sizes.norms_from_one), eps=sizes.norm_eps
+        )
+
+    @jax.named_scope("embed")
+    def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Token embeddings in `dtype`; where they are scaled, the factor is rounded to that type, as transformers'."""
+        x = take_rows(self.token_embedding.get_value(), tokens).astype(self.dtype)
+        return x * jnp.asarray(math.sqrt(self.sizes.width), self.dtype) if self.sizes.scaled_embeddings else x
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b t"],
+        positions: Int[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
+    ) -> Float[Array, "b t d"]:
+        """The tokens' activations after all layers and the last norm, in `dtype`.
+
+        Args:
+            positions: where each token stands in its text; None: where it stands in the row.
+            segments: texts of a row by number; each sees itself alone, and 0 is padding. None: a row is one text.
+        """
+        return self._run(tokens, positions, segments, caching=False)[0]
+
+    def prefill(
+        self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], is_token: Bool[Array, "b t"]
+    ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
+        """The activations of texts, and what is to be remembered of them, without room for more (`grown`).
+
+        Padding, before a text or behind it, is no token.
+        """
+        x, (keys, values) = self._run(tokens, positions, is_token.astype(jnp.int32), caching=True)
+        length = jnp.int32(tokens.shape[1])
+        cache = {"positions": positions, "is_token": is_token, "length": length}
+        return x, tree_of(KeyValueCache, keys=keys, values=values, **cache)
+
+    def extend(
+        self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], cache: KeyValueCache
+    ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
+        """The activations of tokens that come after those in the cache, and the cache with them in its next slots.
+
+        There must be as many free slots. The cache is written in place where the caller's loop carries it.
+        """
+        t, at = tokens.shape[1], cache.length
+        slots = jnp.arange(cache.positions.shape[1])
+        all_positions = put(cache.positions, positions, at, 1)
+        is_token = put(cache.is_token, jnp.ones_like(tokens, bool), at, 1)
+        mask = is_token[:, None] & (slots <= (at + jnp.arange(t))[:, None])  # b t s
+        sight = self._sight(positions, all_positions, mask)
+
+        def body(layer: LanguageLayer, carry: tuple[Array, Array, Array], own: Any) -> tuple[Any, None]:
+            x, keys, values = carry
+            index, kind = own
+            angles, mask = sight(kind)
+            query, key, value = layer.heads(x, angles)
+
+            def write(kept: Array, new: Array) -> Array:
+                zero = jnp.int32(0)
+                return jax.lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), (index, zero, at, zero, zero))
+
+            keys, values = write(keys, key), write(values, value)
+            return (layer.after(x, query, keys[index], values[index], mask), keys, values), None
+
+        carry = self.embed(tokens), cache.keys, cache.values
+        per_layer = jnp.arange(self.sizes.depth), self._kinds()
+        with jax.named_scope("decoder"):
+            (x, keys, values), _ = scan_layers(self.layers, body, carry, per_layer, remat="none")
+        found = {"positions": all_positions, "is_token": is_token, "length": at + t}
+        return self.final_norm(x)[0], tree_of(KeyValueCache, keys=keys, values=values, **found)
+
+    def logits(self, x: Float[Array, "b t d"], temperature: float = 1.0) -> Float[Array, "b t v"]:
+        """Scores of every token of the vocabulary, float32."""
+        return logits(x, self._table, Head(self.sizes.score_cap, temperature))
+
+    def scores(
+        self,
+        x: Float[Array, "b t d"],
+        tokens: Int[Array, "b t"],
+        temperature: float = 1.0,
+        *,
+        with_entropy: bool = False,
+    ) -> TokenScores:
+        """What activations say of these tokens, float32; never are there the scores of all tokens at once."""
+        head = Head(self.sizes.score_cap, temperature)
+        return token_scores(x, self._table, tokens, head, with_entropy=with_entropy)
+
+    @property
+    def _table(self) -> Any:
+        return (self.token_embedding if self.sizes.tied else self.head).get_value()
+
+    @jax.named_scope("decoder")
+    def _run(self, tokens: Array, positions: Array | None, segments: Array | None, *, caching: bool) -> tuple[Any, Any]:
+        t = tokens.shape[1]
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(t), tokens.shape)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (tokens.shape[0], t, t))
+        if segments is not None:
+            same = segments[:, :, None] == segments[:, None, :]
+            mask &= same & (segments > 0)[:, None, :]
+        sight = self._sight(positions, positions, mask)
+
+        def body(layer: LanguageLayer, x: Array, kind: Any) -> tuple[Array, Any]:
+            angles, mask = sight(kind)
+            query, key, value = layer.heads(x, angles)
+            return layer.after(x, query, key, value, mask), (key, value) if caching else None
+
+        x, kept = scan_layers(self.layers, body, self.embed(tokens), self._kinds(), remat=self.remat)
+        return self.final_norm(x)[0], kept
+
+    def _kinds(self) -> tuple[Array, Array] | None:
+        """Which layers slide, and how far each sees; None where all see everything."""
+        if self.sizes.window is None:
+            return None
+        slides = np.isin(np.arange(self.sizes.depth), self.sizes.sliding_layers)
+        return jnp.asarray(slides), jnp.asarray(np.where(slides, self.sizes.window, np.iinfo(np.int32).max))
+
+    def _sight(self, positions: Array, key_positions: Array, mask: Array) -> Callable[[Any], tuple[Angles, Array]]:
+        """What a layer of each kind turns by, and which keys its tokens see of those that `mask` allows."""
+        sizes = self.sizes
+        wide = angles_at(positions, sizes.rope.of_head(sizes.head_dim))
+        if sizes.window is None:
+            return lambda _: (wide, mask)
+        near = angles_at(positions, sizes.sliding_rope.of_head(sizes.head_dim))
+        distance = positions[:, :, None] - key_positions[:, None, :]
+
+        def of(kind: tuple[Array, Array]) -> tuple[Angles, Array]:
+            slides, window = kind
+            angles = jax.tree.map(lambda a, b: jnp.where(slides, a, b), near, wide)
+            return angles, mask & (distance < window)
+
+        return of

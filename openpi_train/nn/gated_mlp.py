@@ -1,0 +1,42 @@
+"""The gated feed-forward layer of Gemma, Llama and their like. Read next: `gemma.py`, `decoder.py`."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from openpi_train.nn.lora import LoraWeight
+from openpi_train.nn.shard import spread, summed
+
+# gelu is the form with tanh, which all Gemmas have.
+Activation = Literal["gelu", "silu"]
+_ACTIVATIONS = {"gelu": nnx.gelu, "silu": nnx.silu}
+
+
+class GatedMlp(nnx.Module):
+    """down(activation(gate x) * (up x)). Over a tensor group its width is shared out.
+
+    `weight` makes a weight of a shape and an initializer.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        weight: Callable[[tuple[int, ...], nnx.Initializer], LoraWeight],
+        activation: Activation = "gelu",
+    ):
+        gated = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
+        self.gate_up = weight((2, width, mlp_dim), gated)
+        self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal())
+        self.activation: Activation = activation
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        x = spread(x, self.gate_up.weight[...])
+        gate = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=0)
+        up = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=1)
+        wide = _ACTIVATIONS[self.activation](gate) * up
+        return summed(self.down(wide, "btm,md->btd", "btm,ml->btl", "btl,ld->btd"))

@@ -1,0 +1,91 @@
+"""Scores of given tokens without all scores at once: the values and gradients of the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from openpi_train.nn.shard import Shard
+from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, token_scores
+from openpi_train.sharding.mesh import make_mesh
+
+NUMBERS = np.random.default_rng(0)
+VOCABULARY, WIDTH, LENGTH = 40, 6, CHUNK_TOKENS + 11
+X = jnp.asarray(NUMBERS.normal(size=(4, LENGTH, WIDTH)), jnp.float32)
+TABLE = jnp.asarray(NUMBERS.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
+TOKENS = jnp.asarray(NUMBERS.integers(0, VOCABULARY, (4, LENGTH)), jnp.int32)
+WEIGHTS = jnp.asarray(NUMBERS.normal(size=(3, 4, LENGTH)), jnp.float32)
+HEADS = {"plain": Head(), "capped and cooled": Head(cap=3.0, temperature=0.7)}
+
+
+def total(found):
+    """A number that every part of the scores has a share in."""
+    parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy])
+    return (parts * WEIGHTS[:, : len(found.log_prob)]).sum()
+
+
+def plain(x, table, tokens, head):
+    """All scores at once: log-probability, normalizer and entropy by their formulas."""
+    products = x @ table.T
+    scores = (products if head.cap is None else head.cap * jnp.tanh(products / head.cap)) / head.temperature
+    said = jax.nn.log_softmax(scores, axis=-1)
+    own = jnp.take_along_axis(said, tokens[..., None], axis=-1)[..., 0]
+    parts = own, jax.nn.logsumexp(scores, axis=-1), -(jnp.exp(said) * said).sum(axis=-1)
+    return (jnp.stack([parts[0], jnp.square(parts[1]), parts[2]]) * WEIGHTS).sum(), parts
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
+    def chunked(x, table):
+        found = token_scores(x, table, TOKENS, head, with_entropy=True)
+        return total(found), found
+
+    (value, found), gradients = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True))(X, TABLE)
+    expected = jax.value_and_grad(lambda x, table: plain(x, table, TOKENS, head), (0, 1), has_aux=True)
+    (wanted, parts), wanted_gradients = expected(X, TABLE)
+    close(value, wanted)
+    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy), parts)
+    jax.tree.map(close, gradients, wanted_gradients)
+    best = np.asarray(logits(X, TABLE, head)).argmax(axis=-1)
+    np.testing.assert_array_equal(found.is_best, best == np.asarray(TOKENS))
+    assert token_scores(X, TABLE, TOKENS, head).entropy is None
+    if head == Head():
+        jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
+
+
+def test_the_backward_pass_keeps_no_scores():
+    vocabulary = 50_000
+    table = jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)
+    x, tokens = jnp.zeros((1, 8 * CHUNK_TOKENS, WIDTH)), jnp.zeros((1, 8 * CHUNK_TOKENS), jnp.int32)
+
+    def loss(table):
+        found = token_scores(x, table, tokens, with_entropy=True)
+        return (found.log_prob + found.entropy).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(table).compile()
+    # All scores are 51 MB. A chunk's are 6.4, of which the gradient takes a few.
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * vocabulary * 4
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_table_cut_by_rows_gives_the_same_and_its_gradient(head):
+    def chunked(part, x, tokens, weights):
+        table = Shard(part, -2, "fsdp", jnp.float32)
+        found = token_scores(x, table, tokens, head, with_entropy=True)
+        parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy])
+        return (parts * weights.swapaxes(0, 1)).sum(), found
+
+    mesh = make_mesh(4, jax.devices()[:4])
+    run = jax.shard_map(
+        jax.grad(chunked, has_aux=True), mesh=mesh, in_specs=(P("fsdp"),) * 4, out_specs=(P("fsdp"), P("fsdp"))
+    )
+    gradient, found = jax.jit(run)(TABLE, X, TOKENS, WEIGHTS.swapaxes(0, 1))
+    expected = jax.value_and_grad(lambda table: plain(X, table, TOKENS, head), has_aux=True)
+    (_, parts), wanted = expected(TABLE)
+    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy), parts)
+    close(gradient, wanted)
