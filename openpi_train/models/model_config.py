@@ -26,7 +26,8 @@ class ModelConfig(abc.ABC):
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
     is built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
-    `velocity_and_log_probs`), `value`, `log_prob`.
+    `velocity_and_log_probs`), `token_scores` (activations of texts, by calling it, and their `scores`), `value`,
+    `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()

@@ -26,8 +26,9 @@ from openpi_train.training.state import TrainState
 from openpi_train.training.update import Update
 
 Metrics = dict[str, Float[Array, ""]]
-# openpi's parameter norm excludes these (by published name), and everything with fewer than two dims.
-NOT_A_KERNEL = re.compile(r".*/(bias|scale|pos_embedding|input_embedding)")
+# openpi's parameter norm excludes these (by published name), and everything with fewer than two dims. The second
+# pattern has the names of language models.
+NOT_A_KERNEL = re.compile(r".*/(bias|scale|pos_embedding|input_embedding)|.*(norm|embed_tokens)/weight")
 
 
 StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]

@@ -1,0 +1,63 @@
+"""Published names of a language model's parameters: Hugging Face's, but for what is joined here.
+
+    layers/attention/key_value/weight  ->  model/layers/self_attn/k_proj+v_proj/weight
+
+Read next: `language.py`, and `interop/hf_tensors.py`, which finds the tensors of a file by these names.
+"""
+
+from openpi_train.nn.decoder_sizes import DecoderSizes
+
+_NAMES = {
+    "token_embedding": "model/embed_tokens/weight",
+    "head": "lm_head/weight",
+    "final_norm/scale": "model/norm/weight",
+    "layers/attention_norm/scale": "model/layers/input_layernorm/weight",
+    "layers/attention/query_bias": "model/layers/self_attn/q_proj/bias",
+    "layers/attention/key_value_bias": "model/layers/self_attn/k_proj+v_proj/bias",
+    "layers/attention/query_norm/scale": "model/layers/self_attn/q_norm/weight",
+    "layers/attention/key_norm/scale": "model/layers/self_attn/k_norm/weight",
+}
+# Each with `weight`, and the factors `lora_a` and `lora_b`.
+_WEIGHTS = {
+    "layers/attention/query": "model/layers/self_attn/q_proj",
+    "layers/attention/key_value": "model/layers/self_attn/k_proj+v_proj",
+    "layers/attention/output": "model/layers/self_attn/o_proj",
+    "layers/mlp/gate_up": "model/layers/mlp/gate_proj+up_proj",
+    "layers/mlp/down": "model/layers/mlp/down_proj",
+}
+# `post_attention_layernorm` stands before the feed-forward layer, but for models that have norms behind both.
+_MLP_NORM = {"layers/mlp_norm/scale": "model/layers/post_attention_layernorm/weight"}
+_POST_NORMS = {
+    "layers/attention_post_norm/scale": "model/layers/post_attention_layernorm/weight",
+    "layers/mlp_norm/scale": "model/layers/pre_feedforward_layernorm/weight",
+    "layers/mlp_post_norm/scale": "model/layers/post_feedforward_layernorm/weight",
+}
+
+# What `--freeze` takes beside patterns: names of parts, with the patterns of our paths.
+PARTS = {
+    "embeddings": "token_embedding|head",
+    "attention": "layers/attention/.*",
+    "mlp": "layers/mlp/.*",
+    "norms": ".*norm/scale",
+}
+
+
+def hf_name(path: str, sizes: DecoderSizes) -> str:
+    """The published name of a parameter of ours. Raises KeyError where there is none."""
+    name = {**_NAMES, **(_POST_NORMS if sizes.post_norms else _MLP_NORM)}.get(path)
+    if name is None:
+        weight, _, part = path.rpartition("/")
+        name = f"{_WEIGHTS[weight]}/{part}"
+    return name
+
+
+def explain_hf(missing: list[str], misshapen: list[str]) -> list[str]:
+    """What to do about a checkpoint of a language model that does not fit, by published names."""
+    found = []
+    if missing == ["lm_head/weight"]:
+        found.append("its tokens are scored by the table that embeds them: --model.sizes.tied")
+    if any(name.endswith("embed_tokens/weight") for name in misshapen):
+        found.append("the token table has other rows or another width: --model.sizes.vocab-size, --model.sizes.width")
+    if any("embed_tokens" not in name for name in misshapen):
+        found.append("the layers have other sizes: take those of its config.json (`LanguageConfig.published`)")
+    return found

@@ -1,0 +1,145 @@
+"""The config of a language model: sizes, published names, low-rank adapters, what trains, how it computes.
+
+Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published files), `hf_names.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from openpi_train.fields import at_least, setting
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.hf_config import Family, family_of, sizes_of
+from openpi_train.models.hf_names import PARTS, explain_hf, hf_name
+from openpi_train.nn.attention import Attention
+from openpi_train.nn.decoder import Decoder
+from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.nn.layers import Remat, RematChoice
+from openpi_train.nn.lora import AdapterConfig, merge_lora
+from openpi_train.sharding.tensor import check_sizes
+
+
+@runtime_checkable
+class PackedTexts(Protocol):
+    """What a language model reads of a batch: texts, one or several in a row, of which each sees itself alone."""
+
+    @property
+    def tokens(self) -> Int[Array, "b t"]:
+        """The tokens."""
+        ...
+
+    @property
+    def positions(self) -> Int[Array, "b t"]:
+        """Where each token stands in its text."""
+        ...
+
+    @property
+    def segments(self) -> Int[Array, "b t"]:
+        """The number of each token's text in its row; 0 is padding."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageConfig(ModelConfig):
+    """A decoder of text: Gemma, Llama, SmolLM2, Qwen or Mistral, as its sizes say.
+
+    Low-rank adapters on all weights, all else frozen: `--model.adapter.rank 16`.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"token_scores"})
+
+    # What it is published as: the model_type of its config.json.
+    family: Family = "llama"
+    # Sizes and kinds of its layers.
+    sizes: DecoderSizes
+    # Low-rank additions to its weights.
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
+    # The longest text that it was trained for, in tokens.
+    context_length: int = at_least(1, 2048)
+    # Type of the activations. Parameters are float32.
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
+    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
+    remat: RematChoice = setting("auto", on_resume="accept")
+    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
+    attention: Attention = setting("auto", on_resume="accept")
+
+    def __post_init__(self):
+        problems = self.sizes.check()
+        if self.adapter.rank < 0:
+            problems.append(f"adapter.rank {self.adapter.rank} must be at least 0")
+        if self.adapter.enabled and not (self.adapter.attention or self.adapter.mlp):
+            problems.append("adapter.rank is given and neither adapter.attention nor adapter.mlp")
+        if problems:
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    @classmethod
+    def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
+        """The model that a config.json describes, with these fields. Raises CheckpointError as `sizes_of`."""
+        found: dict[str, Any] = {"family": family_of(config, where), "sizes": sizes_of(config, where)}
+        if isinstance(length := config.get("max_position_embeddings"), int):
+            found["context_length"] = length
+        return cls(**(found | fields))
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The `dtype` field."""
+        return jnp.dtype(self.dtype)
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.dtype == "float16"
+
+    @property
+    def used_remat(self) -> Remat:
+        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
+        return "none" if self.remat == "auto" else self.remat
+
+    def remat_choices(self) -> Mapping[str | None, "LanguageConfig"]:
+        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
+        return {name: dataclasses.replace(self, remat=name) for name in names}
+
+    def build(self, rngs: nnx.Rngs) -> Decoder:
+        return Decoder(
+            self.sizes,
+            self.adapter,
+            dtype=self.compute_dtype,
+            remat=self.used_remat,
+            attention=self.attention,
+            rngs=rngs,
+        )
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        shared = {"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim}
+        return check_sizes(shared, tensor_devices)
+
+    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
+        del draws
+        return (batch.segments > 0).sum()
+
+    def public_name(self, path: str) -> str:
+        """Hugging Face's name, of a stack of layers without their number."""
+        return hf_name(path, self.sizes)
+
+    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+        del extra
+        return explain_hf(missing, misshapen)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return PARTS
+
+    def frozen(self, path: str) -> bool:
+        """With an adapter only its factors train."""
+        return self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b"))
+
+    def without_lora(self) -> "LanguageConfig":
+        return dataclasses.replace(self, adapter=AdapterConfig())
+
+    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
+        return merge_lora(params, lambda _: self.adapter.scale, lambda _: None)
