@@ -9,7 +9,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from openpi_train.interop import big_vision, checkpoint_hub, lerobot_policy, openpi, openpi_torch, ours, paligemma_torch
+from openpi_train.interop import (
+    big_vision,
+    checkpoint_hub,
+    huggingface,
+    lerobot_policy,
+    openpi,
+    openpi_torch,
+    ours,
+    paligemma_torch,
+)
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
@@ -94,6 +103,13 @@ FORMATS: tuple[Format, ...] = (
         recognises=paligemma_torch.recognises,
         open=paligemma_torch.open_checkpoint,
         lacks=paligemma_torch.NOT_IN_IT,
+    ),
+    Format(
+        name="huggingface",
+        summary="a language model in Hugging Face's form: config.json, model.safetensors or several and their index",
+        recognises=huggingface.recognises,
+        open=huggingface.open_checkpoint,
+        write=huggingface.write,
     ),
 )
 

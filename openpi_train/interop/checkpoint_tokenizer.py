@@ -14,6 +14,8 @@ from openpi_train.interop.place import Place
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError
 
+# What a language model's tokenizer, or the config that came with its weights, is kept as.
+_OF_LANGUAGE_MODELS = ("tokenizer.json", "config.json")
 _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")
 
 
@@ -35,7 +37,8 @@ def check_tokenizer(trained_with: str | None, given: str | None, *, where: str) 
 
 def token_files_of(step: Place) -> Place | None:
     """The folder of the tokenizer's files in a checkpoint's directory; None if there is none, as in other trainers'."""
-    return step / FOLDER if (step / FOLDER).has(FILE) else None
+    folder = step / FOLDER
+    return folder if any(folder.has(name) for name in (FILE, *_OF_LANGUAGE_MODELS)) else None
 
 
 def on_disk(folder: Place) -> Path:

@@ -21,7 +21,7 @@ from openpi_train.data.files import write_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf, same_values
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, TensorLayout, layout_of, tensors_of
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 LORA = ".*lora.*"
 _ROOT = "paligemma_with_expert."
 _FIELDS = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
-_ROWS_AT_ONCE = 4096
 # LeRobot before 0.4 kept norm stats among the tensors.
 _OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 _MIGRATE = (
@@ -141,18 +140,12 @@ def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) ->
     if EMBEDDING not in found:
         return
     embedding, head = found.pop(EMBEDDING), found.get(TIED_HEAD)
-    if speaks and head is not None and not _same(embedding, head):
+    if speaks and head is not None and not same_values(embedding, head):
         raise CheckpointError(
             f"{place}: {TIED_HEAD} and {EMBEDDING} differ. The model has tied embeddings; this checkpoint was trained "
             "with two separate ones, which is not supported"
         )
     found[TIED_HEAD] = embedding
-
-
-def _same(one: StoredLeaf, other: StoredLeaf) -> bool:
-    rows = range(0, one.shape[0], _ROWS_AT_ONCE)
-    parts = ((slice(row, row + _ROWS_AT_ONCE), slice(None)) for row in rows)
-    return one.shape == other.shape and all(np.array_equal(one.read(part), other.read(part)) for part in parts)
 
 
 def _like_published(tensor: str) -> str:

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
-from openpi_train.models.model_config import PolicyConfig
+from openpi_train.models.language import LanguageConfig
+from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.nn.params import merge_module
 
-_ROWS = 2
+_ROWS, _TOKENS = 2, 16
 _AT_ONCE = 1 << 20
 
 
@@ -26,24 +27,27 @@ def _velocity(model: Any, batch: Any) -> jax.Array:
     return model.velocity(batch.observation, batch.actions[:, None], times)
 
 
-# Probe for each capability (`PolicyConfig.provides`): (the built module, a batch) -> outputs.
+# Probe for each capability (`ModelConfig.provides`): (the built module, inputs) -> outputs.
 PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "velocity": _velocity,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
+    "token_scores": lambda model, tokens: model.scores(model(tokens), jnp.roll(tokens, -1, axis=1)).log_prob,
 }
 
 
 def compare_outputs(
-    source: tuple[PolicyConfig, Leaves], result: tuple[PolicyConfig, Leaves], cameras: Sequence[str]
+    source: tuple[ModelConfig, Leaves], result: tuple[ModelConfig, Leaves], cameras: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """The difference of outputs for each capability that both models have, on two rows of fixed random inputs.
 
     Args:
         source, result: each a model and its parameters by our path, which are read to this host.
-        cameras: the camera slots with inputs.
+        cameras: a policy's camera slots with inputs.
     """
     model = source[0]
     batch = _fixed_batch(model, cameras)
+    if batch is None:
+        return {}
     found = {}
     for name, probe in PROBES.items():
         if name not in model.provides or name not in result[0].provides:
@@ -91,20 +95,26 @@ def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
-def _outputs(probe: Callable[[Any, Any], jax.Array], model: PolicyConfig, params: Leaves, batch: Any) -> jax.Array:
+def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params: Leaves, batch: Any) -> jax.Array:
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     arrays = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in params.items()}
     return jax.jit(lambda arrays, batch: probe(merge_module(graphdef, arrays), batch))(arrays, batch)
 
 
-def _fixed_batch(model: PolicyConfig, cameras: Sequence[str]) -> Any:
+def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
+    """The inputs of a model's probes; None for a kind of model that has none."""
     random = np.random.default_rng(0)
+    if isinstance(model, LanguageConfig):
+        return jnp.asarray(random.integers(0, model.sizes.vocab_size, (_ROWS, _TOKENS)), jnp.int32)
+    if not isinstance(model, PolicyConfig):
+        return None
+    vocab_size = model.vocab_size
 
     def fill(spec: jax.ShapeDtypeStruct) -> jax.Array:
         if spec.dtype == jnp.bool_:
             return jnp.ones(spec.shape, bool)
         if jnp.issubdtype(spec.dtype, jnp.integer):
-            most = 256 if spec.dtype == jnp.uint8 else model.vocab_size
+            most = 256 if spec.dtype == jnp.uint8 else vocab_size
             return jnp.asarray(random.integers(0, most, spec.shape), spec.dtype)
         return jnp.asarray(random.normal(size=spec.shape), spec.dtype)
 

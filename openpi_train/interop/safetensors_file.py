@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from openpi_train.data.files import write_json
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, blocks, in_file
 from openpi_train.runtime.exits import CheckpointError
@@ -28,6 +29,8 @@ _DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# What a file holds at most, as Hugging Face's are on the hub.
+SHARD_BYTES = 5_000_000_000
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 
@@ -120,6 +123,27 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_model(folder: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:
+    """Write `tensors` as `model.safetensors`, or from `SHARD_BYTES` on as several files and their index."""
+    parts: list[dict[str, StoredLeaf]] = [{}]
+    held = 0
+    for name, leaf in tensors.items():
+        if parts[-1] and held + leaf.size_bytes > SHARD_BYTES:
+            parts.append({})
+            held = 0
+        parts[-1][name] = leaf
+        held += leaf.size_bytes
+    if len(parts) == 1:
+        write_file(folder / FILE, tensors, metadata)
+        return
+    names = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
+    for file, part in zip(names, parts, strict=True):
+        write_file(folder / file, part, metadata)
+    total = sum(leaf.size_bytes for leaf in tensors.values())
+    where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _read_header(place: Place, file: str, where: str) -> tuple[dict[str, Any], int]:

@@ -121,6 +121,13 @@ def assembled(pieces: Iterator[Piece], index: Index, dtype: Any) -> np.ndarray:
     return part
 
 
+def same_values(one: StoredLeaf, other: StoredLeaf) -> bool:
+    """Whether both are of one shape and equal everywhere; they are read in pieces."""
+    if one.shape != other.shape:
+        return False
+    return all(np.array_equal(one.read(part), other.read(part)) for part in blocks(one.everything, one.dtype.itemsize))
+
+
 def in_memory(array: Any) -> StoredLeaf:
     """An array of this host as a leaf."""
     array = np.asarray(array)

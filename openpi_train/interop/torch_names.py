@@ -139,7 +139,11 @@ class TensorLayout:
 
 def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
     """The layout of the parameter `published` of this shape. Raises KeyError if PyTorch's models have none."""
-    tensor, dims = _row(published)
+    return lay_out_tensors(*_row(published), shape)
+
+
+def lay_out_tensors(tensor: str, dims: str, shape: tuple[int, ...]) -> TensorLayout:
+    """The layout of a parameter of this shape, by a row of the table: tensor names, and dims here -> dims there."""
     letters, groups = _parsed(dims)
     stacked = shape[: len(shape) - len(letters)]
     sizes = dict(zip(letters, shape[len(stacked) :], strict=True))
@@ -152,7 +156,9 @@ def layout_of(published: str, shape: tuple[int, ...]) -> TensorLayout:
 
 
 @contextlib.contextmanager
-def tensors_of(params: Leaves, folder: Path) -> Iterator[dict[str, StoredLeaf]]:
+def tensors_of(
+    params: Leaves, folder: Path, layout: Callable[[str, tuple[int, ...]], TensorLayout] = layout_of
+) -> Iterator[dict[str, StoredLeaf]]:
     """The tensors of all parameters by published name; read in this order, one parameter at a time is `at_hand`."""
     held: dict[str, StoredLeaf] = {}
     with contextlib.ExitStack() as stack:
@@ -166,7 +172,7 @@ def tensors_of(params: Leaves, folder: Path) -> Iterator[dict[str, StoredLeaf]]:
 
         tensors: dict[str, StoredLeaf] = {}
         for name, leaf in params.items():
-            tensors |= layout_of(name, leaf.shape).split(leaf.dtype, functools.partial(near, name))
+            tensors |= layout(name, leaf.shape).split(leaf.dtype, functools.partial(near, name))
         yield tensors
 
 

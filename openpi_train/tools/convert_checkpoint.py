@@ -27,7 +27,7 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
-from openpi_train.models.model_config import ModelConfig, as_policy
+from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
@@ -136,7 +136,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
         wanted_model=wanted_model,
         wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said),
         left_out=left_out,
-        cameras=experiment.data.cameras,
+        cameras=experiment.data.cameras if isinstance(model, PolicyConfig) else (),
     )
 
 
@@ -219,9 +219,7 @@ class CheckpointConversion:
             )
             logger.warning("outputs are %s", said)
             return said
-        found = compare_outputs(
-            (as_policy(self.model), self.params), (as_policy(self.wanted_model), params), self.cameras
-        )
+        found = compare_outputs((self.model, self.params), (self.wanted_model, params), self.cameras)
         return found or f"not compared: there is no probe for {sorted(self.model.provides)}"
 
 
@@ -284,6 +282,8 @@ def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
 
 def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError if norm stats are wider than the model's state or actions."""
+    if not norm_stats:
+        return
     spec = experiment.policy.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():

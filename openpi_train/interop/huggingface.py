@@ -1,0 +1,193 @@
+"""Language models in Hugging Face's form, both ways: a folder as `save_pretrained` writes it.
+
+    config.json                            sizes and kinds (`models/hf_config.py`)
+    model.safetensors                      the tensors, or several files and model.safetensors.index.json
+    tokenizer.json, tokenizer_config.json, chat_template.jinja, ...    carried along, byte by byte
+
+Read next: `hf_tensors.py` (which tensor is which parameter), `safetensors_file.py`.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.files import write_bytes, write_json
+from openpi_train.interop import safetensors_file
+from openpi_train.interop.hf_tensors import hf_layout
+from openpi_train.interop.openpi import published_params
+from openpi_train.interop.openpi_torch import LORA, joined_params
+from openpi_train.interop.place import Place
+from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
+from openpi_train.interop.torch_names import TensorLayout, tensors_of
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.hf_config import FAMILIES, hf_config, sizes_of
+from openpi_train.models.language import LanguageConfig
+from openpi_train.runtime.exits import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+# What goes with the weights: a run of ours keeps these files, and they are written again as they were.
+CARRIED = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# What a config that is made anew takes over from the one that came with the weights.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tables of frequencies, which transformers wrote once and nobody reads.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+@dataclasses.dataclass(frozen=True)
+class CarriedFiles(Place):
+    """The folder of a model of which only the files that go with the weights count."""
+
+    def names(self, below: str = "") -> list[str]:
+        return [name for name in CARRIED if name.startswith(below) and self.has(name)]
+
+
+def recognises(place: Place) -> bool:
+    """Whether the folder has a config.json of transformers, and tensors."""
+    if not place.has(CONFIG) or not (place.has(safetensors_file.FILE) or place.has(safetensors_file.INDEX)):
+        return False
+    return "model_type" in place.json(CONFIG)
+
+
+def read_model(place: Place, **fields: Any) -> LanguageConfig:
+    """The model that the folder's config.json describes, with these fields. Raises CheckpointError."""
+    if not place.has(CONFIG):
+        raise CheckpointError(f"{place} has no {CONFIG}: name the folder of a language model as Hugging Face has it")
+    return LanguageConfig.published(place.json(CONFIG), f"{place}/{CONFIG}", **fields)
+
+
+def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
+    """The parameters by published name, and the files that go with them. Without a model, the folder's own is taken.
+
+    Raises CheckpointError where they are not the model's, tensor by tensor, or not its tokenizer's.
+    """
+    config = place.json(CONFIG)
+    sizes = sizes_of(config, f"{place}/{CONFIG}")
+    if model is None:
+        model = read_model(place)
+    if not isinstance(model, LanguageConfig):
+        raise CheckpointError(
+            f"{place} holds a language model ({config['model_type']}), and this is for a {type(model).__name__}: name "
+            "an experiment of a language model, or another checkpoint"
+        )
+    if sizes != model.sizes:
+        raise CheckpointError(_other_sizes(place, sizes, model))
+    _check_tokenizer(place, sizes.vocab_size)
+    found = {name: leaf for name, leaf in safetensors_file.open_model(place).items() if not _DERIVED.fullmatch(name)}
+    if sizes.tied:
+        _leave_one_table(place, found)
+    params = joined_params(place, found, _layouts(model), model)
+    return Stored(where=str(place), format="huggingface", params=params, token_files=CarriedFiles(place.url))
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+    """Write a folder for `AutoModelForCausalLM.from_pretrained` and its tokenizer's. In one process.
+
+    Raises UsageError where the model has no such form.
+    """
+    if not isinstance(model, LanguageConfig):
+        raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
+    if factors := [name for name in stored.params if "lora" in name]:
+        raise UsageError(
+            f"the weights have {len(factors)} low-rank factors beside them: fold them in with --merge-lora"
+        )
+    dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
+    try:
+        config = hf_config(
+            model.family, model.sizes, model.context_length, dtypes.pop() if len(dtypes) == 1 else "float32"
+        )
+    except ValueError as error:
+        raise UsageError(f"this model cannot be written for transformers: {error}") from error
+    directory.mkdir(parents=True)
+    carried = stored.token_files
+    for name in CARRIED if carried is not None else ():
+        if carried is not None and carried.has(name):
+            write_bytes(directory / name, carried.read(name))
+    known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
+    if not _describes(known, model, config):
+        write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
+    with tensors_of(stored.params, directory, hf_layout) as tensors:
+        safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
+
+
+def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[str, Any]) -> bool:
+    """Whether the config that came with the weights is still right for what is written."""
+    if known.get("model_type") not in FAMILIES or sizes_of(known, CONFIG) != model.sizes:
+        return False
+    said = known.get("dtype") or known.get("torch_dtype")
+    return said in (None, config["torch_dtype"]) and known.get("max_position_embeddings") == model.context_length
+
+
+def _layouts(model: LanguageConfig) -> dict[str, TensorLayout]:
+    shapes = {name: leaf.shape for name, leaf in published_params(model).items()}
+    return {name: hf_layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(LORA, name)}
+
+
+def _other_sizes(place: Place, sizes: Any, model: LanguageConfig) -> str:
+    differ = {
+        field.name: (getattr(sizes, field.name), getattr(model.sizes, field.name))
+        for field in dataclasses.fields(sizes)
+        if getattr(sizes, field.name) != getattr(model.sizes, field.name)
+    }
+    lines = [f"  --model.sizes.{name.replace('_', '-')}: it has {its}, the model {ours}" for name, (its, ours) in
+             differ.items()]  # fmt: skip
+    return "\n".join(
+        [f"{place} is another model than the experiment's; give its sizes, or another checkpoint:", *lines]
+    )
+
+
+def _leave_one_table(place: Place, found: dict[str, StoredLeaf]) -> None:
+    """Leave the table that embeds tokens, where the file has it twice. Raises CheckpointError where these differ."""
+    head, table = found.pop(_HEAD, None), found.get(_TABLE)
+    if head is not None and table is not None and not same_values(head, table):
+        raise CheckpointError(
+            f"{place}: {_HEAD} and {_TABLE} differ, and {CONFIG} says that they are one (tie_word_embeddings): set "
+            "that to false if the model was trained with two"
+        )
+
+
+def _check_tokenizer(place: Place, vocab_size: int) -> None:
+    """Raise CheckpointError where the tokenizer has tokens that the table has not. A few special ones may be beyond.
+
+    Gemma 3's tokenizer has one for images, and its text models' tables end before it.
+    """
+    if not place.has(TOKENIZER):
+        return
+    said = place.json(TOKENIZER)
+    try:
+        vocab = said["model"]["vocab"]
+        ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
+        added = {token["id"]: token for token in said.get("added_tokens", [])}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{place}/{TOKENIZER} is damaged ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    special = {number for number, token in added.items() if token.get("special")}
+    beyond = sorted(number for number in ids | added.keys() if number >= vocab_size)
+    if wrong := [number for number in beyond if number not in special]:
+        raise CheckpointError(
+            f"{place}: the tokenizer has {len(wrong)} tokens, from {wrong[0]} on, beyond the {vocab_size} rows of the "
+            f"model's table: {TOKENIZER} belongs to another model; fetch both from one place, or give the table these "
+            "rows (resize_token_embeddings)"
+        )
+    if beyond:
+        names = ", ".join(repr(added[number]["content"]) for number in beyond[:4])
+        logger.warning("%s: the model's table has no row for %s: texts must not hold them", place, names)
