@@ -14,7 +14,7 @@ from openpi_train.interop.place import Place
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError
 
-# What a language model's tokenizer, or the config that came with its weights, is kept as.
+# Files of a language model's tokenizer folder, one of which is always there.
 _OF_LANGUAGE_MODELS = ("tokenizer.json", "config.json")
 _FLAGS, _TOKENIZED = ("data.tokenizer", "model.fast_tokenizer"), ("words", "actions")
 

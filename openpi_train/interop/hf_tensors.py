@@ -1,7 +1,7 @@
-"""Where a language model's parameters lie in Hugging Face's tensors, by published name (`models/hf_names.py`).
+"""The layout of a language model's parameters in Hugging Face's tensors, by published name (`models/hf_names.py`).
 
-PyTorch has a tensor per layer, weights as [outputs, inputs], and heads merged. Read next: `torch_names.py` for how a
-parameter is put together from tensors, `huggingface.py`.
+PyTorch has a tensor per layer, weights as [outputs, inputs], and heads merged. Read next: `torch_names.py`, which
+assembles parameters from tensors, and `huggingface.py`.
 """
 
 import re
@@ -22,7 +22,7 @@ _DIMS = {
 
 
 def hf_layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Where the parameter of this name and shape lies. Raises KeyError where no such model has it."""
+    """The layout of the parameter of this name and shape. Raises KeyError if no such model has it."""
     end = "/".join(published.split("/")[-2:])
     dims = next((dims for pattern, dims in _DIMS.items() if re.fullmatch(pattern, end)), None)
     if dims is None:

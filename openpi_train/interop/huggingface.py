@@ -1,8 +1,8 @@
-"""Language models in Hugging Face's form, both ways: a folder as `save_pretrained` writes it.
+"""Language models in Hugging Face's format, read and written: a folder as `save_pretrained` writes it.
 
     config.json                            sizes and kinds (`models/hf_config.py`)
     model.safetensors                      the tensors, or several files and model.safetensors.index.json
-    tokenizer.json, tokenizer_config.json, chat_template.jinja, ...    carried along, byte by byte
+    tokenizer.json, tokenizer_config.json, chat_template.jinja, ...    copied unchanged
 
 Read next: `hf_tensors.py` (which tensor is which parameter), `safetensors_file.py`.
 """
@@ -23,15 +23,15 @@ from openpi_train.interop.openpi_torch import LORA, joined_params
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
 from openpi_train.interop.torch_names import TensorLayout, tensors_of
-from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.hf_config import FAMILIES, hf_config, sizes_of
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-# What goes with the weights: a run of ours keeps these files, and they are written again as they were.
+# Files that belong to the weights: checkpoints of ours keep them, and they are written back unchanged.
 CARRIED = (
     CONFIG,
     "generation_config.json",
@@ -45,39 +45,39 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What a config that is made anew takes over from the one that came with the weights.
+# Keys that a generated config takes over from the one that came with the weights.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Tables of frequencies, which transformers wrote once and nobody reads.
+# Tables of frequencies, which earlier versions of transformers wrote; nothing reads them.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 @dataclasses.dataclass(frozen=True)
 class CarriedFiles(Place):
-    """The folder of a model of which only the files that go with the weights count."""
+    """A model's folder that lists only the files that belong to the weights."""
 
     def names(self, below: str = "") -> list[str]:
         return [name for name in CARRIED if name.startswith(below) and self.has(name)]
 
 
 def recognises(place: Place) -> bool:
-    """Whether the folder has a config.json of transformers, and tensors."""
+    """Whether the folder has a config.json of transformers, and safetensors files."""
     if not place.has(CONFIG) or not (place.has(safetensors_file.FILE) or place.has(safetensors_file.INDEX)):
         return False
     return "model_type" in place.json(CONFIG)
 
 
 def read_model(place: Place, **fields: Any) -> LanguageConfig:
-    """The model that the folder's config.json describes, with these fields. Raises CheckpointError."""
+    """The model of the folder's config.json, with these fields changed. Raises CheckpointError."""
     if not place.has(CONFIG):
         raise CheckpointError(f"{place} has no {CONFIG}: name the folder of a language model as Hugging Face has it")
     return LanguageConfig.published(place.json(CONFIG), f"{place}/{CONFIG}", **fields)
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
-    """The parameters by published name, and the files that go with them. Without a model, the folder's own is taken.
+    """The parameters by published name, and the files that belong to them. `model` None is the folder's own.
 
-    Raises CheckpointError where they are not the model's, tensor by tensor, or not its tokenizer's.
+    Raises CheckpointError if the tensors are not the model's, or the tokenizer has more tokens than the model.
     """
     config = place.json(CONFIG)
     sizes = sizes_of(config, f"{place}/{CONFIG}")
@@ -101,7 +101,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and its tokenizer's. In one process.
 
-    Raises UsageError where the model has no such form.
+    Raises UsageError if the model cannot be written in this format.
     """
     if not isinstance(model, LanguageConfig):
         raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
@@ -129,7 +129,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
 
 def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[str, Any]) -> bool:
-    """Whether the config that came with the weights is still right for what is written."""
+    """Whether the config that came with the weights still describes what is written."""
     if known.get("model_type") not in FAMILIES or sizes_of(known, CONFIG) != model.sizes:
         return False
     said = known.get("dtype") or known.get("torch_dtype")
@@ -155,7 +155,7 @@ def _other_sizes(place: Place, sizes: Any, model: LanguageConfig) -> str:
 
 
 def _leave_one_table(place: Place, found: dict[str, StoredLeaf]) -> None:
-    """Leave the table that embeds tokens, where the file has it twice. Raises CheckpointError where these differ."""
+    """Remove the second copy of the embedding table, if the file has two. Raises CheckpointError if they differ."""
     head, table = found.pop(_HEAD, None), found.get(_TABLE)
     if head is not None and table is not None and not same_values(head, table):
         raise CheckpointError(
@@ -165,9 +165,9 @@ def _leave_one_table(place: Place, found: dict[str, StoredLeaf]) -> None:
 
 
 def _check_tokenizer(place: Place, vocab_size: int) -> None:
-    """Raise CheckpointError where the tokenizer has tokens that the table has not. A few special ones may be beyond.
+    """Raise CheckpointError if the tokenizer has token ids beyond the embedding table. Special ones are only logged.
 
-    Gemma 3's tokenizer has one for images, and its text models' tables end before it.
+    Gemma 3's tokenizer has one for images, for which its text models' tables have no row.
     """
     if not place.has(TOKENIZER):
         return

@@ -29,7 +29,7 @@ _DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# What a file holds at most, as Hugging Face's are on the hub.
+# The most bytes of tensors in a file, as on the Hugging Face hub.
 SHARD_BYTES = 5_000_000_000
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -126,7 +126,7 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
 
 
 def write_model(folder: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` as `model.safetensors`, or from `SHARD_BYTES` on as several files and their index."""
+    """Write `tensors` as `model.safetensors`, or as several files and their index if they exceed `SHARD_BYTES`."""
     parts: list[dict[str, StoredLeaf]] = [{}]
     held = 0
     for name, leaf in tensors.items():

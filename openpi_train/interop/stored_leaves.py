@@ -122,7 +122,7 @@ def assembled(pieces: Iterator[Piece], index: Index, dtype: Any) -> np.ndarray:
 
 
 def same_values(one: StoredLeaf, other: StoredLeaf) -> bool:
-    """Whether both are of one shape and equal everywhere; they are read in pieces."""
+    """Whether both have the same shape and values; they are read in pieces."""
     if one.shape != other.shape:
         return False
     return all(np.array_equal(one.read(part), other.read(part)) for part in blocks(one.everything, one.dtype.itemsize))

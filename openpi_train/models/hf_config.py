@@ -1,7 +1,7 @@
-"""A language model's sizes out of the config.json that it is published with, and that file for sizes of ours.
+"""A language model's sizes from its published config.json, and a config.json for our sizes.
 
-The keys are those of transformers 4 and 5, with its defaults where a file leaves one out. What this decoder does not
-compute is refused, never passed over. Read next: `nn/decoder_sizes.py`, `language.py`.
+The keys are those of transformers 4 and 5, with its defaults for missing keys. Anything that this decoder does not
+support is an error, never ignored. Read next: `nn/decoder_sizes.py`, `language.py`.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.runtime.exits import CheckpointError
 
-# `model_type` of the families; SmolLM2 is a llama, and Gemma 3's text model is published as one of its own.
+# `model_type` of each family; SmolLM2 is a llama, and Gemma 3's text model has its own type.
 Family = Literal["llama", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3", "mistral"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 _CLASSES: Mapping[Family, str] = {
@@ -24,7 +24,7 @@ _CLASSES: Mapping[Family, str] = {
     "mistral": "MistralForCausalLM",
 }
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
-# What transformers takes where a file does not say.
+# Defaults of transformers for missing keys.
 _DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     "llama": {},
     "gemma": {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
@@ -52,7 +52,7 @@ _DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# Keys with the values under which the model computes what this decoder does.
+# Keys with the only values that this decoder supports.
 _ONLY = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -65,7 +65,7 @@ _ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Which family a config.json is of. Raises CheckpointError for one that is not known."""
+    """The family of a config.json. Raises CheckpointError if it is unknown."""
     kind = config.get("model_type")
     for family in FAMILIES:
         if kind == family:
@@ -78,13 +78,13 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def sizes_of(config: Mapping[str, Any], where: str) -> DecoderSizes:
-    """The sizes in a config.json, which errors call `where`. Raises CheckpointError for what is missing or unknown."""
+    """The sizes in a config.json; errors name it `where`. Raises CheckpointError for missing keys or unknown values."""
     family = family_of(config, where)
     said = {**_DEFAULTS[family], **config}
     _refuse_others(said, where)
     gemma = family in _GEMMAS
     num_heads, width = _number(said, "num_attention_heads", where), _number(said, "hidden_size", where)
-    if family == "llama" and said.get("num_key_value_heads") is None:  # the first Llama's, before heads were shared
+    if family == "llama" and said.get("num_key_value_heads") is None:  # the first Llama, without grouped heads
         said["num_key_value_heads"] = num_heads
     depth = _number(said, "num_hidden_layers", where)
     sliding = _sliding_layers(family, said, depth, where)
@@ -119,7 +119,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> DecoderSizes:
 def hf_config(family: Family, sizes: DecoderSizes, context_length: int, dtype: str) -> dict[str, Any]:
     """The config.json of a model of ours, for transformers 4 and 5. `dtype` is that of its tensors.
 
-    Raises ValueError where the family has no such model.
+    Raises ValueError if the family has no such model.
     """
     gemma = family in _GEMMAS
     config: dict[str, Any] = {
@@ -188,7 +188,7 @@ def _float(value: Any) -> float | None:
 
 def _activation(family: Family, said: Mapping[str, Any], where: str) -> Any:
     name = said.get("hidden_activation") or said.get("hidden_act", "silu")
-    if family == "gemma" and name == "gelu":  # Gemma 1's first files said so, and meant the form with tanh
+    if family == "gemma" and name == "gelu":  # Gemma 1's first files say gelu and mean the tanh approximation
         name = "gelu_pytorch_tanh"
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"{where}: the activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
@@ -196,7 +196,7 @@ def _activation(family: Family, said: Mapping[str, Any], where: str) -> Any:
 
 
 def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: str) -> tuple[int, ...]:
-    """The layers that see a window alone, as the file lists them, or else as transformers derives them."""
+    """The layers with a sliding window, as listed in the file, or else as transformers derives them."""
     if said.get("sliding_window") is None or family in ("llama", "gemma"):
         return ()
     if family in ("qwen2", "qwen3") and not said.get("use_sliding_window", False):
@@ -219,7 +219,7 @@ def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: 
 
 
 def _rope(family: Family, said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of rotary positions, out of `rope_parameters` (transformers 5), or `rope_scaling` and bases."""
+    """The fields of rotary positions, from `rope_parameters` (transformers 5), or `rope_scaling` and the bases."""
     given = said.get("rope_parameters") or {}
     by_kind = given if _FULL in given else {}
     rope = by_kind.get(_FULL) or given or said.get("rope_scaling") or {}

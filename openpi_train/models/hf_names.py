@@ -1,7 +1,8 @@
-"""Published names of a language model's parameters: Hugging Face's, but for what is joined here.
+"""Published names of a language model's parameters: Hugging Face's, without layer numbers.
 
     layers/attention/key_value/weight  ->  model/layers/self_attn/k_proj+v_proj/weight
 
+A stack of layers is one parameter, and so are keys and values, and gate and up.
 Read next: `language.py`, and `interop/hf_tensors.py`, which finds the tensors of a file by these names.
 """
 
@@ -25,7 +26,7 @@ _WEIGHTS = {
     "layers/mlp/gate_up": "model/layers/mlp/gate_proj+up_proj",
     "layers/mlp/down": "model/layers/mlp/down_proj",
 }
-# `post_attention_layernorm` stands before the feed-forward layer, but for models that have norms behind both.
+# `post_attention_layernorm` is the norm before the feed-forward layer, except in models with norms after both blocks.
 _MLP_NORM = {"layers/mlp_norm/scale": "model/layers/post_attention_layernorm/weight"}
 _POST_NORMS = {
     "layers/attention_post_norm/scale": "model/layers/post_attention_layernorm/weight",
@@ -33,7 +34,7 @@ _POST_NORMS = {
     "layers/mlp_post_norm/scale": "model/layers/post_feedforward_layernorm/weight",
 }
 
-# What `--freeze` takes beside patterns: names of parts, with the patterns of our paths.
+# Names that `--freeze` accepts besides patterns, with the patterns of our paths.
 PARTS = {
     "embeddings": "token_embedding|head",
     "attention": "layers/attention/.*",
@@ -43,7 +44,7 @@ PARTS = {
 
 
 def hf_name(path: str, sizes: DecoderSizes) -> str:
-    """The published name of a parameter of ours. Raises KeyError where there is none."""
+    """The published name of our parameter `path`. Raises KeyError if there is none."""
     name = {**_NAMES, **(_POST_NORMS if sizes.post_norms else _MLP_NORM)}.get(path)
     if name is None:
         weight, _, part = path.rpartition("/")
@@ -52,12 +53,12 @@ def hf_name(path: str, sizes: DecoderSizes) -> str:
 
 
 def explain_hf(missing: list[str], misshapen: list[str]) -> list[str]:
-    """What to do about a checkpoint of a language model that does not fit, by published names."""
+    """What to do about a language model's checkpoint that does not match, by published names."""
     found = []
     if missing == ["lm_head/weight"]:
-        found.append("its tokens are scored by the table that embeds them: --model.sizes.tied")
+        found.append("its logits are computed with the embedding table: --model.sizes.tied")
     if any(name.endswith("embed_tokens/weight") for name in misshapen):
-        found.append("the token table has other rows or another width: --model.sizes.vocab-size, --model.sizes.width")
+        found.append("the embedding table has another size: --model.sizes.vocab-size, --model.sizes.width")
     if any("embed_tokens" not in name for name in misshapen):
-        found.append("the layers have other sizes: take those of its config.json (`LanguageConfig.published`)")
+        found.append("the layers have other sizes: use those of its config.json (`LanguageConfig.published`)")
     return found

@@ -1,4 +1,4 @@
-"""The config of a language model: sizes, published names, low-rank adapters, what trains, how it computes.
+"""The config of a language model: sizes, published names, low-rank adapters, trainable parameters, dtypes.
 
 Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published files), `hf_names.py`.
 """
@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least, setting
-from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.hf_config import Family, family_of, sizes_of
 from openpi_train.models.hf_names import PARTS, explain_hf, hf_name
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -25,7 +25,7 @@ from openpi_train.sharding.tensor import check_sizes
 
 @runtime_checkable
 class PackedTexts(Protocol):
-    """What a language model reads of a batch: texts, one or several in a row, of which each sees itself alone."""
+    """What a language model needs of a batch: rows of one or several texts, which do not attend to each other."""
 
     @property
     def tokens(self) -> Int[Array, "b t"]:
@@ -34,7 +34,7 @@ class PackedTexts(Protocol):
 
     @property
     def positions(self) -> Int[Array, "b t"]:
-        """Where each token stands in its text."""
+        """The position of each token in its text."""
         ...
 
     @property
@@ -45,20 +45,20 @@ class PackedTexts(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageConfig(ModelConfig):
-    """A decoder of text: Gemma, Llama, SmolLM2, Qwen or Mistral, as its sizes say.
+    """A language model: Gemma, Llama, SmolLM2, Qwen or Mistral, depending on its sizes.
 
-    Low-rank adapters on all weights, all else frozen: `--model.adapter.rank 16`.
+    Low-rank adapters on all weights, with everything else frozen: `--model.adapter.rank 16`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"token_scores"})
 
-    # What it is published as: the model_type of its config.json.
+    # The model_type of its published config.json.
     family: Family = "llama"
     # Sizes and kinds of its layers.
     sizes: DecoderSizes
     # Low-rank additions to its weights.
     adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
-    # The longest text that it was trained for, in tokens.
+    # The longest context that it was trained for, in tokens.
     context_length: int = at_least(1, 2048)
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
@@ -79,7 +79,7 @@ class LanguageConfig(ModelConfig):
 
     @classmethod
     def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
-        """The model that a config.json describes, with these fields. Raises CheckpointError as `sizes_of`."""
+        """The model of a config.json, with these fields changed. Raises CheckpointError as `sizes_of` does."""
         found: dict[str, Any] = {"family": family_of(config, where), "sizes": sizes_of(config, where)}
         if isinstance(length := config.get("max_position_embeddings"), int):
             found["context_length"] = length
@@ -96,7 +96,7 @@ class LanguageConfig(ModelConfig):
 
     @property
     def used_remat(self) -> Remat:
-        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
+        """`remat`; `none` if `auto` was not resolved, as in programs without a backward pass."""
         return "none" if self.remat == "auto" else self.remat
 
     def remat_choices(self) -> Mapping[str | None, "LanguageConfig"]:
@@ -122,7 +122,7 @@ class LanguageConfig(ModelConfig):
         return (batch.segments > 0).sum()
 
     def public_name(self, path: str) -> str:
-        """Hugging Face's name, of a stack of layers without their number."""
+        """Hugging Face's name, without layer numbers."""
         return hf_name(path, self.sizes)
 
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
@@ -134,7 +134,7 @@ class LanguageConfig(ModelConfig):
         return PARTS
 
     def frozen(self, path: str) -> bool:
-        """With an adapter only its factors train."""
+        """With an adapter only its factors are trained."""
         return self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b"))
 
     def without_lora(self) -> "LanguageConfig":

@@ -75,7 +75,7 @@ def attend(
 
 
 def soft_cap(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
-    """`x` bounded smoothly to +- `cap`; None leaves it."""
+    """cap * tanh(x / cap), or `x` if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

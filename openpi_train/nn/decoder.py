@@ -1,8 +1,8 @@
 """One decoder for the published language models: Gemma 1 to 3, Llama 3, SmolLM2, Qwen2.5 and 3, Mistral.
 
-What differs between them is data (`decoder_sizes.py`). All layers are one stack, also where sliding layers alternate
-with others: a layer's window and its kind are scanned beside its weights. Over a tensor group heads and the MLP's width
-are shared out (`sharding/tensor.py`): weights then hold a device's own.
+They differ only in their configuration (`decoder_sizes.py`). All layers are one stack, also if layers with a sliding
+window alternate with others: the window and the kind of each layer are scanned along with its weights.
+A tensor group splits heads and the MLP's width (`sharding/tensor.py`): weights then hold a device's own part.
 
 Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language.py`.
 """
@@ -33,11 +33,11 @@ Angles = tuple[Array, Array]
 
 
 def _weights(adapter: AdapterConfig, has_factors: bool, rngs: nnx.Rngs) -> Callable[..., LoraWeight]:
-    """What makes weights, with low-rank factors or without."""
+    """A function that makes weights, with low-rank factors if `has_factors`."""
     rank = adapter.rank if has_factors else 0
 
     def make(shape: tuple[int, ...], initializer: nnx.Initializer, inputs: int = 1, outputs: int = 1) -> LoraWeight:
-        # PEFT's: uniform within 1 / sqrt(inputs), and zero.
+        # As in PEFT: uniform within 1 / sqrt(inputs), and zero.
         axes = {"in_axis": tuple(range(-1 - inputs, -1)), "out_axis": -1}
         batch_axis = tuple(range(len(shape) - inputs - outputs))
         first = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch_axis, **axes)
@@ -69,7 +69,7 @@ class LanguageAttention(nnx.Module):
         """Queries "b t n c", keys and values "b t k c"; queries and keys are rotated."""
         own = spread(x, self.query.weight[...])
         query = self.query(own, "btd,dnc->btnc", "btd,dl->btl", "btl,lnc->btnc")
-        # Key heads that are too few to share out are made by all: from `x`, whose gradient is then not summed.
+        # Key heads that are too few to split are computed on all devices, from `x`, whose gradient is then not summed.
         seen = own if varies(self.key_value.weight[...]) else x
         key, value = self.key_value(seen, "btd,pdkc->pbtkc", "btd,pdl->pbtl", "pbtl,plkc->pbtkc")
         if self.has_biases:
@@ -82,12 +82,12 @@ class LanguageAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def from_heads(self, heads: Float[Array, "b t n c"]) -> Float[Array, "b t d"]:
-        """Back to the tokens' width."""
+        """Project heads back to the tokens' width."""
         return summed(self.output(heads, "btnc,ncd->btd", "btnc,ncl->btl", "btl,ld->btd"))
 
 
 class LanguageLayer(nnx.Module):
-    """One layer: what tokens ask and offer, and what becomes of them when they have seen what they attend to."""
+    """One layer, in two parts: queries, keys and values; then attention and the MLP. A cache comes between them."""
 
     def __init__(
         self, sizes: DecoderSizes, adapter: AdapterConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs
@@ -108,11 +108,11 @@ class LanguageLayer(nnx.Module):
         self.kind: Attention = attention
 
     def heads(self, x: Float[Array, "b t d"], angles: Angles) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of these tokens."""
+        """Queries, keys and values of the tokens."""
         return self.attention.heads(self.attention_norm(x)[0], angles)
 
     def after(self, x: Float[Array, "b t d"], query: Array, key: Array, value: Array, mask: Array) -> Array:
-        """The tokens after this layer, which see these keys and values where `mask` "b t s" says so."""
+        """The layer's output for tokens that attend to these keys and values where `mask` "b t s" is set."""
 
         def seen(heads: Array) -> Array:
             return spread(own_heads(keep(heads), query.shape[2], self.queries_per_key), query)
@@ -128,10 +128,10 @@ class Decoder(nnx.Module):
     """The decoder.
 
     Args:
-        sizes: what it is.
+        sizes: sizes and kinds of its layers.
         adapter: low-rank additions to its weights.
         dtype: the type of activations; parameters are float32 and cast where they are used.
-        remat, attention: how the backward pass and attention are computed; no result depends on it.
+        remat, attention: how the backward pass and attention are computed; results do not depend on them.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """Token embeddings in `dtype`; where they are scaled, the factor is rounded to that type, as transformers'."""
+        """Token embeddings in `dtype`. Their scale, if any, is rounded to that dtype, as in transformers."""
         x = take_rows(self.token_embedding.get_value(), tokens).astype(self.dtype)
         return x * jnp.asarray(math.sqrt(self.sizes.width), self.dtype) if self.sizes.scaled_embeddings else x
 
@@ -177,17 +177,18 @@ class Decoder(nnx.Module):
         """The tokens' activations after all layers and the last norm, in `dtype`.
 
         Args:
-            positions: where each token stands in its text; None: where it stands in the row.
-            segments: texts of a row by number; each sees itself alone, and 0 is padding. None: a row is one text.
+            positions: of each token in its text; None: its index in the row.
+            segments: the number of each token's text in its row; texts do not attend to each other, and 0 is padding.
+                None: a row is one text.
         """
         return self._run(tokens, positions, segments, caching=False)[0]
 
     def prefill(
         self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], is_token: Bool[Array, "b t"]
     ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
-        """The activations of texts, and what is to be remembered of them, without room for more (`grown`).
+        """The activations of prompts, and a cache of their keys and values without free slots (see `grown`).
 
-        Padding, before a text or behind it, is no token.
+        Padding may be before or after a prompt; `is_token` is False there.
         """
         x, (keys, values) = self._run(tokens, positions, is_token.astype(jnp.int32), caching=True)
         length = jnp.int32(tokens.shape[1])
@@ -197,9 +198,9 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], cache: KeyValueCache
     ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
-        """The activations of tokens that come after those in the cache, and the cache with them in its next slots.
+        """The activations of tokens that follow those in the cache, and the cache with these tokens added.
 
-        There must be as many free slots. The cache is written in place where the caller's loop carries it.
+        There must be enough free slots. In a loop that carries the cache it is written in place.
         """
         t, at = tokens.shape[1], cache.length
         slots = jnp.arange(cache.positions.shape[1])
@@ -229,7 +230,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x)[0], tree_of(KeyValueCache, keys=keys, values=values, **found)
 
     def logits(self, x: Float[Array, "b t d"], temperature: float = 1.0) -> Float[Array, "b t v"]:
-        """Scores of every token of the vocabulary, float32."""
+        """Logits of every token of the vocabulary, float32."""
         return logits(x, self._table, Head(self.sizes.score_cap, temperature))
 
     def scores(
@@ -240,7 +241,7 @@ class Decoder(nnx.Module):
         *,
         with_entropy: bool = False,
     ) -> TokenScores:
-        """What activations say of these tokens, float32; never are there the scores of all tokens at once."""
+        """Log-probabilities of these tokens, and more, float32, without the logits of all tokens at once."""
         head = Head(self.sizes.score_cap, temperature)
         return token_scores(x, self._table, tokens, head, with_entropy=with_entropy)
 
@@ -268,14 +269,14 @@ class Decoder(nnx.Module):
         return self.final_norm(x)[0], kept
 
     def _kinds(self) -> tuple[Array, Array] | None:
-        """Which layers slide, and how far each sees; None where all see everything."""
+        """For each layer whether it has a window, and how many tokens it sees; None if no layer has one."""
         if self.sizes.window is None:
             return None
         slides = np.isin(np.arange(self.sizes.depth), self.sizes.sliding_layers)
         return jnp.asarray(slides), jnp.asarray(np.where(slides, self.sizes.window, np.iinfo(np.int32).max))
 
     def _sight(self, positions: Array, key_positions: Array, mask: Array) -> Callable[[Any], tuple[Angles, Array]]:
-        """What a layer of each kind turns by, and which keys its tokens see of those that `mask` allows."""
+        """A function from a layer's kind to its rotary angles and its attention mask."""
         sizes = self.sizes
         wide = angles_at(positions, sizes.rope.of_head(sizes.head_dim))
         if sizes.window is None:

@@ -1,6 +1,6 @@
-"""Sizes and kinds of a language model's decoder: what differs between Gemma, Llama, Qwen, Mistral and SmolLM.
+"""Sizes and kinds of a language model's layers: the differences between Gemma, Llama, Qwen, Mistral and SmolLM.
 
-Read next: `decoder.py`, which computes by them, and `models/hf_config.py`, which reads them from published files.
+Read next: `decoder.py`, which uses them, and `models/hf_config.py`, which reads them from published files.
 """
 
 import dataclasses
@@ -29,46 +29,46 @@ class DecoderSizes:
     head_dim: int
     # Of the feed-forward layer; gelu is the form with tanh.
     activation: Activation = "silu"
-    # What norms multiply by is 1 + their scale (Gemma), or the scale itself.
+    # Norms multiply by 1 + their scale (Gemma), not by the scale itself.
     norms_from_one: bool = False
     # Added to the mean square in norms.
     norm_eps: float = 1e-6
-    # Norms behind attention and feed-forward layer too (Gemma 2 and 3).
+    # Norms also after attention and after the feed-forward layer (Gemma 2 and 3).
     post_norms: bool = False
     # Embeddings are multiplied by the square root of their width (Gemma).
     scaled_embeddings: bool = False
     # Queries, keys and values have biases (Qwen2).
     biases: bool = False
-    # Queries and keys are normed before they are rotated (Qwen3, Gemma 3).
+    # Queries and keys are normalised before rotation (Qwen3, Gemma 3).
     query_key_norms: bool = False
-    # Products of queries and keys are divided by the square root of this; None: of head_dim.
+    # Attention logits are divided by the square root of this; None: of head_dim.
     query_divisor: float | None = None
-    # Bound of these products (Gemma 2); None: none.
+    # Soft cap of attention logits (Gemma 2).
     attention_cap: float | None = None
-    # Bound of the scores of tokens (Gemma 2); None: none.
+    # Soft cap of the logits over the vocabulary (Gemma 2).
     score_cap: float | None = None
-    # Tokens that a sliding layer sees, the present one among them; None: no layer slides.
+    # Tokens that a layer with a sliding window attends to, its own included; None: no layer has one.
     window: int | None = None
-    # The layers that slide, counted from 0.
+    # The layers with a sliding window, counted from 0.
     sliding_layers: tuple[int, ...] = ()
-    # Rotary positions: the base of their wavelengths.
+    # Base of the rotary wavelengths.
     rope_base: float = 10_000.0
-    # By how much wavelengths are stretched for longer texts.
+    # Factor on the wavelengths, for longer contexts.
     rope_factor: float = 1.0
-    # Stretched by Llama 3.1's rule, which goes by this length of the first training's texts; None: all of them are.
+    # Context length before the extension, in Llama 3.1's rule; None: all wavelengths are scaled.
     rope_original_length: int | None = None
-    # In that rule, waves that fit in no more often are stretched wholly.
+    # In that rule, wavelengths that fit into that length at most this often are fully scaled.
     rope_low_frequency: float = 1.0
-    # In that rule, waves that fit in at least so often are not stretched.
+    # In that rule, wavelengths that fit into that length at least this often are not scaled.
     rope_high_frequency: float = 4.0
-    # The base in sliding layers, where nothing is stretched (Gemma 3); None: they have the frequencies of the others.
+    # Base in layers with a sliding window, which are never scaled (Gemma 3); None: as in the other layers.
     sliding_rope_base: float | None = None
-    # Tokens are scored by the table that embeds them.
+    # Logits are computed with the embedding table.
     tied: bool = True
 
     @property
     def rope(self) -> RotaryFrequencies:
-        """The frequencies of layers that see everything."""
+        """The frequencies of layers without a window."""
         return RotaryFrequencies(
             base=self.rope_base,
             factor=self.rope_factor,
@@ -79,12 +79,12 @@ class DecoderSizes:
 
     @property
     def sliding_rope(self) -> RotaryFrequencies:
-        """The frequencies of layers that slide."""
+        """The frequencies of layers with a sliding window."""
         return self.rope if self.sliding_rope_base is None else RotaryFrequencies(base=self.sliding_rope_base)
 
     @property
     def query_scale(self) -> float:
-        """The factor on products of queries and keys."""
+        """The factor on attention logits."""
         return (self.head_dim if self.query_divisor is None else self.query_divisor) ** -0.5
 
     def check(self) -> list[str]:

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.shard import spread, summed
 
-# gelu is the form with tanh, which all Gemmas have.
+# gelu is the tanh approximation, as in all Gemma models.
 Activation = Literal["gelu", "silu"]
 _ACTIVATIONS = {"gelu": nnx.gelu, "silu": nnx.silu}
 
 
 class GatedMlp(nnx.Module):
-    """down(activation(gate x) * (up x)). Over a tensor group its width is shared out.
+    """down(activation(gate x) * (up x)). A tensor group splits its width.
 
-    `weight` makes a weight of a shape and an initializer.
+    `weight` makes a weight from a shape and an initializer.
     """
 
     def __init__(

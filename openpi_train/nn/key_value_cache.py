@@ -1,4 +1,4 @@
-"""What a decoder remembers of tokens that came before, for generation. Read next: `decoder.py: prefill, extend`."""
+"""Keys and values of earlier tokens, for generation. Read next: `decoder.py: prefill, extend`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from openpi_train.types import pytree, tree_of
 
 @pytree
 class KeyValueCache:
-    """Keys and values of all layers in `s` slots, of which the first `length` are taken.
+    """Keys and values of all layers in `s` slots, of which the first `length` are in use.
 
-    A row's slots may hold padding, which `is_token` tells: all rows write to the same slot, each at its own position.
+    `is_token` is False for slots with padding. All rows write to the same slot, each with its own position.
     """
 
     keys: Float[Array, "layers b s k c"]
@@ -21,7 +21,7 @@ class KeyValueCache:
     length: Int[Array, ""]
 
     def grown(self, num_slots: int) -> "KeyValueCache":
-        """The same with so many empty slots more."""
+        """This cache with `num_slots` more free slots."""
 
         def padded(x: Array, axis: int) -> Array:
             return jnp.pad(x, [(0, num_slots if dim == axis else 0) for dim in range(x.ndim)])
@@ -37,5 +37,5 @@ class KeyValueCache:
 
 
 def put(slots: Array, new: Array, at: Int[Array, ""], axis: int) -> Array:
-    """`slots` with `new` from `at` on along this axis; in a loop that carries `slots` nothing is copied."""
+    """`slots` with `new` written from `at` on along `axis`, in place if a loop carries `slots`."""
     return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), at, axis)

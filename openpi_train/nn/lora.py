@@ -20,10 +20,10 @@ _initializer = nnx.initializers.normal(stddev=0.01)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank additions to all weights of every layer of a language model, as PEFT makes them; rank 0 means none.
+    """Low-rank additions to the weights of every layer of a language model, as in PEFT; rank 0 means none.
 
-    Every addition is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora` (Kalajdzievski 2023), and is zero
-    at first.
+    Every addition is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora` (Kalajdzievski 2023), and starts
+    at zero.
     """
 
     # Rank of the additions; 0 means none.
@@ -32,9 +32,9 @@ class AdapterConfig:
     alpha: float = 16.0
     # Whether alpha is divided by the rank's square root.
     rslora: bool = False
-    # Whether the attention's weights have them.
+    # Additions to the attention weights.
     attention: bool = True
-    # Whether the feed-forward layer's weights have them.
+    # Additions to the feed-forward weights.
     mlp: bool = True
 
     @property
@@ -78,7 +78,7 @@ def _scale(alpha: float, rank: int, rslora: bool) -> float:
 class LoraWeight(nnx.Module):
     """A weight whose last axes are (in, out), with factors `lora_a` (in, rank) and `lora_b` (rank, out).
 
-    `inputs` and `outputs` say how many axes each of them is. `initializers` are those of `lora_a` and `lora_b`.
+    `inputs` and `outputs` are the numbers of these axes. `initializers` are those of `lora_a` and `lora_b`.
     """
 
     def __init__(

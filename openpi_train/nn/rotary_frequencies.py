@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions, with the rescalings by which models were taught longer texts.
+"""The frequencies of rotary positions, with the scalings that extend a model's context.
 
 Read next: `attention.py: rotate`, `decoder_sizes.py`.
 """
@@ -15,16 +15,16 @@ class RotaryFrequencies:
     """Frequencies base^(-2i/c), divided by `factor`: all of them, or with `original_length` as Llama 3.1 does."""
 
     base: float = 10_000.0
-    # By how much texts are longer than those of the first training.
+    # Factor on the wavelengths.
     factor: float = 1.0
-    # Llama 3.1's rule, by tokens of the first training: waves that fit into them `high_frequency` times or more stay,
-    # those that fit `low_frequency` times or less are stretched by `factor`, those between partly.
+    # Llama 3.1's rule, with the context length before the extension: wavelengths that fit into it `high_frequency`
+    # times or more are kept, those that fit `low_frequency` times or less are scaled, those between are interpolated.
     original_length: int | None = None
     low_frequency: float = 1.0
     high_frequency: float = 4.0
 
     def of_head(self, head_dim: int) -> Float[np.ndarray, " half"]:
-        """Radians per position, float32, fastest first (transformers' `modeling_rope_utils.py`, which we equal)."""
+        """Radians per position, float32, highest first, as in transformers' `modeling_rope_utils.py`."""
         plain = self.base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         stretched = plain / self.factor
         if self.original_length is None:

@@ -22,9 +22,10 @@ CHUNK_TOKENS = 32
 
 @pytree
 class TokenScores:
-    """What a model says of given tokens, float32. `entropy` is that of the distribution; None where not asked for.
+    """Log-probabilities of given tokens, float32, and what comes with them.
 
-    `is_best` says whether no other token has a higher score, `normalizer` is the logarithm of the summed exponentials.
+    `is_best` says whether no other token has a higher logit, `normalizer` is the log-sum-exp of the logits (for a
+    z-loss), `entropy` that of the distribution (None if not requested).
     """
 
     log_prob: Float[Array, "b t"]
@@ -35,7 +36,7 @@ class TokenScores:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """How products with the table become scores: capped smoothly to +- `cap` (None: not), divided by `temperature`."""
+    """How logits are computed from products with the table: soft cap (None: without), then division by `temperature`."""
 
     cap: float | None = None
     temperature: float = 1.0
@@ -73,7 +74,7 @@ def token_scores(
     *,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """Log-probability, and what else is asked for, of `tokens` by `logits(x, table, head)`.
+    """Log-probabilities of `tokens` by `logits(x, table, head)`, and what comes with them.
 
     Logits are computed for a few tokens at a time, and recomputed in the backward pass.
     """
