@@ -36,7 +36,7 @@ class TokenScores:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """How logits are computed from products with the table: soft cap (None: without), then division by `temperature`."""
+    """How products with the table become logits: soft cap (None: without), then division by `temperature`."""
 
     cap: float | None = None
     temperature: float = 1.0
