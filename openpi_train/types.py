@@ -97,6 +97,44 @@ def mask_rows(batch: ActionBatch, real: Bool[Array, " b"]) -> ActionBatch:
     return dataclasses.replace(batch, action_mask=batch.action_mask & real[:, None])
 
 
+@pytree
+class TextBatch:
+    """One batch of token rows for a language model. A row holds one or several texts.
+
+    `segments` numbers the texts of a row from 1; 0 is padding. A token attends to earlier tokens of its own text only.
+    `positions` is a token's position in its text, from 0. `weights` is the weight of a token as a prediction target,
+    given the tokens before it: 0 for prompts, padding and the first token of a text. `row` is the row's position in
+    the global batch: with seed and step it determines all of the row's randomness.
+    """
+
+    tokens: Int[Array, "b t"]
+    segments: Int[Array, "b t"]
+    positions: Int[Array, "b t"]
+    weights: Float[Array, "b t"]
+    row: Int[Array, " b"]
+
+
+@pytree
+class PreferenceBatch:
+    """One batch of preferences between completions of a prompt, or of judged completions.
+
+    A pair is one row of `texts` with two segments, prompt and chosen completion (1), prompt and rejected completion
+    (2), so that no device or micro-batch splits it. An unpaired completion is a row with one segment: 1 if it is
+    desirable, 2 if not. `weights` of `texts` mark the completions' tokens. `margin` is the least difference of rewards
+    that a pair asks for. `reference_log_probs` are the summed log-probabilities of the completions of segments 1 and 2
+    under the reference model, None if they are not precomputed.
+    """
+
+    texts: TextBatch
+    margin: Float[Array, " b"]
+    reference_log_probs: Float[Array, "b 2"] | None = None
+
+    @property
+    def row(self) -> Int[Array, " b"]:
+        """The rows' positions in the global batch."""
+        return self.texts.row
+
+
 def flatten_rows(batch: Any) -> dict[str, Any]:
     """Name every leaf of a batch by its path, as data workers do: `image/<slot>`, `image_mask/<slot>`, `state`, ..."""
     observation = batch.observation
