@@ -74,7 +74,7 @@ def test_a_stop_at_the_desk_saves_on_all_hosts_and_a_killed_desk_leaves_nothing_
     train_a_while(fleet, [launcher])
     launcher.send_signal(signal.SIGTERM)
     ((code, output),) = ends([launcher])
-    assert code == 75 and "with all saved" in output, output
+    assert code == 75 and "and saved: continue" in output, output
     stopped = max(losses(fleet.base))
     assert (fleet.base / "runs" / "debug" / "x" / str(stopped) / "manifest.json").exists()
 

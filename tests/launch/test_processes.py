@@ -163,7 +163,7 @@ def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expect
     _, err = process.communicate(timeout=240)
     assert process.returncode == expected
     assert all("saved" in path.read_text() for path in files)
-    assert ("with all saved" in err) == (expected == 75)
+    assert ("and saved: continue" in err) == (expected == 75)
 
 
 def test_a_second_signal_ends_processes_that_are_still_saving_at_once(tmp_path):
@@ -305,7 +305,7 @@ def test_sigterm_to_the_launcher_stops_a_run_after_a_good_save(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 75, err
-    assert "with all saved" in err.splitlines()[-1]
+    assert "and saved: continue" in err.splitlines()[-1]
 
 
 def test_killing_one_process_of_a_run_ends_it_and_blames_the_killed_one(tmp_path):

@@ -220,7 +220,7 @@ def test_signals_reach_all_hosts_and_are_waited_for(start, tmp_path, signum, exp
     code, _, err = run.end()
     assert code == expected
     assert all("saved" in run.output(rank) for rank in range(4))
-    assert any("with all saved" in line for line in err) == (expected == 75)
+    assert any("and saved: continue" in line for line in err) == (expected == 75)
 
 
 UNTIL_TOLD = """

@@ -76,7 +76,7 @@ def test_a_draw_decides_and_the_others_of_a_batch_do_not(run, policy):
 BAD = {
     "missing image": (
         {"observation/image_0": None},
-        "lacks 'observation/image_0'.*expected are observation/image_0, prompt",
+        "lacks 'observation/image_0'.*expected: observation/image_0, prompt",
     ),
     "missing prompt": ({"prompt": None}, "lacks 'prompt'"),
     "narrow state": ({"state": np.zeros(6)}, r"shape of 'state' \[6\]; expected \[7\]: x_m"),
