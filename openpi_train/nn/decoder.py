@@ -22,7 +22,7 @@ from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.key_value_cache import KeyValueCache, put
 from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_layers, stack_layers
-from openpi_train.nn.lora import AdapterConfig, LoraWeight
+from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
 from openpi_train.nn.rotary_frequencies import angles_at
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import Head, TokenScores, logits, token_scores
@@ -240,10 +240,16 @@ class Decoder(nnx.Module):
         temperature: float = 1.0,
         *,
         with_entropy: bool = False,
+        with_mean: bool = False,
     ) -> TokenScores:
         """Log-probabilities of these tokens, and more, float32, without the logits of all tokens at once."""
         head = Head(self.sizes.score_cap, temperature)
-        return token_scores(x, self._table, tokens, head, with_entropy=with_entropy)
+        return token_scores(x, self._table, tokens, head, with_entropy=with_entropy, with_mean=with_mean)
+
+    @property
+    def reference(self) -> "Decoder":
+        """The decoder without its low-rank additions: the model that adapters started from."""
+        return without_additions(self)
 
     @property
     def _table(self) -> Any:

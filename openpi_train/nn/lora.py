@@ -9,11 +9,14 @@ Read next: `gemma.py`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+M = TypeVar("M", bound=nnx.Module)
 
 _initializer = nnx.initializers.normal(stddev=0.01)
 
@@ -117,6 +120,20 @@ class LoraWeight(nnx.Module):
             return result
         low = jnp.einsum(up, jnp.einsum(down, x, cast(self.lora_a)), cast(self.lora_b))
         return result + (low if self.scale == 1.0 else low * self.scale)
+
+
+def without_additions(module: M) -> M:
+    """The same module with every low-rank addition switched off. It shares the parameters of `module`.
+
+    Raises ValueError if the module has no additions.
+    """
+    plain = nnx.merge(*nnx.split(module))
+    adapted = [part for _, part in nnx.iter_graph(plain) if isinstance(part, LoraWeight) and part.rank]
+    if not adapted:
+        raise ValueError(f"this {type(module).__name__} has no low-rank additions to switch off")
+    for part in adapted:
+        part.rank = 0
+    return plain
 
 
 def merge_lora(

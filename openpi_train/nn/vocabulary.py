@@ -25,13 +25,15 @@ class TokenScores:
     """Log-probabilities of given tokens, float32, and what comes with them.
 
     `is_best` says whether no other token has a higher logit, `normalizer` is the log-sum-exp of the logits (for a
-    z-loss), `entropy` that of the distribution (None if not requested).
+    z-loss), `entropy` that of the distribution, `mean_log_prob` the mean log-probability over the whole vocabulary; the
+    last two are None if not requested.
     """
 
     log_prob: Float[Array, "b t"]
     is_best: Bool[Array, "b t"]
     normalizer: Float[Array, "b t"]
     entropy: Float[Array, "b t"] | None = None
+    mean_log_prob: Float[Array, "b t"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ def token_scores(
     head: Head = Head(),
     *,
     with_entropy: bool = False,
+    with_mean: bool = False,
 ) -> TokenScores:
     """Log-probabilities of `tokens` by `logits(x, table, head)`, and what comes with them.
 
@@ -81,7 +84,8 @@ def token_scores(
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
     t = tokens.shape[1]
-    score = functools.partial(_scores_by_rows if isinstance(table, Shard) else _scores, table, head, with_entropy)
+    by_rows = _scores_by_rows if isinstance(table, Shard) else _scores
+    score = functools.partial(by_rows, table, head, with_entropy, with_mean)
     if t <= CHUNK_TOKENS:
         return score(x, tokens)
     missing = -t % CHUNK_TOKENS
@@ -100,7 +104,7 @@ def token_scores(
     return jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1])
 
 
-def _scores(table: Array, head: Head, with_entropy: bool, x: Array, tokens: Array) -> TokenScores:
+def _scores(table: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array) -> TokenScores:
     scores = head(_products(x, table))
     own = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
     normalizer = jax.nn.logsumexp(scores, axis=-1)
@@ -114,10 +118,13 @@ def _scores(table: Array, head: Head, with_entropy: bool, x: Array, tokens: Arra
         is_best=own >= scores.max(axis=-1),
         normalizer=normalizer,
         entropy=entropy,
+        mean_log_prob=scores.mean(axis=-1) - normalizer if with_mean else None,
     )
 
 
-def _scores_by_rows(table: Shard, head: Head, with_entropy: bool, x: Array, tokens: Array) -> TokenScores:
+def _scores_by_rows(
+    table: Shard, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
+) -> TokenScores:
     """`_scores` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
     scores = head(_products(jax.lax.all_gather(x, table.axis), table.part))  # devices b t v/devices
     index = jax.lax.axis_index(table.axis)
@@ -128,15 +135,19 @@ def _scores_by_rows(table: Shard, head: Head, with_entropy: bool, x: Array, toke
     above = scores - highest[..., None]
     masses = jnp.exp(above)
     own, mass = (jax.lax.psum_scatter(part, table.axis) for part in (jnp.where(is_here, own, 0.0), masses.sum(axis=-1)))
-    log_mass, highest, entropy = jnp.log(mass), highest[index], None
+    log_mass, highest, entropy, mean = jnp.log(mass), highest[index], None, None
     if with_entropy:
         entropy = log_mass - jax.lax.psum_scatter((masses * above).sum(axis=-1), table.axis) / mass
+    if with_mean:
+        total = jax.lax.psum_scatter(above.sum(axis=-1), table.axis)
+        mean = total / (scores.shape[-1] * jax.lax.axis_size(table.axis)) - log_mass
     return tree_of(
         TokenScores,
         log_prob=own - highest - log_mass,
         is_best=own >= highest,
         normalizer=highest + log_mass,
         entropy=entropy,
+        mean_log_prob=mean,
     )
 
 

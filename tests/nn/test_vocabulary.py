@@ -15,24 +15,24 @@ VOCABULARY, WIDTH, LENGTH = 40, 6, CHUNK_TOKENS + 11
 X = jnp.asarray(NUMBERS.normal(size=(4, LENGTH, WIDTH)), jnp.float32)
 TABLE = jnp.asarray(NUMBERS.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
 TOKENS = jnp.asarray(NUMBERS.integers(0, VOCABULARY, (4, LENGTH)), jnp.int32)
-WEIGHTS = jnp.asarray(NUMBERS.normal(size=(3, 4, LENGTH)), jnp.float32)
+WEIGHTS = jnp.asarray(NUMBERS.normal(size=(4, 4, LENGTH)), jnp.float32)
 HEADS = {"plain": Head(), "capped and cooled": Head(cap=3.0, temperature=0.7)}
 
 
 def total(found):
     """A number that every part of the scores has a share in."""
-    parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy])
+    parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy, found.mean_log_prob])
     return (parts * WEIGHTS[:, : len(found.log_prob)]).sum()
 
 
 def plain(x, table, tokens, head):
-    """All scores at once: log-probability, normalizer and entropy by their formulas."""
+    """All scores at once: log-probability, normalizer, entropy and mean log-probability by their formulas."""
     products = x @ table.T
     scores = (products if head.cap is None else head.cap * jnp.tanh(products / head.cap)) / head.temperature
     said = jax.nn.log_softmax(scores, axis=-1)
     own = jnp.take_along_axis(said, tokens[..., None], axis=-1)[..., 0]
-    parts = own, jax.nn.logsumexp(scores, axis=-1), -(jnp.exp(said) * said).sum(axis=-1)
-    return (jnp.stack([parts[0], jnp.square(parts[1]), parts[2]]) * WEIGHTS).sum(), parts
+    parts = own, jax.nn.logsumexp(scores, axis=-1), -(jnp.exp(said) * said).sum(axis=-1), said.mean(axis=-1)
+    return (jnp.stack([parts[0], jnp.square(parts[1]), *parts[2:]]) * WEIGHTS).sum(), parts
 
 
 def close(found, expected):
@@ -42,18 +42,19 @@ def close(found, expected):
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
     def chunked(x, table):
-        found = token_scores(x, table, TOKENS, head, with_entropy=True)
+        found = token_scores(x, table, TOKENS, head, with_entropy=True, with_mean=True)
         return total(found), found
 
     (value, found), gradients = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True))(X, TABLE)
     expected = jax.value_and_grad(lambda x, table: plain(x, table, TOKENS, head), (0, 1), has_aux=True)
     (wanted, parts), wanted_gradients = expected(X, TABLE)
     close(value, wanted)
-    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy), parts)
+    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy, found.mean_log_prob), parts)
     jax.tree.map(close, gradients, wanted_gradients)
     best = np.asarray(logits(X, TABLE, head)).argmax(axis=-1)
     np.testing.assert_array_equal(found.is_best, best == np.asarray(TOKENS))
-    assert token_scores(X, TABLE, TOKENS, head).entropy is None
+    without = token_scores(X, TABLE, TOKENS, head)
+    assert without.entropy is None and without.mean_log_prob is None
     if head == Head():
         jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
 
@@ -76,8 +77,8 @@ def test_the_backward_pass_keeps_no_scores():
 def test_a_table_cut_by_rows_gives_the_same_and_its_gradient(head):
     def chunked(part, x, tokens, weights):
         table = Shard(part, -2, "fsdp", jnp.float32)
-        found = token_scores(x, table, tokens, head, with_entropy=True)
-        parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy])
+        found = token_scores(x, table, tokens, head, with_entropy=True, with_mean=True)
+        parts = jnp.stack([found.log_prob, jnp.square(found.normalizer), found.entropy, found.mean_log_prob])
         return (parts * weights.swapaxes(0, 1)).sum(), found
 
     mesh = make_mesh(4, jax.devices()[:4])
@@ -87,5 +88,5 @@ def test_a_table_cut_by_rows_gives_the_same_and_its_gradient(head):
     gradient, found = jax.jit(run)(TABLE, X, TOKENS, WEIGHTS.swapaxes(0, 1))
     expected = jax.value_and_grad(lambda table: plain(X, table, TOKENS, head), has_aux=True)
     (_, parts), wanted = expected(TABLE)
-    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy), parts)
+    jax.tree.map(close, (found.log_prob, found.normalizer, found.entropy, found.mean_log_prob), parts)
     close(gradient, wanted)
