@@ -200,7 +200,7 @@ class Experiment:
             problems += self.lr_schedule.check(self.num_train_steps)
         problems += [*self.optimizer.check(), *self.loss_scaling.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
-        problems += self.model.check_objective(type(self.objective).__name__, self.objective.needs)
+        problems += self.model.check_objective(type(self.objective).__name__, self.objective.needed)
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))

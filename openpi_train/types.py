@@ -134,6 +134,11 @@ class PreferenceBatch:
         """The rows' positions in the global batch."""
         return self.texts.row
 
+    @property
+    def segments(self) -> Int[Array, "b t"]:
+        """The number of each token's text in its row; 0 is padding."""
+        return self.texts.segments
+
 
 def flatten_rows(batch: Any) -> dict[str, Any]:
     """Name every leaf of a batch by its path, as data workers do: `image/<slot>`, `image_mask/<slot>`, `state`, ..."""

@@ -55,4 +55,6 @@ def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batc
         keys = numbered_keys(trainer, batch, start, "validation")
         return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
 
-    return trainer.devices.sum(share, {**frozen, **params}, batch, (norms, index * len(batch.row)))
+    everything, start = {**frozen, **params}, index * len(batch.row)
+    batch = trainer.objective.prepared(batch, trainer.devices.row_values(everything))
+    return trainer.devices.sum(share, everything, batch, (norms, start))

@@ -25,17 +25,7 @@ from openpi_train.sharding.tensor import check_sizes
 
 @runtime_checkable
 class PackedTexts(Protocol):
-    """What a language model needs of a batch: rows of one or several texts, which do not attend to each other."""
-
-    @property
-    def tokens(self) -> Int[Array, "b t"]:
-        """The tokens."""
-        ...
-
-    @property
-    def positions(self) -> Int[Array, "b t"]:
-        """The position of each token in its text."""
-        ...
+    """What counts the tokens of a batch of texts, of which a row holds one or several."""
 
     @property
     def segments(self) -> Int[Array, "b t"]:
@@ -116,6 +106,19 @@ class LanguageConfig(ModelConfig):
     def check_tensor(self, tensor_devices: int) -> list[str]:
         shared = {"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim}
         return check_sizes(shared, tensor_devices)
+
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        """As for all models; with an adapter the model without it is the reference."""
+        if "reference" not in needs:
+            return super().check_objective(name, needs)
+        problems = super().check_objective(name, needs - {"reference"})
+        if not self.adapter.enabled:
+            problems.append(
+                f"objective {name} compares with a reference, and this {type(self).__name__} has none: train an "
+                "adapter (--model.adapter.rank 16), or a ReferencedConfig of this model, or precompute the "
+                "reference's log-probabilities (--objective.reference precomputed)"
+            )
+        return problems
 
     def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
         del draws

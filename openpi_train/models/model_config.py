@@ -26,8 +26,8 @@ class ModelConfig(abc.ABC):
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything
     is built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
-    `velocity_and_log_probs`), `token_scores` (activations of texts, by calling it, and their `scores`), `value`,
-    `log_prob`.
+    `velocity_and_log_probs`), `token_scores` (activations of texts, by calling it, and their `scores`), `reference`
+    (its `reference`, a fixed model with token scores), `rewards` (of a row's texts), `value`, `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -113,6 +113,14 @@ class ModelConfig(abc.ABC):
         """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
         del path
         return False
+
+    def frozen_dtype(self, path: str) -> Any:
+        """The type in which a run keeps this parameter if it is frozen (default: bfloat16, as openpi does).
+
+        Nothing updates a frozen parameter, so it needs no float32 master copy.
+        """
+        del path
+        return jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

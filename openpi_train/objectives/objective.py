@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from openpi_train.types import ActionBatch
 
 Norms = dict[str, Float[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
+# (function of a model and rows, rows) -> the function's results, with all rows on the first axis.
+RowValues = Callable[[Callable[[Any, Any], Any], Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,11 @@ class Objective(abc.ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
+    def needed(self) -> frozenset[str]:
+        """What the model must provide: `needs`, and what the fields of this objective ask for."""
+        return self.needs
+
+    @property
     def draws_per_row(self) -> int:
         """How many times the action part of the model runs for one row (for cost forecasts)."""
         return 1
@@ -34,6 +42,16 @@ class Objective(abc.ABC):
     @abc.abstractmethod
     def norms(self, batch: Any) -> Norms:
         """The denominators, float32 scalars, from masks alone, on the whole optimizer batch."""
+
+    def prepared(self, batch: Any, values_of: RowValues) -> Any:
+        """The batch with whatever else the loss of a row depends on: values of other rows (default: nothing).
+
+        It is called once per optimizer batch, before the micro-batches are cut. `values_of(function, rows)` runs
+        `function(model, rows)` without a gradient, micro-batch by micro-batch, and returns its results for all rows.
+        In evaluation, "all rows" are those of one held-out batch.
+        """
+        del values_of
+        return batch
 
     @abc.abstractmethod
     def loss(

@@ -55,15 +55,36 @@ class Devices:
 
         return self._run(on_device, specs, REPLICATED, params, batch, rest)
 
-    def rows(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
-        """The results of `function` for all rows, in the order of the devices. `rest` is the same on all."""
+    def rows(self, function: Function, params: Params, batch: Any, rest: Any, num_micros: int = 1) -> Any:
+        """The results of `function` for all rows, in the order of the batch. `rest` is the same on all devices.
+
+        `function` is called for one micro-batch after the other, the same rows as in `gradient`.
+        """
         specs = self._specs(params)
 
         def on_device(params, batch, rest):
             held, copies = self._held(params, specs)
-            return function(_at_hand(held, copies), batch, rest)
+
+            def found(rows):
+                return function(_at_hand(held, copies), rows, rest)
+
+            if num_micros == 1:
+                return found(batch)
+            results = jax.lax.map(found, _micros(batch, num_micros))
+            return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), results)
 
         return self._run(on_device, specs, PartitionSpec(self._axes), params, batch, rest)
+
+    def row_values(self, params: Params, num_micros: int = 1) -> Callable[[Callable[[Any, Any], Any], Any], Any]:
+        """What `Objective.prepared` needs: (function, batch) -> `function(module, rows)` for all rows."""
+
+        def values(function: Callable[[Any, Any], Any], batch: Any) -> Any:
+            def of_rows(params, rows, _):
+                return function(merge_module(self.graphdef, params), rows)
+
+            return self.rows(of_rows, params, batch, None, num_micros)
+
+        return values
 
     def gradient(
         self, function: Function, params: Params, frozen: Params, batch: Any, rest: Any, num_micros: int = 1
@@ -152,9 +173,7 @@ class Devices:
         rows."""
         if num_micros == 1:
             return _float32(share(batch))
-        micros = jax.tree.map(
-            lambda x: x.reshape(x.shape[0] // num_micros, num_micros, *x.shape[1:]).swapaxes(0, 1), batch
-        )
+        micros = _micros(batch, num_micros)
         shapes = jax.eval_shape(share, jax.tree.map(lambda x: x[0], micros))
         zeros = jax.tree.map(_zeros_like, shapes)
         return jax.lax.scan(lambda total, micro: (jax.tree.map(jnp.add, total, share(micro)), None), zeros, micros)[0]
@@ -167,6 +186,11 @@ class Devices:
         """The sum over the rows' devices, except over the axes in `spec`, over which it is sharded."""
         axes = tuple(axis for axis in self._axes if axis not in spec)
         return jax.lax.psum(shares, axes) if axes else shares
+
+
+def _micros(batch: Any, num_micros: int) -> Any:
+    """The micro-batches of a device's rows, stacked: row i is in micro-batch i % num_micros."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micros, num_micros, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, Any]:

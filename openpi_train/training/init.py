@@ -69,8 +69,7 @@ def initial_state(
 ) -> TrainState:
     """A newly initialised state (traceable). `is_frozen(path)` selects the frozen leaves."""
     leaves = module_params(model.build(nnx.Rngs(seed)))
-    # As openpi keeps them: nothing ever updates a frozen leaf, so it needs no float32 master copy.
-    frozen = {path: leaf.astype(jnp.bfloat16) for path, leaf in leaves.items() if is_frozen(path)}
+    frozen = {path: leaf.astype(model.frozen_dtype(path)) for path, leaf in leaves.items() if is_frozen(path)}
     params = {path: leaf for path, leaf in leaves.items() if path not in frozen}
     rest = rest_of_state(optimizer, ema, loss_scaling, params)
     return dataclasses.replace(rest, params=params, frozen=frozen)

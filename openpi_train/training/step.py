@@ -98,6 +98,8 @@ class Trainer:
             loss, metrics = self.objective.loss(model, micro, norms, row_keys(self.seed, step, micro.row))
             return (loss if scale is None else loss * scale.value), metrics
 
+        everything = {**state.frozen, **state.params}
+        batch = self.objective.prepared(batch, self.devices.row_values(everything, self.grad_accum))
         rest = (state.step, norms, state.scale)
         grads, metrics = self.devices.gradient(share, state.params, state.frozen, batch, rest, self.grad_accum)
         return unscaled(grads, state), metrics

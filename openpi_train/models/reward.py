@@ -1,0 +1,112 @@
+"""Reward models: a language model whose last token of a text is given a score. Read next: `language.py`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from openpi_train.models.language import LanguageConfig, PackedTexts
+from openpi_train.models.model_config import ModelConfig
+
+DECODER, SCORE = "decoder/", "score/weight"
+
+
+class ScoreHead(nnx.Module):
+    """Activations to a number, as transformers' models for sequence classification with one label."""
+
+    def __init__(self, width: int):
+        self.weight = nnx.Param(jnp.zeros((1, width), jnp.float32))
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s"]:
+        """The scores, float32."""
+        return jnp.einsum("bsd,od->bs", x.astype(jnp.float32), self.weight[...])
+
+
+class RewardModel(nnx.Module):
+    """A decoder and a score head. Rewards are zero at first."""
+
+    def __init__(self, config: LanguageConfig, rngs: nnx.Rngs):
+        self.decoder = config.build(rngs)
+        self.score = ScoreHead(config.sizes.width)
+
+    def rewards(
+        self,
+        tokens: Int[Array, "b t"],
+        positions: Int[Array, "b t"],
+        segments: Int[Array, "b t"],
+        num_segments: int = 2,
+    ) -> Float[Array, "b s"]:
+        """The score of the last token of segments 1, 2, ... of each row; any number where a row has no such segment."""
+        x = self.decoder(tokens, positions, segments)
+        place = jnp.arange(tokens.shape[1])[None, :, None]
+        is_own = segments[:, :, None] == jnp.arange(1, num_segments + 1)  # b t s
+        last = jnp.where(is_own, place, 0).max(axis=1)  # b s
+        with jax.named_scope("score"):
+            return self.score(jnp.take_along_axis(x, last[..., None], axis=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig(ModelConfig):
+    """A language model with a score head in place of its scores of tokens.
+
+    With an adapter, its factors and the head train.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"rewards"})
+
+    # The language model. It has no table of its own to score tokens (`sizes.tied`): nothing would train it.
+    language: LanguageConfig
+
+    def __post_init__(self):
+        if not self.language.sizes.tied:
+            sizes = dataclasses.replace(self.language.sizes, tied=True)
+            object.__setattr__(self, "language", dataclasses.replace(self.language, sizes=sizes))
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The language model's."""
+        return self.language.compute_dtype
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.language.needs_loss_scale
+
+    def remat_choices(self) -> Mapping[str | None, "RewardConfig"]:
+        choices = self.language.remat_choices().items()
+        return {name: dataclasses.replace(self, language=language) for name, language in choices}
+
+    def build(self, rngs: nnx.Rngs) -> RewardModel:
+        return RewardModel(self.language, rngs)
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        return self.language.check_tensor(tensor_devices)
+
+    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
+        return self.language.num_tokens_seen(batch, draws)
+
+    def public_name(self, path: str) -> str:
+        """Hugging Face's names of a model for sequence classification."""
+        return path if path == SCORE else self.language.public_name(path.removeprefix(DECODER))
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        """The language model's, and `score`."""
+        groups = self.language.parameter_groups.items()
+        return {"score": SCORE, **{name: f"{DECODER}(?:{pattern})" for name, pattern in groups}}
+
+    def frozen(self, path: str) -> bool:
+        """With an adapter only its factors and the head train."""
+        return path != SCORE and self.language.frozen(path.removeprefix(DECODER))
+
+    def without_lora(self) -> "RewardConfig":
+        return dataclasses.replace(self, language=self.language.without_lora())
+
+    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
+        below = {path.removeprefix(DECODER): leaf for path, leaf in params.items() if path.startswith(DECODER)}
+        merged = {DECODER + path: leaf for path, leaf in self.language.merge_lora(below).items()}
+        return merged | {path: leaf for path, leaf in params.items() if not path.startswith(DECODER)}
