@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import logging
+from collections.abc import Collection
 
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.openpi import parameter_names
@@ -41,7 +42,7 @@ class CheckpointWeightLoader(WeightLoader):
     """The parameters of a checkpoint in any format of `interop/checkpoint_formats.py`.
 
     An empty path starts from fresh weights. Every parameter must be there, save those that `model` adds for LoRA, and
-    to a base model that it starts from.
+    to a base model that it starts from (`ModelConfig.base`: a reward model's decoder, a policy and its reference).
     """
 
     # A checkpoint: a directory, or an address in a bucket (gs://, s3://), in any format of docs/exchange.md.
@@ -57,8 +58,12 @@ class CheckpointWeightLoader(WeightLoader):
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
-        stored = open_checkpoint(self.params_path, model)
-        params = model_params(stored, model, may_miss=named(stored.format).lacks or r".*lora.*")
+        stored = open_checkpoint(self.params_path, model.base or model)
+        may_miss = named(stored.format).lacks or r".*lora.*"
+        if model.base is None or _has_own(stored.params, model, model.base):
+            params = model_params(stored, model, may_miss)
+        else:
+            params = model.from_base(model_params(stored, model.base, may_miss))
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
         return params
 
@@ -75,3 +80,9 @@ class CheckpointWeightLoader(WeightLoader):
         if not self.params_path:
             raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
         return state_leaves(open_checkpoint(self.params_path, model), parameter_names(model))
+
+
+def _has_own(names: Collection[str], model: ModelConfig, base: ModelConfig) -> bool:
+    """Whether these are published names of `model` itself, some of which `base` does not have."""
+    own = set(parameter_names(model).values()) - set(parameter_names(base).values())
+    return not own.isdisjoint(names)

@@ -96,6 +96,15 @@ class ModelConfig(abc.ABC):
         del missing, extra, misshapen
         return []
 
+    @property
+    def base(self) -> "ModelConfig | None":
+        """The model whose checkpoints this one starts from, beside its own (default: none)."""
+        return None
+
+    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters by path with which this model starts, from those of `base`; the others are newly drawn."""
+        return dict(params)
+
     def without_lora(self) -> "ModelConfig":
         """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
         return self

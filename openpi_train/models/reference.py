@@ -88,6 +88,15 @@ class ReferencedConfig(ModelConfig):
         return self.policy.public_name(path.removeprefix(POLICY))
 
     @property
+    def base(self) -> LanguageConfig:
+        """The policy's own checkpoints."""
+        return self.policy
+
+    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Policy and reference start from the same."""
+        return {part + path: leaf for part in (POLICY, REFERENCE) for path, leaf in params.items()}
+
+    @property
     def parameter_groups(self) -> Mapping[str, str]:
         """The policy's."""
         return {name: f"{POLICY}(?:{pattern})" for name, pattern in self.policy.parameter_groups.items()}

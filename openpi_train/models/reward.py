@@ -58,13 +58,13 @@ class RewardConfig(ModelConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"rewards"})
 
-    # The language model. It has no table of its own to score tokens (`sizes.tied`): nothing would train it.
+    # The language model. A table of its own that scores tokens is left out: nothing would train it.
     language: LanguageConfig
 
-    def __post_init__(self):
-        if not self.language.sizes.tied:
-            sizes = dataclasses.replace(self.language.sizes, tied=True)
-            object.__setattr__(self, "language", dataclasses.replace(self.language, sizes=sizes))
+    @property
+    def decoder(self) -> LanguageConfig:
+        """The language model without a table that scores tokens."""
+        return dataclasses.replace(self.language, sizes=dataclasses.replace(self.language.sizes, tied=True))
 
     @property
     def compute_dtype(self) -> Any:
@@ -80,7 +80,7 @@ class RewardConfig(ModelConfig):
         return {name: dataclasses.replace(self, language=language) for name, language in choices}
 
     def build(self, rngs: nnx.Rngs) -> RewardModel:
-        return RewardModel(self.language, rngs)
+        return RewardModel(self.decoder, rngs)
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         return self.language.check_tensor(tensor_devices)
@@ -90,7 +90,16 @@ class RewardConfig(ModelConfig):
 
     def public_name(self, path: str) -> str:
         """Hugging Face's names of a model for sequence classification."""
-        return path if path == SCORE else self.language.public_name(path.removeprefix(DECODER))
+        return path if path == SCORE else self.decoder.public_name(path.removeprefix(DECODER))
+
+    @property
+    def base(self) -> LanguageConfig:
+        """The language model's checkpoints."""
+        return self.language
+
+    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's parameters."""
+        return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
 
     @property
     def parameter_groups(self) -> Mapping[str, str]:

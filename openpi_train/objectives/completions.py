@@ -4,6 +4,7 @@ A row of a `PreferenceBatch` has up to two completions: that of segment 1 (chose
 (rejected, undesirable). Its tokens are those of positive weight.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,17 @@ CHOSEN, REJECTED = 0, 1
 FALL = 0.01
 # Where the log-probabilities of the reference come from: the model's `reference`, or the batch.
 ReferenceSource = Literal["model", "precomputed"]
+
+
+def displacement(metrics: Mapping[str, float | None]) -> list[str]:
+    """A warning if most chosen completions of an interval were less likely than under the reference."""
+    if (metrics.get("chosen_fell") or 0.0) <= 0.5:
+        return []
+    return [
+        "most chosen completions are less likely than under the reference (chosen_fell above 0.5). The policy may move "
+        "to neither completion of a pair: compare samples, lower --lr-schedule.peak-lr, or for pairs give "
+        "--objective.nll-weight 1"
+    ]
 
 
 def completion_mask(texts: TextBatch) -> Float[Array, "b n 2"]:

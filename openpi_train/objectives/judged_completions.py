@@ -4,6 +4,7 @@ Read next: `completions.py`, `preference_pairs.py`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -18,6 +19,7 @@ from openpi_train.objectives.completions import (
     ReferenceSource,
     completion_lengths,
     completion_log_probs,
+    displacement,
     reference_log_probs,
 )
 from openpi_train.objectives.objective import Metrics, Norms, Objective, RowValues
@@ -84,6 +86,10 @@ class JudgedCompletions(Objective):
     def needed(self) -> frozenset[str]:
         """`needs`, and a reference if it is not precomputed."""
         return self.needs | ({"reference"} if self.reference == "model" else frozenset())
+
+    def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """A warning if the chosen completions lose likelihood."""
+        return displacement(metrics)
 
     def norms(self, batch: PreferenceBatch) -> Norms:
         """The number of completions, and of the desirable and undesirable ones."""

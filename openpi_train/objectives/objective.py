@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -61,6 +61,14 @@ class Objective(abc.ABC):
 
         `keys` holds one key per row. `train` switches augmentation; evaluation uses the same formula without it.
         """
+
+    def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Sentences on what these metrics, means over an interval, say is going wrong (default: none).
+
+        The run logs each sentence once, so a sentence holds no numbers that change.
+        """
+        del metrics
+        return []
 
     @property
     def action_sampler(self) -> ActionSampler:

@@ -5,6 +5,7 @@ The reference is a frozen copy of the policy (`models/reference.py`), the policy
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -19,6 +20,7 @@ from openpi_train.objectives.completions import (
     ReferenceSource,
     completion_lengths,
     completion_log_probs,
+    displacement,
     is_pair,
     reference_log_probs,
 )
@@ -102,6 +104,10 @@ class PreferencePairs(Objective):
         """`needs`, and a reference if the loss has one that is not precomputed."""
         asks = self._used.has_reference and self.reference == "model"
         return self.needs | ({"reference"} if asks else frozenset())
+
+    def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """A warning if the chosen completions lose likelihood."""
+        return displacement(metrics)
 
     def norms(self, batch: PreferenceBatch) -> Norms:
         """The number of pairs."""

@@ -59,6 +59,7 @@ class Run:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    warned: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         self.step = int(self.state.step)
@@ -99,6 +100,10 @@ class Run:
         self.last_metrics = {**values, **mixed}
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
+        for sentence in self.trainer.objective.warnings(values):
+            if sentence not in self.warned:
+                self.warned.add(sentence)
+                logger.warning("step %d: %s", step, sentence)
         self.feed.tune(step_s=values["time/step_s"] or 0.0, wait_s=values["data/wait_s"] or 0.0)
 
     def catch_up(self, state: TrainState) -> bool:

@@ -17,13 +17,15 @@ import pytest
 from exchanged import TINY
 from flax import nnx
 
-from openpi_train.interop import huggingface, safetensors_file
+from openpi_train.interop import huggingface, openpi, safetensors_file
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.hf_tensors import hf_layout
 from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.nn.params import merge_module
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -306,3 +308,35 @@ def test_it_is_not_taken_for_a_policy_nor_a_policy_for_it(tmp_path, folder):
         huggingface.write(tmp_path / "out", open_checkpoint(folder), TINY.model)
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         huggingface.read_model(Place.of(tmp_path))
+
+
+def test_models_with_a_language_model_in_them_start_from_its_checkpoint():
+    """One whose table that scores tokens is its own: a reward model has none."""
+    base = model_of("llama")
+    plain = loaded("llama")
+    loader = CheckpointWeightLoader(params_path=str(GENUINE / "llama"))
+    assert "head" in plain
+    reward = RewardConfig(language=base)
+    found = loader.load(reward)
+    assert found.keys() == parameter_shapes(reward).keys() - {"score/weight"}
+    referenced = ReferencedConfig(policy=base)
+    both = loader.load(referenced)
+    assert both.keys() == parameter_shapes(referenced).keys()
+    for path, leaf in plain.items():
+        names = [f"policy/{path}", f"reference/{path}"]
+        for part in [both[name] for name in names] + ([found[f"decoder/{path}"]] if path != "head" else []):
+            np.testing.assert_array_equal(np.asarray(part.whole(), np.float32), leaf)
+
+
+@pytest.mark.parametrize("kind", ["reward", "referenced"])
+def test_they_start_from_their_own_checkpoints_too(kind, tmp_path):
+    base = model_of("llama")
+    model = RewardConfig(language=base) if kind == "reward" else ReferencedConfig(policy=base)
+    drawn = {path: np.full(shape, float(index)) for index, (path, shape) in enumerate(parameter_shapes(model).items())}
+    names = parameter_names(model)
+    params = {names[path]: in_memory(leaf.astype(np.float32)) for path, leaf in drawn.items()}
+    openpi.write(tmp_path / "own", Stored(where="here", format="openpi", params=params))
+    found = CheckpointWeightLoader(params_path=str(tmp_path / "own")).load(model)
+    assert {path: float(np.asarray(leaf.whole()).max()) for path, leaf in found.items()} == {
+        path: float(leaf.max()) for path, leaf in drawn.items()
+    }

@@ -46,7 +46,7 @@ def test_reward_model_is_published_as_one_of_sequence_classification():
     assert names["score/weight"] == "score/weight" and parameter_shapes(REWARD)["score/weight"] == (1, 16)
     assert names["decoder/token_embedding"] == "model/embed_tokens/weight"
     # No table scores tokens: nothing would train it.
-    assert "lm_head/weight" not in names.values() and REWARD.language.sizes.tied
+    assert "lm_head/weight" not in names.values() and not REWARD.language.sizes.tied
 
 
 def test_reward_models_adapter_and_head_train_and_fold():

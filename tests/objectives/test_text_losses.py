@@ -162,6 +162,10 @@ def test_falling_likelihood_of_chosen_completions_is_reported():
     loss, metrics = whole_pass(PreferencePairs(), Given(jnp.asarray(logits), TORCH["reference_logits"]), PAIRS)
     assert loss < np.log(2) and metrics["pair_accuracy"] == 1.0
     assert metrics["chosen_fell"] == 1.0 and metrics["chosen_reward"] < 0
+    for objective in (PreferencePairs(), JudgedCompletions()):
+        (warning,) = objective.warnings({"chosen_fell": 0.6, "loss": None})
+        assert warning.startswith("most chosen completions are less likely than under the reference")
+        assert not objective.warnings({"chosen_fell": 0.5}) and not objective.warnings({"loss": 1.0})
 
 
 def texts(tokens, segments, positions, weights):

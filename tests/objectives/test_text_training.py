@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from trainers import make_trainer
+from trainers import make_evaluator, make_trainer
 
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
@@ -59,15 +59,17 @@ def pairs(seed, rows=ROWS):
     return PreferenceBatch(texts=texts, margin=jnp.asarray(random.uniform(0, 1, rows), jnp.float32))
 
 
-def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, steps=2):
-    """Metrics of each step, and the last state. Steps are large, so that the policy leaves its reference."""
-    plan = Plan(mesh=make_mesh(fsdp, jax.devices()[:devices]), strategy=strategy, min_shard_mib=0)
+def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, steps=2, tensor=1):
+    """Metrics of each step, the last state, and the held-out loss of other rows. Steps are large, so that the policy
+    leaves its reference.
+    """
+    plan = Plan(mesh=make_mesh(fsdp, jax.devices()[:devices], tensor), strategy=strategy, min_shard_mib=0)
     schedule = LRSchedule(warmup_steps=1, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
     # An eps above rounding, or Adam would make steps of what is zero but for rounding.
     trainer, layout = make_trainer(model, plan, AdamW(eps=1e-4), schedule, objective=objective, accum=accum, ema=None)
-    batches = [pairs(seed) for seed in range(steps)]
+    *batches, held_out = (pairs(seed) for seed in range(steps + 1))
     if isinstance(objective, SupervisedText):
-        batches = [batch.texts for batch in batches]
+        batches, held_out = [batch.texts for batch in batches], held_out.texts
     history = []
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, model, trainer.optimizer, model.frozen, False, 7)
@@ -75,7 +77,8 @@ def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, s
         for batch in batches:
             state, metrics = step(state, jax.device_put(batch, plan.batch))
             history.append({name: float(value) for name, value in metrics.items()})
-    return history, state
+        evaluator = make_evaluator(trainer, [jax.device_put(held_out, plan.batch)], 1)
+        return history, state, evaluator(state)["val/loss"]
 
 
 OBJECTIVES = {
@@ -99,7 +102,21 @@ def alone(name):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_accumulation_devices_and_sharding_change_nothing(name, layout):
     strategy, fsdp, accum = LAYOUTS[layout]
-    history, state = train(*OBJECTIVES[name], strategy, fsdp, accum, devices=4)
+    same(train(*OBJECTIVES[name], strategy, fsdp, accum, devices=4), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "reward"])
+def test_tensor_groups_change_nothing(name):
+    model, objective = OBJECTIVES[name]
+    assert not model.check_tensor(2)
+    same(train(model, objective, "zero3", 2, devices=4, tensor=2), name)
+
+
+def same(found, name):
+    """Metrics, parameters and held-out loss are those of one device."""
+    history, state, held_out = found
+    np.testing.assert_allclose(held_out, alone(name)[2], rtol=1e-5)
     # At first policy and reference are equal but for rounding, which decides which of two equal rewards is higher.
     history[0].pop("pair_accuracy", None)
     for found, expected in zip(history, alone(name)[0], strict=True):
@@ -140,7 +157,7 @@ def test_first_loss_is_log_two(form, dtype):
     model = ReferencedConfig(policy=language)
     if form == "adapter":
         model = dataclasses.replace(language, adapter=AdapterConfig(rank=2))
-    history, state = train(model, PreferencePairs(), "zero3", 2, 2, devices=4, steps=1)
+    history, state, _ = train(model, PreferencePairs(), "zero3", 2, 2, devices=4, steps=1)
     assert abs(history[0]["loss"] - math.log(2)) < 1e-6 and history[0]["chosen_fell"] == 0
     if form == "copy":
         assert all(leaf.dtype == jnp.float32 for leaf in state.frozen.values())

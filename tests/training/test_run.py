@@ -13,7 +13,7 @@ from openpi_train.runtime.exits import UsageError
 from openpi_train.training.run import Run
 
 # Without the run-time type check: they are given no real run.
-save, save_locally = map(inspect.unwrap, (Run.save, Run.save_locally))
+log, save, save_locally = map(inspect.unwrap, (Run.log, Run.save, Run.save_locally))
 
 
 def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monkeypatch):
@@ -28,6 +28,18 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
     assert status.read(file) == Status(saved_step=30)
     save_locally(run, 33, None)
     assert status.read(file) == Status(saved_step=33)
+
+
+def test_a_warning_of_the_objective_is_logged_once(caplog):
+    objective = types.SimpleNamespace(warnings=lambda metrics: ["it falls"] if metrics["x"] > 1 else [])
+    run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set())
+    run.feed = types.SimpleNamespace(proportions=dict, tune=lambda **_: None)
+    run.metrics = types.SimpleNamespace(log=lambda step, values: None)
+    run.progress = types.SimpleNamespace(report=lambda values: None)
+    times = {"time/step_s": 0.1, "data/wait_s": 0.0}
+    for step, value in ((10, 0.5), (20, 2.0), (30, 3.0)):
+        log(run, step, {"x": value, **times})
+    assert [record.message for record in caplog.records] == ["step 20: it falls"]
 
 
 @pytest.mark.parametrize(
