@@ -1,7 +1,42 @@
-"""Download of single files from the Hugging Face hub. Not needed for local paths."""
+"""Addresses on the Hugging Face hub, and downloads to its client's cache. Not needed for local paths.
 
+An address is `hub:USER/NAME`, optionally with a folder and a revision: `hub:USER/NAME/FOLDER@REVISION`.
+"""
+
+import contextlib
+import dataclasses
 import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
+
+from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
+
+SCHEME = "hub:"
+_ADDRESS = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>[\w./-]+))?")
+_FORM = "hub:USER/NAME, hub:USER/NAME/FOLDER or hub:USER/NAME@REVISION"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Address:
+    """A folder of a repository; `str` gives the address as a user writes it."""
+
+    name: str
+    folder: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> "Address":
+        """Parse an address. Raises UsageError."""
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{text} is not an address on the hub; allowed: {_FORM}")
+        return cls(**match.groupdict())
+
+    def __str__(self) -> str:
+        folder = f"/{self.folder}" if self.folder else ""
+        return f"{SCHEME}{self.name}{folder}{f'@{self.revision}' if self.revision else ''}"
 
 
 def is_offline() -> bool:
@@ -35,3 +70,63 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
             if not only_kept:
                 state = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     raise FileNotFoundError(f"cannot get {what} {repository} from the hub ({state}): {how}")
+
+
+def hub_folder(
+    text: str, *, repo_type: Literal["model", "dataset"], patterns: Sequence[str], offline: bool = False
+) -> Path:
+    """The folder of an address in the client's cache, with its files that match `patterns`; missing ones are fetched.
+
+    Raises UsageError for an invalid address or a missing client, DataError if the hub does not give the files.
+    """
+    address = Address.of(text)
+    below = f"{address.folder}/" if address.folder else ""
+    with asking(address, "cannot be fetched", DataError) as client:
+        snapshot = client.snapshot_download(
+            address.name,
+            repo_type=repo_type,
+            revision=address.revision,
+            allow_patterns=[below + pattern for pattern in patterns],
+            local_files_only=offline or is_offline(),
+        )
+    return Path(snapshot) / below
+
+
+@contextlib.contextmanager
+def asking(address: Address, what: str, raised: type[Exception] = CheckpointError) -> Iterator[Any]:
+    """The hub's client; its errors, and those of two libraries that it uses, are `raised`, with advice."""
+    try:
+        import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise UsageError(
+            "addresses on the hub need huggingface_hub: pip install 'openpi_train[hub]', or fetch the files by other "
+            "means and give their directory"
+        ) from error
+    try:
+        yield huggingface_hub
+    except Exception as error:
+        raise raised(f"{address} {what}: {_reason(error)}") from error
+
+
+# Advice for each class of error, by its name in the client.
+_ADVICE = {
+    "GatedRepoError": "it is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN",
+    "RepositoryNotFoundError": "there is no such repository, or no access to it: check the name, and log in with "
+    "`hf auth login` or set HF_TOKEN if it is private",
+    "RevisionNotFoundError": "the repository has no such revision: check the part after the @",
+    "LocalTokenNotFoundError": "not logged in: run `hf auth login`, or set HF_TOKEN",
+    "BadRequestError": "the hub refused the request: check the name, and that the token has write access",
+    "HfHubHTTPError": "the hub refused: check the token's permissions",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached: fetch it where there is a "
+    "network (`hf download`), and copy the cache (HF_HOME) or the files",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set; unset it",
+}
+
+
+def _reason(error: Exception) -> str:
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    advice = next((_ADVICE[name] for name in kinds if name in _ADVICE), "is the hub reachable (HF_ENDPOINT, proxies)?")
+    if is_offline() and "LocalEntryNotFoundError" in kinds:
+        advice = "HF_HUB_OFFLINE is set and it is not in the cache; unset it, or fetch it elsewhere (`hf download`)"
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{advice} ({type(error).__name__}: {said})"

@@ -1,0 +1,182 @@
+"""Chat templates: jinja programs that write a conversation as one text, with the dialect of transformers.
+
+They come with a tokenizer (`text_tokenizer.py`) or from a file, and run in jinja's sandbox. Read next:
+`text_encoder.py`.
+"""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Message = Mapping[str, Any]
+# Characters from and before another in a rendered conversation.
+Span = tuple[int, int]
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Noncharacters (Unicode 23.7), which no text for interchange contains, mark generation blocks while they are rendered.
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+# Names under which the reasoning of a message is stored. Templates read the first; gpt-oss' reads the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_ADVICE = (
+    "Give a template that marks the assistant's parts with {% generation %} (--data.chat-template FILE), use "
+    "prompt/completion data, or train on all tokens (--data.targets all)"
+)
+
+
+class ChatTemplate:
+    """A compiled template. Picklable.
+
+    Args: `name` is for messages; `special_tokens` are variables of the template (`bos_token`, ...); `today` is the date
+    that `strftime_now` writes, fixed so that the same conversation always gives the same text.
+
+    Raises ValueError if it is not valid jinja, ImportError saying what to install if jinja2 is missing.
+    """
+
+    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str], today: datetime.date):
+        self.source, self.name, self.special_tokens, self.today = source, name, dict(special_tokens), today
+        self._compiled = _compiled(source, name, today)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(ChatTemplate, **self._arguments()), (self.source,)
+
+    @classmethod
+    def read(cls, path: str, *, special_tokens: Mapping[str, str], today: datetime.date) -> "ChatTemplate":
+        """The template in a file. Raises FileNotFoundError, and ValueError as the constructor does."""
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"no chat template at {path}: --data.chat-template takes a jinja file")
+        return cls(file.read_text(encoding="utf-8"), name=path, special_tokens=special_tokens, today=today)
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Whether the template marks what the assistant writes with `{% generation %}`."""
+        return bool(_GENERATION.search(self.source))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The conversation as one text; `add_generation_prompt` appends the header of an assistant's message.
+
+        Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails.
+        """
+        import jinja2  # pyright: ignore[reportMissingImports] (an extra)
+
+        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        chat = [_with_reasoning(message) for message in messages]
+        try:
+            return self._compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise ValueError(f"the chat template {self.name} refuses the conversation: {error}") from error
+
+    def with_assistant_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+        """The text of the conversation, and the spans of it that the assistant wrote.
+
+        They are the template's generation blocks if it has any. Otherwise a message's span is what the text with the
+        message has more than the text up to the header of the message.
+
+        Raises ValueError as `render`, and if there are no such blocks and an earlier part of the conversation is not
+        rendered as a prefix of the whole.
+        """
+        if self.has_generation_blocks:
+            return self._by_blocks(messages, variables)
+        whole, spans = self.render(messages, **variables), []
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                last = number == len(messages) - 1
+                until = whole if last else self.render(messages[: number + 1], **variables)
+                start = self.prefix(messages[:number], whole, **variables)
+                if not whole.startswith(until):
+                    raise ValueError(_not_a_prefix(self.name, whole, until))
+                spans.append((start, len(until)))
+        return whole, spans
+
+    def prefix(self, messages: Sequence[Message], whole: str, **variables: Any) -> int:
+        """The length of the text of `messages` and an assistant's header, with which `whole` must start.
+
+        The header is left out if the last message is the assistant's. Raises ValueError if it is not a prefix.
+        """
+        open_header = not messages or messages[-1].get("role") != "assistant"
+        text = self.render(messages, add_generation_prompt=open_header, **variables)
+        if not whole.startswith(text):
+            raise ValueError(_not_a_prefix(self.name, whole, text))
+        return len(text)
+
+    def _by_blocks(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        used = json.dumps([list(messages), variables], ensure_ascii=False, default=str)
+        free = [mark for mark in _MARKS if mark not in used]
+        if len(free) < 2:
+            raise ValueError("the conversation contains the Unicode noncharacters U+FDD0 to U+FDEF; remove them")
+        start, end = free[:2]
+        marked = self.render(messages, **variables, _generation_start=start, _generation_end=end)
+        pieces, spans, length, opened = [], [], 0, 0
+        for piece in re.split(f"([{start}{end}])", marked):
+            if piece == start:
+                opened = length
+            elif piece == end:
+                spans.append((opened, length))
+            else:
+                pieces.append(piece)
+                length += len(piece)
+        return "".join(pieces), spans
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"name": self.name, "special_tokens": self.special_tokens, "today": self.today}
+
+
+def _not_a_prefix(name: str, whole: str, part: str) -> str:
+    same = next((at for at, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
+    return (
+        f"the chat template {name} does not preserve prefixes: it writes a part of the conversation as "
+        f"{part[max(0, same - 20) : same + 20]!r} where the whole conversation has "
+        f"{whole[max(0, same - 20) : same + 20]!r}, so the assistant's tokens cannot be found by comparison. {_ADVICE}"
+    )
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return dict(message) if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+@functools.lru_cache
+def _compiled(source: str, name: str, today: datetime.date) -> Any:
+    """The jinja template, in an environment set up as transformers' is (`utils/chat_template_utils.py`)."""
+    try:
+        import jinja2  # pyright: ignore[reportMissingImports] (an extra)
+        from jinja2 import ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("chat templates need jinja2: pip install 'openpi_train[text]'") from error
+
+    class GenerationBlocks(ext.Extension):
+        """`{% generation %}` ... `{% endgeneration %}`: the block between two variables, which may be undefined."""
+
+        tags = {"generation"}  # noqa: RUF012, as jinja declares it
+
+        def parse(self, parser: Any) -> list[Any]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            start, end = (
+                nodes.Output([nodes.Name(variable, "load")]) for variable in ("_generation_start", "_generation_end")
+            )
+            return [node.set_lineno(line) for node in (start, nodes.Scope(body), end)]
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.combine(today, datetime.time()).strftime(form)
+
+    def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # jinja's own filter escapes characters of HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template {name} is not valid jinja: {error}") from error

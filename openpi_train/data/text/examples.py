@@ -1,0 +1,174 @@
+"""Examples of TRL's dataset types, recognised by the names of their columns.
+
+    type                 columns                            standard            conversational
+    language modelling   text | messages                    text: a string      messages: a conversation
+    prompt/completion    prompt, completion                 strings             conversations
+    preference           [prompt,] chosen, rejected         strings             conversations
+    unpaired preference  prompt, completion, label          strings; a boolean  conversations; a boolean
+
+A conversation is a list of messages, objects with `role` and `content`. Without a prompt, the beginning that `chosen`
+and `rejected` share is the prompt. Further columns with a meaning: `tools` and `chat_template_kwargs` (variables of the
+chat template), `margin` (of a preference), `ref_chosen_logps`, `ref_rejected_logps` and `reference_logps`
+(log-probabilities of the completions under the reference model). All others are ignored.
+
+Of several types that fit, the one furthest down the table is taken. Read next: `text_encoder.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+Kind = Literal["language modelling", "prompt/completion", "preference", "unpaired preference"]
+Conversation = list[dict[str, Any]]
+Text = str | Conversation
+# The columns that are read.
+COLUMNS = (
+    *("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "chat_template_kwargs"),
+    *("margin", "ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleType:
+    """A dataset type: its kind, and whether its texts are conversations."""
+
+    kind: Kind
+    conversational: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {'conversational' if self.conversational else 'standard'}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """One record of a dataset.
+
+    `completions` are one text, or the chosen and the rejected one; without a `prompt` it is the whole text. `reference`
+    has the log-probability of each completion under the reference model. `variables` are those of the chat template.
+    """
+
+    type: ExampleType
+    prompt: Text | None
+    completions: tuple[Text, ...]
+    label: bool | None = None
+    margin: float = 0.0
+    reference: tuple[float, ...] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def example_of(record: Mapping[str, Any]) -> Example:
+    """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
+    given = {name: value for name, value in record.items() if value is not None}
+    told = {"variables": _variables(given), "margin": _number(given, "margin") or 0.0}
+    if {"chosen", "rejected"} <= given.keys():
+        return _preference(given, told)
+    if {"prompt", "completion"} <= given.keys():
+        prompt, completion = _texts(given, "prompt", "completion")
+        kind: Kind = "unpaired preference" if "label" in given else "prompt/completion"
+        if kind == "unpaired preference":
+            told |= {"label": _label(given["label"]), "reference": _reference(given, "reference_logps")}
+        _require_content("completion", completion)
+        return Example(type=_type(kind, prompt), prompt=prompt, completions=(completion,), **told)
+    for name in ("messages", "text"):
+        if name in given:
+            (text,) = _texts(given, name)
+            if isinstance(text, str) != (name == "text"):
+                raise ValueError(f"{name} is {_what(text)}: `text` takes a string, `messages` a list of messages")
+            _require_content(name, text)
+            return Example(type=_type("language modelling", text), prompt=None, completions=(text,), **told)
+    raise ValueError(
+        f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt` and `completion`, "
+        "or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
+    )
+
+
+def _preference(given: Mapping[str, Any], told: dict[str, Any]) -> Example:
+    chosen, rejected = _texts(given, "chosen", "rejected")
+    told["reference"] = _reference(given, "ref_chosen_logps", "ref_rejected_logps")
+    # Some datasets have the prompt as a string beside conversations that contain it.
+    if "prompt" in given and isinstance(given["prompt"], str) == isinstance(chosen, str):
+        (prompt,) = _texts(given, "prompt")
+    else:
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are equal; without a prompt there is nothing to compare")
+        shared = _shared(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        _require_content(name, text)
+    return Example(type=_type("preference", chosen), prompt=prompt, completions=(chosen, rejected), **told)
+
+
+def _shared(one: Text, two: Text) -> int:
+    """The number of leading messages that two conversations share, or of characters up to the space before a word."""
+    same = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    if isinstance(one, str):
+        while same and not one[same - 1].isspace():
+            same -= 1
+        return len(one[:same].rstrip())
+    return same
+
+
+def _type(kind: Kind, text: Text) -> ExampleType:
+    return ExampleType(kind, not isinstance(text, str))
+
+
+def _texts(given: Mapping[str, Any], *names: str) -> list[Any]:
+    """The texts of these columns: all strings, or all conversations."""
+    found = [value if isinstance(value := given[name], str) else _conversation(name, value) for name in names]
+    if len({isinstance(text, str) for text in found}) > 1:
+        told = ", ".join(f"{name} is {_what(text)}" for name, text in zip(names, found, strict=True))
+        raise ValueError(f"{told}: all texts of a record must be strings, or all conversations")
+    return found
+
+
+def _conversation(name: str, value: Any) -> Conversation:
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise ValueError(f"{name} is {_what(value)}; allowed: a string, or a list of messages")
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"message {number} of {name} is {message!r:.80}; needed is an object with role and content"
+            )
+    # Columns of parquet files give every message the entries that one of them has.
+    return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _require_content(name: str, text: Text) -> None:
+    if isinstance(text, str):
+        empty = not text
+    else:
+        empty = not any(message.get("content") or message.get("tool_calls") for message in text)
+    if empty:
+        raise ValueError(f"{name} is empty: there is nothing to learn from it")
+
+
+def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
+    extra = given.get("chat_template_kwargs", {})
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"chat_template_kwargs is {_what(extra)}; needed is an object")
+    return dict(extra) | ({"tools": given["tools"]} if given.get("tools") else {})
+
+
+def _label(value: Any) -> bool:
+    if value not in (True, False):
+        raise ValueError(f"label is {value!r}; needed is true (desirable) or false")
+    return bool(value)
+
+
+def _reference(given: Mapping[str, Any], *names: str) -> tuple[float, ...] | None:
+    found = [_number(given, name) for name in names]
+    return None if None in found else tuple(value for value in found if value is not None)
+
+
+def _number(given: Mapping[str, Any], name: str) -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}; needed is a number")
+    return float(value)
+
+
+def _what(value: Any) -> str:
+    names = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), type(value).__name__)

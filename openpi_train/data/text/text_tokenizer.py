@@ -1,0 +1,152 @@
+"""Tokenizers of language models: a folder with a `tokenizer.json`, as Hugging Face publishes it.
+
+The `tokenizers` library computes the tokens; this module adds what transformers reads from the other files of the
+folder: special tokens by role, and chat templates. Read next: `chat_template.py`, `text_encoder.py`.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from openpi_train.data.hub import SCHEME, hub_folder
+
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SPECIAL, _TEMPLATE, _OLD_TEMPLATE = "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
+# What is read of the folder, and kept in checkpoints.
+FILES = (TOKENIZER, CONFIG, _SPECIAL, _TEMPLATE, _OLD_TEMPLATE)
+_PROBE = "a"
+_HOW = "--data.tokenizer takes a folder with a tokenizer.json, or hub:USER/NAME"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The tokens of a text, and the characters that each stands for: from `starts`, before `ends`."""
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]
+
+
+class TextTokenizer:
+    """A tokenizer from the content of its files by name. Picklable; `name` is for messages.
+
+    Raises ValueError if a file is damaged.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], name: str):
+        self.files, self.name = dict(files), name
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.files[TOKENIZER])
+        except Exception as error:  # the library raises plain Exceptions
+            raise ValueError(f"{name}: {TOKENIZER} cannot be read ({error}); fetch it again") from error
+        # Published files often contain the settings of their author's last call.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.config = {**self._json(_SPECIAL), **self._json(CONFIG)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextTokenizer, (self.files, self.name)
+
+    def __repr__(self) -> str:
+        return f"TextTokenizer({self.name!r}, {self.num_tokens} tokens)"
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Digest of the vocabulary in order: under another fingerprint the same tokens mean other text."""
+        vocabulary = sorted((token, text) for text, token in self._tokenizer.get_vocab().items())
+        return hashlib.sha256("\n".join(f"{token} {text}" for token, text in vocabulary).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of everything that the tokens of a text depend on, without the chat template."""
+        parts = [hashlib.sha256(self.files[TOKENIZER]).hexdigest(), list(self.begin), self.eos]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The text of each special token by role: `bos_token`, `eos_token`, ..."""
+        found = {}
+        for role, token in self.config.items():
+            text = token.get("content") if isinstance(token, Mapping) else token
+            if role.endswith("_token") and isinstance(text, str):
+                found[role] = text
+        return found
+
+    @functools.cached_property
+    def eos(self) -> int | None:
+        """The token that ends a text; None if the files name none. Raises ValueError if it is not in the vocabulary."""
+        return self._special("eos_token")
+
+    @functools.cached_property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before every text, usually a bos token or none.
+
+        They are those that tokenizer.json's post-processor puts there. As in transformers 5, `add_bos_token` of the
+        config has no influence.
+        """
+        plain = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        whole = self._tokenizer.encode(_PROBE, add_special_tokens=True).ids
+        places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[: next(places, 0)])
+
+    @functools.cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates of the files by name; the usual one is `default`."""
+        if _TEMPLATE in self.files:
+            return {"default": self.files[_TEMPLATE].decode()}
+        template = self._json(_OLD_TEMPLATE).get("chat_template") or self.config.get("chat_template")
+        if isinstance(template, list):
+            return {entry["name"]: entry["template"] for entry in template}
+        return {} if template is None else {"default": template}
+
+    def encode(self, texts: Sequence[str]) -> list[Pieces]:
+        """The tokens of each text, without tokens before or after it; special tokens in the text are recognised."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [Pieces(one.ids, one.offsets) for one in found]
+
+    def decode(self, tokens: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
+
+    def _special(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        if text is None:
+            return None
+        token = self._tokenizer.token_to_id(text)
+        if token is None:
+            raise ValueError(f"{self.name}: the {role} {text!r} of {CONFIG} is not in the vocabulary of {TOKENIZER}")
+        return token
+
+    def _json(self, file: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self.files.get(file, b"{}"))
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {file} is not JSON ({error}); fetch it again") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.name}: {file} holds {type(found).__name__}, not an object; fetch it again")
+        return found
+
+
+def load_text_tokenizer(name: str, *, offline: bool = False) -> TextTokenizer:
+    """The tokenizer of a folder or of a repository `hub:USER/NAME` on the hub.
+
+    Raises FileNotFoundError if there is none, DataError if the hub does not give it, ValueError if it is damaged.
+    """
+    if name.startswith(SCHEME):
+        folder = hub_folder(name, repo_type="model", patterns=FILES, offline=offline)
+    else:
+        folder = Path(name).expanduser()
+        folder = folder.parent if folder.name == TOKENIZER else folder
+    if not (folder / TOKENIZER).is_file():
+        raise FileNotFoundError(f"no {TOKENIZER} in {name or 'the empty path'}: {_HOW}")
+    return TextTokenizer({file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}, name)

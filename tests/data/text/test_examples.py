@@ -1,0 +1,87 @@
+"""Which dataset type a record is, and what is wrong with records of none."""
+
+import pytest
+from data.text import chats
+
+from openpi_train.data.text.examples import Example, ExampleType, example_of
+
+USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
+OTHER = [{"role": "assistant", "content": "It is five."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "conversational"),
+    [
+        ({"text": "a"}, "language modelling", False),
+        ({"messages": chats.TWO}, "language modelling", True),
+        ({"prompt": "a", "completion": "b"}, "prompt/completion", False),
+        ({"prompt": USER, "completion": ANSWER}, "prompt/completion", True),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", False),
+        ({"prompt": USER, "chosen": ANSWER, "rejected": OTHER}, "preference", True),
+        ({"chosen": "a b", "rejected": "a c"}, "preference", False),
+        ({"chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]}, "preference", True),
+        ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference", False),
+        ({"prompt": USER, "completion": ANSWER, "label": True}, "unpaired preference", True),
+        ({"prompt": "a", "messages": chats.ONE, "prompt_id": 3}, "language modelling", True),
+        ({"text": "a", "label": None, "completion": None, "prompt": "b"}, "language modelling", False),
+    ],
+)
+def test_types_are_recognised_by_their_columns(record, kind, conversational):
+    assert example_of(record).type == ExampleType(kind, conversational)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("Q: 2+2? A: four", "Q: 2+2? A: five", "Q: 2+2? A:"),
+        ("Q: 2+2? A: four", "Q: 2+2? A: fourteen", "Q: 2+2? A:"),
+        ("four", "five", ""),
+        ([*USER, *ANSWER], [*USER, *OTHER], USER),
+    ],
+)
+def test_an_implicit_prompt_is_what_both_share_in_whole_words_or_messages(chosen, rejected, prompt):
+    found = example_of({"chosen": chosen, "rejected": rejected})
+    assert found.prompt == prompt
+    assert [prompt + completion for completion in found.completions] == [chosen, rejected]
+
+
+def test_a_string_prompt_beside_whole_conversations_is_implicit():
+    found = example_of({"prompt": "What is?", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]})
+    assert (found.prompt, found.completions) == (USER, (ANSWER, OTHER))
+
+
+def test_further_columns_have_their_meaning_and_others_none():
+    found = example_of(
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2, "ref_chosen_logps": -1, "ref_rejected_logps": -2.5}
+    )
+    assert (found.margin, found.reference) == (2.0, (-1.0, -2.5))
+    found = example_of({"messages": chats.ONE, "tools": chats.TOOLS, "chat_template_kwargs": {"x": 1}, "source": "web"})
+    assert found.variables == {"x": 1, "tools": chats.TOOLS}
+    message = {"role": "user", "content": "a", "tool_calls": None}  # as parquet gives it
+    assert example_of({"messages": [message]}).completions == ([{"role": "user", "content": "a"}],)
+    found = example_of({"prompt": "a", "completion": "b", "label": 1, "reference_logps": -3})
+    assert isinstance(found, Example) and (found.label, found.reference) == (True, (-3.0,))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "a", "answer": "b"}, r"\['answer', 'question'\] are of no known type.*--data.datasets.N.columns"),
+        ({"prompt": "a"}, "of no known type"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": USER, "completion": []}, "completion is empty"),
+        ({"prompt": USER, "completion": [{"role": "assistant", "content": ""}]}, "completion is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected is empty"),
+        ({"chosen": "a b", "rejected": "a b"}, "chosen and rejected are equal"),
+        ({"prompt": USER, "completion": "b"}, "prompt is a list, completion is a string"),
+        ({"text": chats.ONE}, "text is a list"),
+        ({"messages": "a"}, "messages is a string"),
+        ({"messages": ["a"]}, "message 0 of messages"),
+        ({"text": 3}, "text is a number"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, "margin is 'big'"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_said(record, message):
+    with pytest.raises(ValueError, match=message):
+        example_of(record)

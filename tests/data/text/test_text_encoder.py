@@ -1,0 +1,142 @@
+"""Tokens and targets of examples, compared with transformers' tokens of the same texts."""
+
+import numpy as np
+import pytest
+from data.text import chats
+from transformers import PreTrainedTokenizerFast
+
+from openpi_train.data.text.examples import example_of
+from openpi_train.data.text.text_encoder import TextEncoder
+
+USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
+OTHER = [{"role": "assistant", "content": "It is five."}]
+
+
+def encoder(template=None, targets="auto", make=chats.byte_level, **config):
+    templates = {} if template is None else {"default": chats.chat(template)}
+    return TextEncoder(tokenizer=chats.tiny(tokenizer=make(), **config), templates=templates, targets=targets)
+
+
+def ids(text, make=chats.byte_level):
+    return PreTrainedTokenizerFast(tokenizer_object=make())(text)["input_ids"]
+
+
+def target_text(of, encoded):
+    return of.tokenizer.decode(encoded.tokens[encoded.targets])
+
+
+def test_a_text_has_bos_and_eos_and_all_its_tokens_are_targets():
+    (found,) = encoder().encode(example_of({"text": "It is four."}))
+    assert found.tokens.tolist() == [*ids("It is four."), 2] and found.targets.all()
+    (found,) = encoder().encode(example_of({"text": "It is four.</s>"}))
+    assert found.tokens.tolist() == ids("It is four.</s>")  # ended already
+
+
+@pytest.mark.parametrize("make", [chats.byte_level, chats.word_pieces])
+def test_the_completion_and_the_eos_token_are_targets_where_pad_is_eos(make):
+    of = encoder(make=make)
+    assert of.tokenizer.config["pad_token"] == of.tokenizer.config["eos_token"]
+    (found,) = of.encode(example_of({"prompt": "What is two plus two?", "completion": " It is four."}))
+    prompt = ids("What is two plus two?", make)
+    assert found.tokens.tolist() == [*ids("What is two plus two? It is four.", make), of.tokenizer.eos]
+    np.testing.assert_array_equal(found.targets, np.arange(len(found.tokens)) >= len(prompt))
+
+
+@pytest.mark.parametrize("make", [chats.byte_level, chats.word_pieces])
+def test_a_prompt_has_the_same_tokens_whatever_follows_it(make):
+    of = encoder(make=make)
+    assert ids("The capital", make)[: len(ids("The capi", make))] != ids("The capi", make)  # a token spans the border
+    found = of.encode(example_of({"prompt": "The capi", "chosen": "tal of France", "rejected": "x"}))
+    for one in found:
+        assert one.tokens[~one.targets].tolist() == ids("The capi", make)
+    assert of.tokenizer.decode(found[0].tokens[found[0].targets]).strip() == "tal of France</s>"
+
+
+def test_all_tokens_of_prompt_and_completion_are_targets_if_asked():
+    (found,) = encoder(targets="all").encode(example_of({"prompt": "a", "completion": "b"}))
+    assert found.targets.all()
+
+
+@pytest.mark.parametrize("template", chats.TEMPLATES.values(), ids=chats.TEMPLATES)
+def test_the_completion_of_a_conversation_follows_the_assistants_header(template):
+    of = encoder(template)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=chats.byte_level(), bos_token="<s>", eos_token="</s>")
+    for prompt in (USER, [*chats.SYSTEM, USER[0]]):
+        (found,) = of.encode(example_of({"prompt": prompt, "completion": ANSWER}))
+        given = {"chat_template": template, "date_string": "26 Jul 2024"}
+        header = theirs.apply_chat_template(prompt, **given, add_generation_prompt=True)["input_ids"]
+        assert found.tokens[~found.targets].tolist() == header
+        assert "It is four." in target_text(of, found)
+    if template is not chats.FORGETFUL:
+        whole = theirs.apply_chat_template([*prompt, *ANSWER], **given)["input_ids"]
+        assert found.tokens.tolist() == whole
+
+
+def test_a_conversation_has_only_the_bos_token_of_its_template():
+    (found,) = encoder(chats.HEADED).encode(example_of({"messages": chats.ONE}))
+    assert (found.tokens == 1).sum() == 1 and found.targets.all()
+    (found,) = encoder(chats.CHATML).encode(example_of({"messages": chats.ONE}))
+    assert (found.tokens == 1).sum() == 0
+
+
+def test_only_the_assistants_tokens_are_targets_if_asked():
+    for template, end in ((chats.CHATML, "<|im_end|>\n"), (chats.CHATML_MARKED, "<|im_end|>")):
+        of = encoder(template, "assistant")
+        (found,) = of.encode(example_of({"messages": chats.TWO}))
+        assert target_text(of, found) == f"It is four.{end}Ünïcödé\n\n42 {end}"
+        (found,) = of.encode(example_of({"prompt": chats.TWO[:-1], "completion": chats.TWO[-1:]}))
+        assert target_text(of, found) == f"Ünïcödé\n\n42 {end}"
+
+
+def test_a_preference_has_two_texts_with_one_prompt():
+    of = encoder(chats.CHATML)
+    one, two = of.encode(example_of({"prompt": USER, "chosen": ANSWER, "rejected": OTHER}))
+    assert one.tokens[~one.targets].tolist() == two.tokens[~two.targets].tolist()
+    assert [target_text(of, text) for text in (one, two)] == ["It is four.<|im_end|>\n", "It is five.<|im_end|>\n"]
+    implicit = of.encode(example_of({"chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]}))
+    for text, other in zip((one, two), implicit, strict=True):
+        np.testing.assert_array_equal(text.tokens, other.tokens)
+        np.testing.assert_array_equal(text.targets, other.targets)
+
+
+def test_tools_go_to_the_template_made_for_them():
+    templates = {"default": chats.chat("no tools"), "tool_use": chats.chat("{{ tools | tojson }}")}
+    of = TextEncoder(tokenizer=chats.tiny(), templates=templates)
+    (found,) = of.encode(example_of({"messages": chats.ONE, "tools": chats.TOOLS}))
+    assert '"description": "a < b & ü"' in of.tokenizer.decode(found.tokens)
+    (found,) = of.encode(example_of({"messages": chats.ONE}))
+    assert of.tokenizer.decode(found.tokens) == "no tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "targets", "record", "message"),
+    [
+        (None, "auto", {"messages": chats.ONE}, "no chat template.*--data.chat-template"),
+        (None, "assistant", {"text": "a"}, "assistant needs conversations"),
+        (chats.CHATML, "completion", {"messages": chats.ONE}, "needs a prompt and a completion"),
+        (None, "all", {"prompt": "a", "chosen": "b", "rejected": "c"}, "targets of preferences"),
+        (chats.CHATML, "assistant", {"messages": USER}, "no token of the conversation is the assistant's"),
+        (chats.FORGETFUL, "assistant", {"messages": chats.TWO}, "does not preserve prefixes"),
+        (chats.TURNS, "auto", {"messages": ANSWER}, "roles must alternate"),
+    ],
+)
+def test_what_cannot_be_encoded_says_what_to_do(template, targets, record, message):
+    with pytest.raises(ValueError, match=message):
+        encoder(template, targets).encode(example_of(record))
+
+
+def test_a_tokenizer_without_eos_is_an_error():
+    with pytest.raises(ValueError, match="names no eos_token"):
+        encoder(eos_token=None).encode(example_of({"text": "a"}))
+
+
+def test_the_digest_covers_tokenizer_templates_and_targets():
+    digests = {
+        encoder().digest,
+        encoder(chats.CHATML).digest,
+        encoder(chats.HEADED).digest,
+        encoder(targets="all").digest,
+        encoder(make=chats.word_pieces).digest,
+        encoder(eos_token="<|eot|>").digest,
+    }
+    assert len(digests) == 6
