@@ -130,7 +130,9 @@ def word_pieces() -> Tokenizer:
     """Pairs with a sign for spaces, which is also put before a text, and bytes for the rest, as Llama 2's."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<pad>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first"), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first"), decoders.Fuse()]
+    )
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[*SPECIAL, *bytes_], show_progress=False)
     tokenizer.train_from_iterator(SENTENCES[:3], trainer)

@@ -1,0 +1,137 @@
+"""Records of text files: JSON lines and parquet, of a file, a folder, or a dataset on the Hugging Face hub.
+
+The files of a split are those with its name as a word of their path, such as `train-00000-of-00002.parquet` or
+`data/validation/part1.jsonl`. Read next: `examples.py`.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.data.source import BadRecord
+
+_LINES, _PARQUET = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz"), (".parquet",)
+_ENDINGS = (*_LINES, *_PARQUET)
+# Words that mean the same split.
+_WORDS = (
+    {"train", "training"},
+    {"validation", "valid", "val", "dev"},
+    {"test", "testing", "eval", "evaluation"},
+)
+_BLOCK_ROWS = 1024
+_READ_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile:
+    """A file of records; `name` is its path below the dataset's folder."""
+
+    path: Path
+    name: str
+
+    def sha256(self) -> str:
+        """Digest of its content."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def records(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """The number of each record, from 1, and what `parsed` takes; of parquet files `columns` only.
+
+        Raises BadRecord if the file is damaged.
+        """
+        return self._rows(columns) if self.path.name.endswith(_PARQUET) else self._lines()
+
+    def place(self, number: int) -> str:
+        """The place of a record for messages: `file:line`, or the row of a parquet file."""
+        return f"{self.name}: row {number}" if self.path.name.endswith(_PARQUET) else f"{self.name}:{number}"
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        number = 0
+        try:
+            with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    if line.strip():
+                        yield number, line
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+
+    def _rows(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+        try:
+            import pyarrow  # pyright: ignore[reportMissingImports] (an extra)
+            from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(f"{self.path} needs pyarrow: pip install 'openpi_train[text]'") from error
+        number = 0
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                names = file.schema_arrow.names
+                # With none of the columns, the names of all are needed for the message.
+                present = [name for name in columns if name in names] or names
+                for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=present):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield number, row
+        except (pyarrow.ArrowException, OSError) as error:
+            raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+
+
+def parsed(raw: Any) -> Mapping[str, Any]:
+    """The record that `TextFile.records` gave. Raises ValueError if it is not a JSON object."""
+    if isinstance(raw, Mapping):
+        return raw
+    try:
+        record = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg} at character {error.pos + 1}); needed is one object per line"
+        ) from error
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{json.dumps(record)[:60]} is no object; needed is one object per line")
+    return record
+
+
+def find_files(where: str, split: str | None = None, *, offline: bool = False) -> list[TextFile]:
+    """The files of a split, in the order of their names: `where` is a file, a folder, or `hub:USER/NAME`.
+
+    The split of a single file is not looked at. A folder without any split in its names is taken to be `train`.
+
+    Raises FileNotFoundError if there are none, DataError if the hub does not give them.
+    """
+    if where.startswith(SCHEME):
+        patterns = [f"{start}*{ending}" for ending in _ENDINGS for start in ("", "**/")]
+        root = hub_folder(where, repo_type="dataset", patterns=patterns, offline=offline)
+    else:
+        root = Path(where).expanduser()
+    if root.is_file():
+        if not root.name.endswith(_ENDINGS):
+            raise FileNotFoundError(f"{where} is none of {', '.join(_ENDINGS)}, which are the files that are read")
+        return [TextFile(root, root.name)]
+    names = sorted(
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.is_file() and path.name.endswith(_ENDINGS) and not path.name.startswith(".")
+    )
+    if not names:
+        raise FileNotFoundError(f"no texts in {where}: it needs files of {', '.join(_ENDINGS)}")
+    mine = [name for name in names if split is None or _is_of(name, split)]
+    if not mine and split in _WORDS[0] and not any(_is_of(name, word) for name in names for word in ("val", "test")):
+        mine = names
+    if not mine:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise FileNotFoundError(f"no file of the split {split} in {where}, which has {shown}; name a split or a file")
+    return [TextFile(root / name, name) for name in mine]
+
+
+def _is_of(name: str, split: str) -> bool:
+    """Whether a split's name, or a word that means the same, is a word of the path."""
+    synonyms = next((words for words in _WORDS if split in words), {split})
+    return any(re.search(rf"(^|[/._-]){re.escape(word)}[/._-]", name) for word in synonyms)

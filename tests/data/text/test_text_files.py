@@ -1,0 +1,114 @@
+"""Which files are a split's, and the records in them."""
+
+import gzip
+import json
+import types
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from openpi_train.data import hub
+from openpi_train.data.source import BadRecord
+from openpi_train.data.text.text_files import TextFile, find_files, parsed
+
+
+def folder(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text('{"text": "a"}\n')
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "found"),
+    [
+        (["train.jsonl", "test.jsonl", "README.md"], "train", ["train.jsonl"]),
+        (["train.jsonl", "test.jsonl"], None, ["test.jsonl", "train.jsonl"]),
+        (["data/train-00001-of-2.jsonl", "data/train-00000-of-2.jsonl", "data/dev.jsonl"], "train",
+         ["data/train-00000-of-2.jsonl", "data/train-00001-of-2.jsonl"]),
+        (["data/train-0.jsonl", "data/dev-0.jsonl"], "validation", ["data/dev-0.jsonl"]),
+        (["a/training/x.json", "a/eval/x.json"], "test", ["a/eval/x.json"]),
+        (["part1.jsonl", "part2.jsonl"], "train", ["part1.jsonl", "part2.jsonl"]),
+        (["train_sft-0.parquet.json", "train_gen.json"], "train_sft", ["train_sft-0.parquet.json"]),
+        (["constrained.jsonl", "train.jsonl"], "train", ["train.jsonl"]),
+    ],
+)  # fmt: skip
+def test_a_split_is_a_word_of_the_path(tmp_path, names, split, found):
+    assert [file.name for file in find_files(folder(tmp_path, *names), split)] == found
+
+
+def test_missing_files_and_splits_are_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no texts in .*\.jsonl"):
+        find_files(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no file of the split dev in .*which has test\.jsonl, train\.jsonl"):
+        find_files(folder(tmp_path, "train.jsonl", "test.jsonl"), "dev")
+    with pytest.raises(FileNotFoundError, match=r"no file of the split train .*test\.jsonl"):
+        (tmp_path / "train.jsonl").unlink()
+        find_files(str(tmp_path), "train")
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(FileNotFoundError, match="none of"):
+        find_files(str(tmp_path / "a.csv"))
+    assert [file.name for file in find_files(str(tmp_path / "test.jsonl"), "train")] == ["test.jsonl"]
+
+
+RECORDS = [{"text": "ä", "n": 1}, {"text": "b\n", "n": 2}, {"text": None, "n": 3}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+def test_records_are_the_same_in_every_format(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    lines = "\ufeff" + "\n\n".join(json.dumps(record) for record in RECORDS)
+    if ending == "parquet":
+        parquet.write_table(pa.Table.from_pylist(RECORDS), path)
+    else:
+        path.write_bytes(gzip.compress(lines.encode()) if ending.endswith("gz") else lines.encode())
+    (file,) = find_files(str(path))
+    found = list(file.records(["text", "n"]))
+    assert [parsed(raw) for _, raw in found] == RECORDS
+    assert [file.place(number) for number, _ in found] == (
+        [f"a.parquet: row {n}" for n in (1, 2, 3)] if ending == "parquet" else [f"a.{ending}:{n}" for n in (1, 3, 5)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"not JSON \(Expecting ',' delimiter at character 13\)"),
+        (b"[1, 2]", r"\[1, 2\] is no object; needed is one object per line"),
+        (b"[", "not JSON .* one object per line"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(line, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(line)
+
+
+def test_damaged_files_are_named(tmp_path):
+    parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
+    for name in ("a.parquet", "b.jsonl.gz"):
+        with pytest.raises(BadRecord, match=rf"{name}.*is damaged"):
+            list(TextFile(tmp_path / name, name).records(["text"]))
+
+
+def test_a_dataset_on_the_hub_is_a_folder_of_its_cache(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, **given):
+        asked.update(given, name=name)
+        folder(tmp_path, "data/train.jsonl")
+        return str(tmp_path)
+
+    monkeypatch.setitem(
+        __import__("sys").modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
+    (file,) = find_files("hub:me/texts@v2", "train", offline=True)
+    assert file.name == "data/train.jsonl"
+    assert (asked["name"], asked["revision"], asked["repo_type"]) == ("me/texts", "v2", "dataset")
+    assert asked["local_files_only"] and "**/*.parquet" in asked["allow_patterns"]
+    with pytest.raises(hub.UsageError, match="allowed: hub:USER/NAME"):
+        find_files("hub:texts")
