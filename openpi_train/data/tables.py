@@ -1,6 +1,7 @@
-"""Directories of memory-mapped arrays with a manifest, used by indexes and repacked datasets for all but images.
+"""Directories of memory-mapped arrays with a manifest, used by indexes, repacked datasets (for all but images)
+and the tokens of texts.
 
-Read next: `sidecar.py` and `repack.py` (the two writers), `stored.py` (the reader).
+Read next: `sidecar.py`, `repack.py` and `text/token_cache.py` (the writers), `stored.py` (the reader).
 
     <root>/manifest.json        replaced atomically, last: the files that it names are complete
     <root>/<tables>/*.npy       the arrays; `columns/observation/state.npy`, `episode_ends.npy`, ...
@@ -35,7 +36,7 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts."""
+    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts, if stored."""
 
     root: Path
     manifest: dict[str, Any]
@@ -106,7 +107,8 @@ def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tab
             raise ValueError(f"{path} {what}")
         if path.suffix == ".npy":
             arrays[name.removesuffix(".npy")] = np.load(path, mmap_mode="r")
-    return Tables(root, manifest, arrays, json.loads((directory / PROMPTS).read_text(encoding="utf-8")))
+    prompts = json.loads((directory / PROMPTS).read_text(encoding="utf-8")) if PROMPTS in manifest["files"] else []
+    return Tables(root, manifest, arrays, prompts)
 
 
 def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:

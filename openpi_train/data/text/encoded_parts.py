@@ -1,0 +1,220 @@
+"""Encodes the records of files part by part; finished parts are kept, so that an interrupted encoding is continued.
+
+Read next: `token_cache.py`, which joins the parts.
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from openpi_train.data import files
+from openpi_train.data.source import BadRecord
+from openpi_train.data.text.examples import COLUMNS, Example, example_of
+from openpi_train.data.text.text_encoder import EncodedText, TextEncoder
+from openpi_train.data.text.text_files import TextFile, parsed
+
+logger = logging.getLogger(__name__)
+
+PART_RECORDS = 4096
+# Arrays of a part by their axis.
+OF_TOKENS = {"tokens": np.int32, "targets": np.bool_}
+OF_TEXTS = {"text_lengths": np.int64, "first_target": np.int32, "last_target": np.int32}
+OF_SAMPLES = {
+    "digests": np.uint64,
+    "files": np.int32,
+    "lines": np.int64,
+    "labels": np.int8,
+    "margins": np.float32,
+    "references": np.float32,
+}
+_MAX_THREADS = 8
+_REPORT_S = 5.0
+
+
+class MixedTypesError(ValueError):
+    """Records of one dataset are of several types; such records are never skipped."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedParts:
+    """The encoded parts of a dataset in `folder`, each of `PART_RECORDS` records. The other arguments: `TokenCache`."""
+
+    folder: Path
+    name: str
+    files: Sequence[TextFile]
+    encoder: TextEncoder
+    columns: Mapping[str, str]
+    on_bad_record: Literal["error", "skip"]
+
+    def encode(self) -> list[Path]:
+        """The files of all parts, in order; those that are there and undamaged are not encoded again.
+
+        Raises BadRecord naming file and line, MixedTypesError.
+        """
+        finished, records, known = [], self._records(), None
+        kept, said, done = 0, time.monotonic(), 0
+        while part := list(islice(records, PART_RECORDS)):
+            path = self.folder / f"{len(finished):06}.npz"
+            if _is_whole(path):
+                kept += 1
+            else:
+                self._write(path, part, known)
+            known = known or _first(path)
+            finished.append(path)
+            done += len(part)
+            if time.monotonic() - said > _REPORT_S:
+                said = time.monotonic()
+                logger.info("%s: %d records are encoded", self.name, done)
+        if kept:
+            logger.info("%s: %d of %d parts were encoded before", self.name, kept, len(finished))
+        return finished
+
+    def _records(self) -> Iterator[tuple[int, int, Any]]:
+        """The number of the file, the number of the record in it, and the record."""
+        columns = tuple(self.columns.values()) or COLUMNS
+        for file_number, file in enumerate(self.files):
+            for line, raw in file.records(columns):
+                yield file_number, line, raw
+
+    def _write(self, path: Path, records: Sequence[tuple[int, int, Any]], known: tuple[str, str] | None) -> None:
+        columns: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, *OF_TEXTS, *OF_SAMPLES)}
+        bad: list[str] = []
+        kind = None
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            # The tokenizer runs without Python's lock.
+            found = list(pool.map(self._encoded, (raw for _, _, raw in records)))
+        for (file_number, line, _), result in zip(records, found, strict=True):
+            place = self.files[file_number].place(line)
+            example, texts = result
+            if example is not None:
+                known = known or (str(example.type), place)
+                self._check_type(example, place, known)
+            if example is None or isinstance(texts, ValueError):
+                told = f"{self.name}, {place}: {texts}"
+                if self.on_bad_record == "error":
+                    raise BadRecord(f"{told} (--data.on-bad-record skip leaves such records out)")
+                bad.append(told)
+                continue
+            kind = example.type.kind
+            for text in texts:
+                for name, value in _of_text(text).items():
+                    columns[name].append(value)
+            for name, value in _of_sample(example, file_number, line).items():
+                columns[name].append(value)
+        told = {"type": known[0] if known else None, "place": known[1] if known else None, "kind": kind, "bad": bad}
+        arrays = {name: joined(columns[name], dtype) for name, dtype in OF_TOKENS.items()}
+        arrays |= {name: np.array(columns[name], dtype) for name, dtype in (OF_TEXTS | OF_SAMPLES).items()}
+        arrays["references"] = arrays["references"].reshape(-1, 2)
+        content = io.BytesIO()
+        np.savez(content, told=np.array(json.dumps(told)), **arrays)
+        files.write_bytes(path, content.getvalue())
+
+    def _encoded(self, raw: Any) -> tuple[Example | None, list[EncodedText] | ValueError]:
+        """The example in a record and its tokens, or what is wrong with either."""
+        try:
+            example = example_of(_renamed(parsed(raw), self.columns))
+        except ValueError as error:
+            return None, error
+        try:
+            return example, self.encoder.encode(example)
+        except ValueError as error:
+            return example, error
+
+    def _check_type(self, example: Example, place: str, known: tuple[str, str]) -> None:
+        if str(example.type) != known[0]:
+            raise MixedTypesError(
+                f"{self.name} mixes types: {known[1]} is {known[0]}, {place} is {example.type}. Split it into a "
+                "dataset for each type, or name the columns to read (--data.datasets.N.columns)"
+            )
+
+
+def _first(path: Path) -> tuple[str, str] | None:
+    """The type of the first sample of a part, and its place."""
+    told = told_of(path)
+    return (told["type"], told["place"]) if told["type"] else None
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record with the columns of the types; without `columns`, as it is."""
+    if not columns:
+        return record
+    missing = [column for column in columns.values() if column not in record]
+    if missing:
+        raise ValueError(
+            f"it has no {', '.join(missing)}, which --data.datasets.N.columns names; it has {sorted(record)}"
+        )
+    return {name: record[column] for name, column in columns.items()}
+
+
+def _of_text(text: EncodedText) -> dict[str, Any]:
+    targets = np.flatnonzero(text.targets[1:]) + 1
+    return {
+        "tokens": text.tokens,
+        "targets": text.targets,
+        "text_lengths": len(text.tokens),
+        "first_target": targets[0] if len(targets) else len(text.tokens),
+        "last_target": targets[-1] if len(targets) else 0,
+    }
+
+
+def _of_sample(example: Example, file_number: int, line: int) -> dict[str, Any]:
+    about = example.completions[0] if example.prompt is None else example.prompt
+    name = json.dumps([about, dict(example.variables)], sort_keys=True, default=str)
+    references = [float("nan")] * 2
+    if example.reference is not None:
+        # A single completion is segment 1 if it is desirable, 2 if not; so is its reference.
+        first = 0 if example.label in (None, True) else 1
+        references[first : first + len(example.reference)] = example.reference
+    return {
+        "digests": int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"),
+        "files": file_number,
+        "lines": line,
+        "labels": -1 if example.label is None else int(example.label),
+        "margins": example.margin,
+        "references": references,
+    }
+
+
+def joined(pieces: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """The pieces, one after the other, as an array of this type."""
+    return np.concatenate([np.empty(0, dtype), *pieces]).astype(dtype)
+
+
+def told_of(path: Path) -> dict[str, Any]:
+    """What a part says besides its arrays: `type` of its samples, `place` of the first, `kind`, and `bad` records."""
+    with np.load(path) as part:
+        return json.loads(str(part["told"]))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the part is there and undamaged: reading an archive's entries checks their CRCs."""
+    try:
+        # Opened here, because np.load leaves a damaged file open.
+        with path.open("rb") as file, np.load(file) as part:
+            for name in ("told", *OF_TOKENS, *OF_TEXTS, *OF_SAMPLES):
+                part[name]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning("%s is damaged (%s): encoding it again", path, error)
+        return False
+    return True
+
+
+def column_of(parts: Iterable[Path], name: str) -> Iterator[np.ndarray]:
+    """An array of each part."""
+    for path in parts:
+        with np.load(path) as part:
+            yield part[name]
