@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.runtime.exits import UsageError
+
 Message = Mapping[str, Any]
 # Characters from and before another in a rendered conversation.
 Span = tuple[int, int]
@@ -33,23 +35,28 @@ class ChatTemplate:
     Args: `name` is for messages; `special_tokens` are variables of the template (`bos_token`, ...); `today` is the date
     that `strftime_now` writes, fixed so that the same conversation always gives the same text.
 
-    Raises ValueError if it is not valid jinja, ImportError saying what to install if jinja2 is missing.
+    It is compiled when it is first used, because only conversations need it, and jinja2.
     """
 
     def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str], today: datetime.date):
         self.source, self.name, self.special_tokens, self.today = source, name, dict(special_tokens), today
-        self._compiled = _compiled(source, name, today)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(ChatTemplate, **self._arguments()), (self.source,)
 
     @classmethod
     def read(cls, path: str, *, special_tokens: Mapping[str, str], today: datetime.date) -> "ChatTemplate":
-        """The template in a file. Raises FileNotFoundError, and ValueError as the constructor does."""
+        """The template in a file. Raises FileNotFoundError, ValueError as `compiled`."""
         file = Path(path).expanduser()
         if not file.is_file():
             raise FileNotFoundError(f"no chat template at {path}: --data.chat-template takes a jinja file")
-        return cls(file.read_text(encoding="utf-8"), name=path, special_tokens=special_tokens, today=today)
+        template = cls(file.read_text(encoding="utf-8"), name=path, special_tokens=special_tokens, today=today)
+        template.compiled()
+        return template
+
+    def compiled(self) -> Any:
+        """The jinja template. Raises ValueError if it is not valid jinja, UsageError if jinja2 is not installed."""
+        return _compiled(self.source, self.name, self.today)
 
     @property
     def has_generation_blocks(self) -> bool:
@@ -61,12 +68,13 @@ class ChatTemplate:
 
         Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails.
         """
+        compiled = self.compiled()
         import jinja2  # pyright: ignore[reportMissingImports] (an extra)
 
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         chat = [_with_reasoning(message) for message in messages]
         try:
-            return self._compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+            return compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template {self.name} refuses the conversation: {error}") from error
 
@@ -146,7 +154,7 @@ def _compiled(source: str, name: str, today: datetime.date) -> Any:
         import jinja2  # pyright: ignore[reportMissingImports] (an extra)
         from jinja2 import ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("chat templates need jinja2: pip install 'openpi_train[text]'") from error
+        raise UsageError("chat templates need jinja2: pip install 'openpi_train[text]'") from error
 
     class GenerationBlocks(ext.Extension):
         """`{% generation %}` ... `{% endgeneration %}`: the block between two variables, which may be undefined."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.source import BadRecord
+from openpi_train.runtime.exits import UsageError
 
 _LINES, _PARQUET = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz"), (".parquet",)
 _ENDINGS = (*_LINES, *_PARQUET)
@@ -67,7 +68,7 @@ class TextFile:
             import pyarrow  # pyright: ignore[reportMissingImports] (an extra)
             from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ImportError(f"{self.path} needs pyarrow: pip install 'openpi_train[text]'") from error
+            raise UsageError(f"{self.path} needs pyarrow: pip install 'openpi_train[text]'") from error
         number = 0
         try:
             with parquet.ParquetFile(self.path) as file:

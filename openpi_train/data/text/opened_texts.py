@@ -1,0 +1,250 @@
+"""Opens text data: tokenizer, cached tokens, splits, and the rows made from them.
+
+Read next: `text_rows.py`, `feed.py`.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from openpi_train.data.hub import SCHEME
+from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
+from openpi_train.data.text.chat_template import ChatTemplate
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.data.text.text_encoder import TextEncoder
+from openpi_train.data.text.text_files import find_files
+from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
+from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
+from openpi_train.data.text.token_cache import TokenCache
+from openpi_train.data.text.token_store import TokenStore
+from openpi_train.data.text_lengths import choose_lengths, rounded, shares_of_rows
+from openpi_train.data.tokens import FOLDER
+from openpi_train.data.windows import validation_episodes
+
+logger = logging.getLogger(__name__)
+
+# Held-out rows are the same for every run over the same data, whatever its seed.
+_VALIDATION_SEED = 0
+_KINDS = {
+    "texts": ("language modelling", "prompt/completion"),
+    "preferences": ("preference",),
+    "labelled": ("unpaired preference",),
+}
+
+
+@runtime_checkable
+class TextModel(Protocol):
+    """What text data require of a model: the longest text that it takes, and `sizes.vocab_size`."""
+
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def sizes(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedTexts(OpenedData):
+    """Opened texts. `validation` is None if nothing is held out."""
+
+    train: TextRows
+    validation: TextRows | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything that the training rows depend on."""
+        return self.train.fingerprint
+
+    @property
+    def row_shapes(self) -> dict[str, list[int]]:
+        return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
+
+    def feed(self, *, batch_size: int, sharding: Any, num_workers: Any, cores: int | None) -> Feed:
+        from openpi_train.data.feed import RowFeed  # jax: only the main process comes here
+        from openpi_train.data.text.text_batches import batch_of
+
+        how = {"batch_size": batch_size, "sharding": sharding, "num_workers": num_workers, "cores": cores}
+        return RowFeed(self.train, **how, assemble=batch_of)
+
+    def batch_specs(self, batch_size: int) -> list[Any] | None:
+        """One spec for each length that batches can have (`text_lengths.py`)."""
+        from openpi_train.data.text.text_batches import batch_shapes
+
+        assert self.text_length is not None
+        lengths = self.train.text.lengths if self.train.text else (self.text_length,)
+        return [batch_shapes(self.train.spec_of(length), batch_size) for length in lengths]
+
+    def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+        from openpi_train.data.feed import RowFeed
+        from openpi_train.data.text.text_batches import batch_of, mask_texts
+
+        if self.validation is None:
+            logger.warning("no text is held out: there will be no held-out loss (--data.validation-fraction)")
+            return []
+        feed = RowFeed(self.validation, batch_size=batch_size, sharding=sharding, assemble=batch_of)
+        batches = feed.first(num_rows, mask_texts)
+        feed.close()
+        return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """The samples of one dataset that are in one split."""
+
+    dataset: TextDataset
+    store: TokenStore
+    samples: np.ndarray
+
+
+def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
+    """A run's rows and tokenizer, encoding its datasets if they are not cached.
+
+    Needs no communication: every process may call it, with equal results.
+
+    Raises FileNotFoundError, DataError or ValueError, saying what to do, if tokenizer or datasets cannot be used.
+    """
+    if problems := config.check():
+        raise ValueError("; ".join(problems))
+    tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
+    _check_model(config, request.model, tokenizer)
+    encoder = TextEncoder(tokenizer=tokenizer, templates=_templates(config, tokenizer), targets=config.targets)
+    splits = [_open_splits(config, dataset, encoder) for dataset in config.datasets]
+    cut = TextCut(config.max_length, config.truncation)
+    training = [_member(config, train, cut) for train, _ in splits]
+    held_out = [_member(config, held_out, cut) for _, held_out in splits if len(held_out.samples)]
+    held_out = [member for member in held_out if len(member)]
+    if empty := [member.name for member in training if not len(member)]:
+        raise ValueError(f"no training texts in {', '.join(empty)}: check split, --data.validation-fraction, lengths")
+    length = rounded(max(int(member.lengths.max()) for member in (*training, *held_out)), config.longest_row)
+
+    def rows(members: Sequence[RowMember], seed: int) -> TextRows:
+        identity = _identity(config, members)
+        how: Any = {"judged": config.judged, "references": config.reference_log_probs}
+        return TextRows(members, length=length, seed=seed, identity=identity, **how)
+
+    train = rows(training, request.seed)
+    lengths = choose_lengths(
+        shares_of_rows([member.lengths for member in training], train.mixture.weights.tolist()),
+        length,
+        batch_size=request.batch_size,
+        cost=float,
+        most=config.text_lengths,
+    )
+    opened = OpenedTexts(
+        num_samples=train.num_samples,
+        text_length=length,
+        tokenizer=tokenizer.fingerprint,
+        token_files={f"{FOLDER}/{name}": content for name, content in _files(config, tokenizer).items()},
+        train=train.in_lengths(lengths) if len(lengths) > 1 else train,
+        validation=rows(held_out, _VALIDATION_SEED) if held_out else None,
+    )
+    _report(opened)
+    return opened
+
+
+def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:
+    if not isinstance(model, TextModel):
+        raise ValueError(f"{type(model).__name__} reads no texts: choose a language model, or other data")
+    if tokenizer.num_tokens > (known := int(model.sizes.vocab_size)):
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.num_tokens} tokens, the model {known} (sizes.vocab_size): "
+            "give the tokenizer that belongs to the model"
+        )
+    if config.max_length > model.context_length:
+        raise ValueError(
+            f"--data.max-length {config.max_length} is more than the {model.context_length} tokens of the model's "
+            f"context (context_length): set it to at most {model.context_length}"
+        )
+
+
+def _templates(config: TextData, tokenizer: TextTokenizer) -> dict[str, ChatTemplate]:
+    about: Any = {"special_tokens": tokenizer.special_tokens, "today": datetime.date.fromisoformat(config.today)}
+    if config.chat_template is not None:
+        return {"default": ChatTemplate.read(config.chat_template, **about)}
+    sources = tokenizer.chat_templates
+    return {name: ChatTemplate(source, name=f"of {tokenizer.name}", **about) for name, source in sources.items()}
+
+
+def _files(config: TextData, tokenizer: TextTokenizer) -> dict[str, bytes]:
+    """The tokenizer's files for checkpoints, with the template that the run uses."""
+    if config.chat_template is None:
+        return tokenizer.files
+    return {**tokenizer.files, "chat_template.jinja": Path(config.chat_template).expanduser().read_bytes()}
+
+
+def _open_splits(config: TextData, dataset: TextDataset, encoder: TextEncoder) -> tuple[_Split, _Split]:
+    """The training and the held-out samples of a dataset."""
+    store = _open_store(config, dataset, encoder, dataset.path, dataset.split)
+    everything = np.arange(len(store))
+    if dataset.validation is not None:
+        is_file = Path(dataset.validation).expanduser().exists()
+        where, split = (dataset.validation, None) if is_file else (dataset.path, dataset.validation)
+        other = _open_store(config, dataset, encoder, where, split)
+        return _Split(dataset, store, everything), _Split(dataset, other, np.arange(len(other)))
+    prompts, of_samples = np.unique(store.digests, return_inverse=True)
+    held_out = validation_episodes([f"{prompt:016x}" for prompt in prompts.tolist()], config.validation_fraction)
+    held_out = held_out[of_samples]
+    return _Split(dataset, store, everything[~held_out]), _Split(dataset, store, everything[held_out])
+
+
+def _open_store(
+    config: TextData, dataset: TextDataset, encoder: TextEncoder, where: str, split: str | None
+) -> TokenStore:
+    store = TokenCache(
+        name=dataset.name,
+        where=where if where.startswith(SCHEME) else str(Path(where).expanduser().resolve()),
+        files=find_files(where, split, offline=config.offline),
+        encoder=encoder,
+        columns=dataset.columns_by_type,
+        kinds=_KINDS[config.kind],
+        cache_dir=config.cache_dir,
+        on_bad_record=config.on_bad_record,
+    ).open()
+    if config.reference_log_probs:
+        # A preference has both, a labelled completion one.
+        given = ~np.isnan(store.references)
+        missing = ~(given.all(1) if config.kind == "preferences" else given.any(1))
+        if missing.any():
+            raise ValueError(
+                f"{dataset.name}, {store.place(int(np.argmax(missing)))}: no log-probabilities of the reference model "
+                "(ref_chosen_logps and ref_rejected_logps, or reference_logps); --data.reference-log-probs needs them"
+            )
+    return store
+
+
+def _member(config: TextData, split: _Split, cut: TextCut) -> RowMember:
+    name = split.dataset.name
+    samples = cut.usable(split.store, split.samples, name=name, on_no_targets=config.on_no_targets)
+    return RowMember.of(split.store, samples, cut, packing=config.packing, name=name, weight=split.dataset.weight)
+
+
+def _identity(config: TextData, members: Sequence[RowMember]) -> dict[str, Any]:
+    """What the rows depend on besides the seed: content, not where it is stored."""
+    datasets = [
+        {
+            "texts": member.store.fingerprint,
+            "samples": hashlib.sha256(member.samples.astype(np.int64).tobytes()).hexdigest(),
+            "weight": member.weight,
+        }
+        for member in members
+    ]
+    names = ("kind", "max_length", "truncation", "packing", "reference_log_probs")
+    return {"datasets": datasets, **{name: getattr(config, name) for name in names}}
+
+
+def _report(opened: OpenedTexts) -> None:
+    for split, rows in (("training", opened.train), ("held-out", opened.validation)):
+        if rows is None:
+            logger.warning("data: no %s rows; evaluation has nothing to run on", split)
+            continue
+        for number, member in enumerate(rows.members):
+            logger.info(
+                "data: %s, %d %s texts in %d rows with %.0f tokens on average, %.1f %% of rows",
+                *(member.name, len(member.samples), split, len(member)),
+                *(member.lengths.mean(), 100 * rows.mixture.weights[number]),
+            )

@@ -1,0 +1,382 @@
+"""Opened text data: rows, packing, truncation, splits, batches, and the same batches in every process."""
+
+import concurrent.futures
+import dataclasses
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data.text import chats
+from flax import nnx
+
+from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.source import BadRecord
+from openpi_train.data.text.examples import example_of
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.data.text.text_encoder import TextEncoder
+from openpi_train.data.workers import LocalBatches
+from openpi_train.models.language import LanguageConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.types import PreferenceBatch, TextBatch
+
+SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+MODEL = LanguageConfig(sizes=SIZES, dtype="float32", context_length=64)
+BATCH = 8
+WORDS = " ".join(chats.SENTENCES[:3]).split()
+
+
+def sums(number):
+    """A prompt, and a completion of some other length."""
+    return {"prompt": f"{number}: {WORDS[number % 7]}", "completion": " " + " ".join(WORDS[: 1 + number * 7 % 11])}
+
+
+SUMS = [sums(number) for number in range(60)]
+PAIRS = [
+    {"prompt": f"{n} plus?", "chosen": " It is" + " four" * (1 + n % 5), "rejected": " five", "margin": n / 8}
+    for n in range(40)
+]
+LABELLED = [
+    {"prompt": f"{n} plus?", "completion": " It is four", "label": n % 3 == 0, "reference_logps": -float(n)}
+    for n in range(40)
+]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Opens text data of records that are written to files."""
+    tokenizer = str(chats.write(tmp_path / "tokenizer", template=chats.CHATML))
+
+    def make(*datasets, model=MODEL, seed=0, batch_size=BATCH, weights=None, about=None, **given):
+        paths = []
+        for number, records in enumerate(datasets):
+            paths.append(tmp_path / f"set{number}.jsonl")
+            paths[-1].write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = TextData(
+            datasets=tuple(
+                TextDataset(path=str(path), weight=weight, **(about or {}))
+                for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
+            ),
+            tokenizer=tokenizer,
+            cache_dir=str(tmp_path / "index"),
+            **({"max_length": 64} | given),
+        )
+        return config, config.open(OpeningRequest(model=model, seed=seed, batch_size=batch_size))
+
+    return make
+
+
+def rows_of(rows):
+    """Every row of the first epoch."""
+    columns, skipped = rows.batch(np.arange(rows.num_samples))
+    assert not skipped
+    return columns
+
+
+def texts_in(columns):
+    """Each text's tokens, positions and weights, whatever row it is in, sorted."""
+    found = []
+    for tokens, segments, positions, weights in zip(
+        *(columns[name] for name in ("tokens", "segments", "positions", "weights")), strict=True
+    ):
+        assert (np.diff(segments[segments > 0]) >= 0).all() and (segments[np.count_nonzero(segments) :] == 0).all()
+        for segment in range(1, segments.max() + 1):
+            mine = segments == segment
+            found.append((tuple(tokens[mine]), tuple(positions[mine]), tuple(weights[mine])))
+    return sorted(found)
+
+
+def sharding(devices=1):
+    mesh = jax.make_mesh((devices,), ("fsdp",), devices=jax.devices()[:devices])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+
+
+def test_a_row_is_its_text_with_positions_and_targets(made):
+    _, data = made(SUMS, validation_fraction=0.0)
+    encoder = TextEncoder(tokenizer=chats.tiny(), templates={})
+    expected = []
+    for record in SUMS:
+        (text,) = encoder.encode(example_of(record))
+        weights = np.where(np.arange(len(text.tokens)) > 0, text.targets, False).astype(np.float32)
+        expected.append((tuple(text.tokens), tuple(range(len(text.tokens))), tuple(weights)))
+    assert texts_in(rows_of(data.train)) == sorted(expected)
+    assert data.num_samples == 60 and data.text_length % 8 == 0
+
+
+def test_the_eos_token_is_a_target_where_it_is_also_the_pad_token(made):
+    _, data = made(SUMS, validation_fraction=0.0)
+    columns = rows_of(data.train)
+    last = np.count_nonzero(columns["segments"], axis=1) - 1
+    rows = np.arange(len(last))
+    assert (columns["tokens"][rows, last] == 2).all() and (columns["weights"][rows, last] == 1).all()
+    assert (columns["weights"][columns["segments"] == 0] == 0).all()
+
+
+def test_the_first_token_of_a_text_is_never_a_target(made):
+    _, data = made([{"text": record["completion"]} for record in SUMS], packing=True)
+    columns = rows_of(data.train)
+    assert (columns["weights"][columns["positions"] == 0] == 0).all()
+    assert (columns["weights"][(columns["segments"] > 0) & (columns["positions"] > 0)] == 1).all()
+
+
+def test_packing_puts_the_same_texts_into_fewer_rows(made):
+    _, alone = made(SUMS)
+    _, packed = made(SUMS, packing=True)
+    assert texts_in(rows_of(alone.train)) == texts_in(rows_of(packed.train))
+    assert texts_in(rows_of(alone.validation)) == texts_in(rows_of(packed.validation))
+    assert packed.num_samples < alone.num_samples / 2 and packed.text_length <= 64
+    described = packed.train.describe(np.arange(packed.num_samples))
+    assert all(line.startswith("set0: set0.jsonl:") and line.endswith("(epoch 0)") for line in described)
+    assert any(" and 1 more (" in line for line in described)
+
+
+@pytest.mark.slow
+def test_the_loss_of_packed_texts_is_that_of_the_texts(made):
+    model = MODEL.build(nnx.Rngs(0))
+
+    def loss(data):
+        columns = {name: jnp.asarray(column) for name, column in rows_of(data.train).items()}
+        x = model(columns["tokens"], columns["positions"], columns["segments"])
+        found = model.scores(x[:, :-1], columns["tokens"][:, 1:])
+        weights = columns["weights"][:, 1:]
+        return -(found.log_prob * weights).sum() / weights.sum()
+
+    _, alone = made(SUMS)
+    _, packed = made(SUMS, packing=True)
+    np.testing.assert_allclose(loss(packed), loss(alone), rtol=1e-5)  # sums of another order
+
+
+def test_batches_have_few_lengths_and_lose_no_token(made):
+    records = [{"text": "a"}] * 200 + [{"text": " ".join(WORDS[:20])}]
+    _, data = made(records, batch_size=2, validation_fraction=0.0)
+    specs = data.batch_specs(2)
+    lengths = [spec.tokens.shape[1] for spec in specs]
+    assert 1 < len(lengths) <= 3 and lengths == sorted(lengths) and lengths[-1] == data.text_length
+    seen = set()
+    for step in range(101):
+        positions = step * 2 + np.arange(2)
+        columns, _ = data.train.batch(positions)
+        cut = data.train.cut(columns, positions)
+        seen.add(cut["tokens"].shape[1])
+        assert cut["segments"].sum() == columns["segments"].sum() and cut["weights"].sum() == columns["weights"].sum()
+    assert seen <= set(lengths) and min(lengths) in seen
+    _, data = made(records, batch_size=2, text_lengths=1)
+    assert len(data.batch_specs(2)) == 1
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
+def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
+    records = [{"text": record["completion"]} for record in SUMS]
+    _, whole = made(records, validation_fraction=0.0)
+    _, data = made(records, max_length=6, truncation=truncation, validation_fraction=0.0)
+    expected = []
+    for tokens, *_ in texts_in(rows_of(whole.train)):
+        if len(tokens) > 6 and truncation == "drop":
+            continue
+        tokens = tokens[-6:] if truncation == "keep_end" else tokens[:6]
+        expected.append((tokens, tuple(range(len(tokens))), (0.0, *[1.0] * (len(tokens) - 1))))
+    assert texts_in(rows_of(data.train)) == sorted(expected)
+    if truncation == "drop":
+        dropped = 60 - len(expected)
+        assert f"{dropped} of 60 samples have more than 6 tokens and are dropped; the first: set0.jsonl:" in caplog.text
+
+
+def test_a_text_without_targets_is_an_error_or_dropped(made, caplog):
+    long = {"prompt": " ".join(WORDS), "completion": " four"}
+    with pytest.raises(
+        ValueError,
+        match=r"set0, set0\.jsonl:61: its prompt has \d+ tokens, which leaves no target in --data\.max-length 24; "
+        r"so it is with 1 samples.*--data\.truncation keep_end.*--data\.on-no-targets drop",
+    ):
+        made([*SUMS, long], max_length=24, validation_fraction=0.0)
+    _, data = made([*SUMS, long], max_length=24, on_no_targets="drop", validation_fraction=0.0)
+    assert (
+        data.num_samples == 60
+        and "1 samples without targets are dropped; the first: set0, set0.jsonl:61" in caplog.text
+    )
+    _, data = made([*SUMS, long], max_length=24, truncation="keep_end", validation_fraction=0.0)
+    assert data.num_samples == 61
+    talk = [{"messages": [*chats.ONE, {"role": "user", "content": " ".join(WORDS)}]}]
+    with pytest.raises(ValueError, match="all its targets are cut off"):
+        made(talk, max_length=16, truncation="keep_end", targets="assistant", validation_fraction=0.0)
+
+
+def test_a_preference_is_one_row_with_two_texts(made):
+    config, data = made(PAIRS, kind="preferences", max_length=32, validation_fraction=0.0)
+    columns = rows_of(data.train)
+    assert sorted(columns["margin"].tolist()) == [n / 8 for n in range(40)]
+    encoder = TextEncoder(tokenizer=chats.tiny(), templates={})
+    by_margin = {record["margin"]: encoder.encode(example_of(record)) for record in PAIRS}
+    for row in range(40):
+        for segment, text in zip((1, 2), by_margin[float(columns["margin"][row])], strict=True):
+            mine = columns["segments"][row] == segment
+            np.testing.assert_array_equal(columns["tokens"][row, mine], text.tokens)
+            np.testing.assert_array_equal(columns["positions"][row, mine], np.arange(len(text.tokens)))
+            np.testing.assert_array_equal(columns["weights"][row, mine], text.targets)
+    assert config.batch_spec(MODEL, 4).texts.tokens.shape == (4, 64)
+    (batch,) = data.held_out(4, 4, sharding()) or [None]
+    assert batch is None
+    feed = data.feed(batch_size=BATCH, sharding=sharding(), num_workers=0, cores=None)
+    batch = feed.next()
+    feed.close()
+    assert isinstance(batch, PreferenceBatch) and batch.reference_log_probs is None
+
+
+def test_a_labelled_completion_is_one_text_with_its_label_as_segment(made):
+    _, data = made(LABELLED, kind="labelled", reference_log_probs=True, validation_fraction=0.0)
+    columns = rows_of(data.train)
+    numbers = -columns["reference_log_probs"].sum(1)
+    assert sorted(numbers.tolist()) == list(range(40))
+    for number, segments, references in zip(
+        numbers.astype(int).tolist(), columns["segments"], columns["reference_log_probs"], strict=True
+    ):
+        segment = 1 if number % 3 == 0 else 2
+        assert set(segments.tolist()) == {0, segment} and references[2 - segment] == 0
+
+
+def test_conversations_and_texts_mix_by_weight(made):
+    talks = [{"messages": chats.TWO}, {"messages": chats.SYSTEM}, {"messages": chats.ONE}]
+    _, data = made(SUMS, talks, weights=[3.0, 1.0], validation_fraction=0.0)
+    assert data.train.proportions(4096) == {"0_set0": 0.75, "1_set1": 0.25}
+    described = data.train.describe(np.arange(64))
+    assert sum(line.startswith("set1: set1.jsonl:") for line in described) > 4
+
+
+def test_held_out_texts_are_chosen_by_their_prompts(made):
+    doubled = [{**record, "completion": record["completion"] + suffix} for record in SUMS for suffix in ("", " x")]
+    _, data = made(doubled, validation_fraction=0.3)
+
+    def prompts(rows):
+        return {t for text in texts_in(rows_of(rows)) for t in [text[0][: text[2].index(1.0)]]}
+
+    train, held_out = prompts(data.train), prompts(data.validation)
+    assert not train & held_out and len(train) + len(held_out) == 60 and 5 < len(held_out) < 35
+    _, again = made(doubled[::-1], validation_fraction=0.3, seed=5)
+    assert prompts(again.validation) == held_out
+    _, data = made(SUMS, validation_fraction=0.0)
+    assert data.validation is None and data.held_out(4, 4, sharding()) == []
+
+
+def test_a_split_or_a_file_can_be_held_out(made, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(SUMS[3]) + "\n")
+    _, data = made(SUMS, about={"validation": str(other)})
+    assert (data.num_samples, data.validation.num_samples) == (60, 1)
+    (tmp_path / "folder").mkdir()
+    for name, records in (("train", SUMS[:9]), ("test", SUMS[9:11])):
+        (tmp_path / "folder" / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config, _ = made(SUMS)
+    folder = TextDataset(path=str(tmp_path / "folder"), validation="test")
+    data = dataclasses.replace(config, datasets=(folder,)).open(OpeningRequest(model=MODEL, seed=0, batch_size=BATCH))
+    assert (data.num_samples, data.validation.num_samples) == (9, 2)
+
+
+def test_filler_rows_of_held_out_batches_have_no_targets(made):
+    _, data = made(SUMS, validation_fraction=0.3)
+    number = data.validation.num_samples
+    batches = data.held_out(1000, 4, sharding())
+    weights = np.concatenate([np.asarray(batch.weights) for batch in batches])
+    assert number % 4 and len(weights) == -(-number // 4) * 4
+    assert (weights[:number].sum(1) > 0).all() and (weights[number:] == 0).all()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_are_the_same_for_every_number_of_processes_and_workers(made, packing):
+    _, data = made(SUMS, packing=packing)
+    rows = pickle.loads(pickle.dumps(data.train))  # a worker's copy
+    for step in range(6):
+        whole = LocalBatches(data.train, BATCH, np.arange(BATCH))[step]["columns"]
+        parts = [LocalBatches(rows, BATCH, np.arange(4) + first)[step]["columns"] for first in (0, 4)]
+        for name, column in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), column)
+
+
+def test_batches_are_the_same_on_any_number_of_devices_and_after_seeking(made):
+    _, data = made(SUMS)
+
+    def batches(devices, num_workers=0):
+        feed = data.feed(batch_size=BATCH, sharding=sharding(devices), num_workers=num_workers, cores=None)
+        found = [jax.tree.map(np.asarray, feed.next()) for _ in range(3)]
+        position = feed.position()
+        found.append(jax.tree.map(np.asarray, feed.next()))
+        feed.seek(position)
+        again = jax.tree.map(np.asarray, feed.next())
+        feed.close()
+        jax.tree.map(np.testing.assert_array_equal, again, found[-1])
+        return found
+
+    one, four = batches(1), batches(4)
+    assert all(isinstance(batch, TextBatch) for batch in one)
+    jax.tree.map(np.testing.assert_array_equal, one, four)
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) for spec in data.batch_specs(BATCH)]
+    assert all(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) in shapes for batch in one)
+
+
+def test_openings_at_the_same_time_and_of_moved_files_are_equal(made, tmp_path):
+    config, data = made(SUMS)
+    moved = tmp_path / "elsewhere" / "set0.jsonl"
+    moved.parent.mkdir()
+    moved.write_bytes((tmp_path / "set0.jsonl").read_bytes())
+    other = dataclasses.replace(config, datasets=(TextDataset(path=str(moved)),), cache_dir=str(tmp_path / "two"))
+    request = OpeningRequest(model=MODEL, seed=0, batch_size=BATCH)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        opened = list(pool.map(lambda _: other.open(request), range(3)))
+    assert {one.fingerprint for one in opened} == {data.fingerprint}
+    for change in ({"max_length": 32}, {"packing": True}, {"truncation": "keep_end"}, {"validation_fraction": 0.3}):
+        assert dataclasses.replace(config, **change).open(request).fingerprint != data.fingerprint
+
+
+def test_checkpoints_get_the_tokenizer_and_its_template(made, tmp_path):
+    _, data = made(SUMS)
+    assert data.tokenizer == chats.tiny().fingerprint
+    assert set(data.token_files) == {f"tokenizer/{name}" for name in
+                                     ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}  # fmt: skip
+    (tmp_path / "mine.jinja").write_text(chats.HEADED)
+    _, data = made([{"messages": chats.ONE}] * 3, chat_template=str(tmp_path / "mine.jinja"))
+    assert data.token_files["tokenizer/chat_template.jinja"].decode() == chats.HEADED
+    text = chats.tiny().decode(rows_of(data.train)["tokens"][0])
+    assert "Today: 26 Jul 2024" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_length": 65}, r"--data\.max-length 65 is more than the 64 tokens of the model's context"),
+        ({"model": dataclasses.replace(MODEL, sizes=dataclasses.replace(SIZES, vocab_size=300))},
+         r"has 383 tokens, the model 300 .*give the tokenizer that belongs to the model"),
+        ({"model": "pi0"}, "str reads no texts"),
+        ({"kind": "preferences"}, r"set0 is a dataset of prompt/completion; this run takes preference"),
+        ({"targets": "assistant"}, "assistant needs conversations"),
+        ({"validation_fraction": 1.0}, r"must lie in \[0, 1\)"),
+        ({"kind": "preferences", "packing": True}, "--data.packing is for texts"),
+        ({"kind": "labelled", "targets": "all"}, "--data.targets all is for texts"),
+        ({"reference_log_probs": True}, "--data.reference-log-probs is for"),
+        ({"today": "July"}, "--data.today July is no date"),
+        ({"weights": [0.0]}, r"--data\.datasets\.0\.weight 0\.0 must be above 0"),
+        ({"about": {"columns": ("answer",)}}, r"columns answer: needed is TYPE=COLUMN"),
+        ({"about": {"columns": ("completion=answer",)}}, "has no answer"),
+        ({"tokenizer": "/nowhere"}, r"no tokenizer\.json in /nowhere"),
+        ({"chat_template": "/nowhere"}, "no chat template at /nowhere"),
+        ({"max_length": 2, "truncation": "drop"}, "no training texts in set0"),
+    ],
+)  # fmt: skip
+def test_bad_settings_say_what_to_do(made, given, message):
+    config, _ = made(SUMS)
+    if "tokenizer" in given:
+        with pytest.raises(FileNotFoundError, match=message):
+            dataclasses.replace(config, **given).open(OpeningRequest(model=MODEL, seed=0, batch_size=BATCH))
+        return
+    with pytest.raises((ValueError, BadRecord, FileNotFoundError), match=message):
+        made(SUMS, **given)
+
+
+def test_missing_reference_log_probs_are_named(made):
+    with pytest.raises(ValueError, match=r"set0, set0\.jsonl:1: no log-probabilities of the reference model"):
+        made(PAIRS, kind="preferences", reference_log_probs=True, max_length=32)
+    _, data = made(
+        [{**pair, "ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5} for pair in PAIRS],
+        kind="preferences", reference_log_probs=True, max_length=32,
+    )  # fmt: skip
+    assert (rows_of(data.train)["reference_log_probs"] == [-1.5, -2.5]).all()
