@@ -103,6 +103,15 @@ def bridge_sample() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """The folder of GSM8K's problems; the test is skipped where it is absent."""
+    path = DATA / "gsm8k"
+    if not path.is_dir():
+        pytest.skip(f"no GSM8K at {path} (set OPENPI_TRAIN_DATA)")
+    return path
+
+
 @pytest.fixture
 def small_disk(tmp_path, request) -> Iterator[Path]:
     """A file system of its own with room for 1 MiB, or for the indirect parameter; `fill_disk` takes that room."""
