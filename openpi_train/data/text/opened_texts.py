@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +24,7 @@ from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
 from openpi_train.data.text.token_cache import TokenCache
 from openpi_train.data.text.token_store import TokenStore
-from openpi_train.data.text_lengths import choose_lengths, rounded, shares_of_rows
+from openpi_train.data.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokens import FOLDER
 from openpi_train.data.windows import validation_episodes
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Held-out rows are the same for every run over the same data, whatever its seed.
 _VALIDATION_SEED = 0
+# The number of lengths from which those of batches are chosen.
+_MOST_LENGTHS = 64
 _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
@@ -114,6 +117,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
     _check_model(config, request.model, tokenizer)
     encoder = TextEncoder(tokenizer=tokenizer, templates=_templates(config, tokenizer), targets=config.targets)
     splits = [_open_splits(config, dataset, encoder) for dataset in config.datasets]
+    for split in (split for both in splits for split in both):
+        _check_tokens(split, request.model, tokenizer)
     cut = TextCut(config.max_length, config.truncation)
     training = [_member(config, train, cut) for train, _ in splits]
     held_out = [_member(config, held_out, cut) for _, held_out in splits if len(held_out.samples)]
@@ -128,12 +133,12 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
         return TextRows(members, length=length, seed=seed, identity=identity, **how)
 
     train = rows(training, request.seed)
-    lengths = choose_lengths(
-        shares_of_rows([member.lengths for member in training], train.mixture.weights.tolist()),
+    lengths = lengths_of_batches(
+        [member.lengths for member in training],
+        train.mixture.weights.tolist(),
         length,
         batch_size=request.batch_size,
-        cost=float,
-        most=config.text_lengths,
+        most=1 if config.packing else config.text_lengths,
     )
     opened = OpenedTexts(
         num_samples=train.num_samples,
@@ -150,7 +155,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:
     if not isinstance(model, TextModel):
         raise ValueError(f"{type(model).__name__} reads no texts: choose a language model, or other data")
-    if tokenizer.num_tokens > (known := int(model.sizes.vocab_size)):
+    known = int(model.sizes.vocab_size)
+    if tokenizer.beyond(known):
         raise ValueError(
             f"the tokenizer {tokenizer.name} has {tokenizer.num_tokens} tokens, the model {known} (sizes.vocab_size): "
             "give the tokenizer that belongs to the model"
@@ -159,6 +165,19 @@ def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None
         raise ValueError(
             f"--data.max-length {config.max_length} is more than the {model.context_length} tokens of the model's "
             f"context (context_length): set it to at most {model.context_length}"
+        )
+
+
+def _check_tokens(split: _Split, model: Any, tokenizer: TextTokenizer) -> None:
+    """Raise ValueError if a text has a token that the model's table lacks."""
+    known, store = int(model.sizes.vocab_size), split.store
+    if store.largest_token >= known:
+        at = int(np.argmax(np.asarray(store.tokens) >= known))
+        sample = int(np.searchsorted(store.text_ends, at, side="right")) // store.texts_per_sample
+        raise ValueError(
+            f"{split.dataset.name}, {store.place(sample)}: the tokenizer {tokenizer.name} gives the token "
+            f"{store.tokens[at]} ({tokenizer.decode([store.tokens[at]])!r}), the model has {known} (sizes.vocab_size). "
+            "Give the tokenizer that belongs to the model, or a chat template without that token"
         )
 
 
@@ -221,6 +240,16 @@ def _member(config: TextData, split: _Split, cut: TextCut) -> RowMember:
     name = split.dataset.name
     samples = cut.usable(split.store, split.samples, name=name, on_no_targets=config.on_no_targets)
     return RowMember.of(split.store, samples, cut, packing=config.packing, name=name, weight=split.dataset.weight)
+
+
+def lengths_of_batches(
+    of_rows: Sequence[np.ndarray], weights: Sequence[float], longest: int, *, batch_size: int, most: int
+) -> tuple[int, ...]:
+    """At most `most` lengths for batches, up to `longest`, from the number of tokens in each row of each dataset."""
+    # Few candidates, because all pairs of them are compared.
+    unit = UNIT * math.ceil(longest / (UNIT * _MOST_LENGTHS))
+    in_units = [np.minimum(-(-lengths // unit) * unit, longest) for lengths in of_rows]
+    return choose_lengths(shares_of_rows(in_units, weights), longest, batch_size=batch_size, cost=float, most=most)
 
 
 def _identity(config: TextData, members: Sequence[RowMember]) -> dict[str, Any]:

@@ -60,6 +60,15 @@ class TextTokenizer:
         """One more than the largest token."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    def beyond(self, vocab_size: int) -> list[str]:
+        """The tokens that a model with a table of `vocab_size` rows does not have, without those added for other uses.
+
+        Gemma 3's tokenizer has one such addition, for images, which its text models lack.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return [text for text, token in vocabulary.items() if token >= vocab_size and token not in added]
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of the vocabulary in order: under another fingerprint the same tokens mean other text."""

@@ -153,6 +153,7 @@ class TokenCache:
             "dataset": self.where,
             "sources": sources,
             "kind": next(kind for part in parts if (kind := told_of(part)["kind"])),
+            "largest_token": totals["largest_token"],
             "dropped": {"number": len(bad), "first": bad[0]} if bad else None,
             "fingerprint": _fingerprint(draft),
             "files": tables.list_files(draft),
@@ -167,7 +168,7 @@ class TokenCache:
 
 
 def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
-    """Write the arrays of all parts as those of a `TokenStore`; returns the numbers of samples, tokens, targets."""
+    """Write the arrays of all parts as those of a `TokenStore`; returns some numbers."""
     small = {name: joined(list(column_of(parts, name)), dtype) for name, dtype in OF_TEXTS.items()}
     for name, dtype in OF_SAMPLES.items():
         tail = (2,) if name == "references" else ()
@@ -179,7 +180,8 @@ def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
     for name, dtype in OF_TOKENS.items():
         tables.write_array(draft, name, dtype, (num_tokens,), column_of(parts, name))
     num_targets = sum(int(targets.sum()) for targets in column_of(parts, "targets"))
-    return {"samples": len(small["digests"]), "tokens": num_tokens, "targets": num_targets}
+    largest = max((int(tokens.max(initial=0)) for tokens in column_of(parts, "tokens")), default=0)
+    return {"samples": len(small["digests"]), "tokens": num_tokens, "targets": num_targets, "largest_token": largest}
 
 
 def _fingerprint(draft: Path) -> str:

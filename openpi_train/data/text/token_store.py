@@ -25,6 +25,7 @@ class TokenStore:
         self._stored = stored
         self.fingerprint: str = stored.manifest["fingerprint"]
         self.kind: str = stored.manifest["kind"]
+        self.largest_token: int = stored.manifest["largest_token"]
         arrays = stored.arrays
         self.tokens, self.targets = arrays["tokens"], arrays["targets"]
         self.text_ends, self.digests = arrays["text_ends"], arrays["digests"]

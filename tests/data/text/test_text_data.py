@@ -15,6 +15,7 @@ from flax import nnx
 from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.examples import example_of
+from openpi_train.data.text.opened_texts import lengths_of_batches
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder
 from openpi_train.data.workers import LocalBatches
@@ -370,6 +371,26 @@ def test_bad_settings_say_what_to_do(made, given, message):
         return
     with pytest.raises((ValueError, BadRecord, FileNotFoundError), match=message):
         made(SUMS, **given)
+
+
+def test_added_tokens_that_the_model_lacks_are_refused_only_where_a_text_has_them(made, tmp_path):
+    tokenizer = chats.byte_level()
+    tokenizer.add_special_tokens(["<image>"])
+    folder = str(chats.write(tmp_path / "images", tokenizer=tokenizer))
+    model = dataclasses.replace(MODEL, sizes=dataclasses.replace(SIZES, vocab_size=383))
+    config, _ = made(SUMS, model=model)
+    dataclasses.replace(config, tokenizer=folder).open(OpeningRequest(model=model, seed=0, batch_size=BATCH))
+    config, _ = made([*SUMS, {"prompt": "a", "completion": "<image>"}], model=model)
+    with pytest.raises(ValueError, match=r"set0\.jsonl:61: .* gives the token 383 \('<image>'\), the model has 383"):
+        dataclasses.replace(config, tokenizer=folder).open(OpeningRequest(model=model, seed=0, batch_size=BATCH))
+
+
+@pytest.mark.parametrize("longest", [70, 4000])
+def test_choosing_lengths_takes_no_longer_for_long_texts(longest):
+    """All pairs of candidate lengths are compared: there must be few of them."""
+    length = -(-longest // 8) * 8
+    found = lengths_of_batches([np.arange(1, longest + 1)], [1.0], length, batch_size=1, most=3)
+    assert found[-1] == length and all(number % 8 == 0 for number in found) and len(found) == 3
 
 
 def test_missing_reference_log_probs_are_named(made):
