@@ -22,7 +22,7 @@ import numpy as np
 from openpi_train.data import files
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
-from openpi_train.data.text.text_encoder import EncodedText, TextEncoder
+from openpi_train.data.text.text_encoder import EncodedText, TextEncoder, UnfitSettingsError
 from openpi_train.data.text.text_files import TextFile, parsed
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class EncodedParts:
     def encode(self) -> list[Path]:
         """The files of all parts, in order; those that are there and undamaged are not encoded again.
 
-        Raises BadRecord naming file and line, MixedTypesError.
+        Raises BadRecord naming file and line, MixedTypesError, UnfitSettingsError.
         """
         finished, records, known = [], self._records(), None
         kept, said, done = 0, time.monotonic(), 0
@@ -103,6 +103,8 @@ class EncodedParts:
                 self._check_type(example, place, known)
             if example is None or isinstance(texts, ValueError):
                 told = f"{self.name}, {place}: {texts}"
+                if isinstance(texts, UnfitSettingsError):
+                    raise UnfitSettingsError(told)
                 if self.on_bad_record == "error":
                     raise BadRecord(f"{told} (--data.on-bad-record skip leaves such records out)")
                 bad.append(told)

@@ -20,6 +20,10 @@ from openpi_train.data.text.text_tokenizer import Pieces, TextTokenizer
 Targets = Literal["auto", "completion", "assistant", "all"]
 
 
+class UnfitSettingsError(ValueError):
+    """The settings of the run do not fit the type of an example: no record of its dataset can be encoded."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EncodedText:
     """The tokens of one text, int32 [t], and which of them are targets, bool [t]."""
@@ -46,7 +50,7 @@ class TextEncoder:
     def encode(self, example: Example) -> list[EncodedText]:
         """One text for every completion of the example, each with the prompt before it.
 
-        Raises ValueError, saying what to do, if it cannot be encoded as the settings ask.
+        Raises ValueError if it cannot be encoded, UnfitSettingsError if none of its type can; both say what to do.
         """
         self._check(example)
         if example.type.conversational:
@@ -58,13 +62,15 @@ class TextEncoder:
     def _check(self, example: Example) -> None:
         kind, given = example.type, self.targets
         if given == "completion" and example.prompt is None:
-            raise ValueError(f"--data.targets completion needs a prompt and a completion; the type is {kind}")
+            raise UnfitSettingsError(f"--data.targets completion needs a prompt and a completion; the type is {kind}")
         if given == "assistant" and not kind.conversational:
-            raise ValueError(f"--data.targets assistant needs conversations; the type is {kind}")
+            raise UnfitSettingsError(f"--data.targets assistant needs conversations; the type is {kind}")
         if given in ("assistant", "all") and kind.kind in ("preference", "unpaired preference"):
-            raise ValueError(f"--data.targets {given}: the targets of preferences are their completions; leave it out")
+            raise UnfitSettingsError(
+                f"--data.targets {given}: the targets of preferences are their completions; leave it out"
+            )
         if kind.conversational and not self.templates:
-            raise ValueError(
+            raise UnfitSettingsError(
                 f"the tokenizer {self.tokenizer.name} has no chat template, which conversations need: give one with "
                 "--data.chat-template, or the tokenizer of a model that was trained on conversations"
             )
@@ -118,7 +124,7 @@ class TextEncoder:
     def _ended(self, tokens: list[int]) -> list[int]:
         eos = self.tokenizer.eos
         if eos is None:
-            raise ValueError(
+            raise UnfitSettingsError(
                 f"the tokenizer {self.tokenizer.name} names no eos_token in tokenizer_config.json: a model could not "
                 "learn where texts end. Add it there"
             )

@@ -57,8 +57,8 @@ class TextCut:
         empty = empty.any(1) & ~long
         if long.any():
             logger.warning(
-                "%s: %d of %d samples have more than %d tokens and are dropped; the first: %s (--data.truncation)",
-                *(name, long.sum(), len(samples), self.max_length, store.place(int(samples[np.argmax(long)]))),
+                "%s: samples with more than %d tokens, which are dropped: %d of %d; the first: %s (--data.truncation)",
+                *(name, self.max_length, long.sum(), len(samples), store.place(int(samples[np.argmax(long)]))),
             )
         if empty.any():
             self._without_targets(store, samples[empty], lengths[empty], name, on_no_targets)
@@ -76,10 +76,10 @@ class TextCut:
         told = f"{name}, {store.place(first)}: {why}"
         if on_no_targets == "error":
             raise ValueError(
-                f"{told}; so it is with {len(samples)} samples. Raise --data.max-length, keep the end of texts "
+                f"{told} (samples without targets: {len(samples)}). Raise --data.max-length, keep the end of texts "
                 "(--data.truncation keep_end), or leave such samples out (--data.on-no-targets drop)"
             )
-        logger.warning("%d samples without targets are dropped; the first: %s", len(samples), told)
+        logger.warning("samples without targets, which are dropped: %d; the first: %s", len(samples), told)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ import concurrent.futures
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -181,21 +183,21 @@ def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
     assert texts_in(rows_of(data.train)) == sorted(expected)
     if truncation == "drop":
         dropped = 60 - len(expected)
-        assert f"{dropped} of 60 samples have more than 6 tokens and are dropped; the first: set0.jsonl:" in caplog.text
+        assert f"more than 6 tokens, which are dropped: {dropped} of 60; the first: set0.jsonl:" in caplog.text
 
 
 def test_a_text_without_targets_is_an_error_or_dropped(made, caplog):
     long = {"prompt": " ".join(WORDS), "completion": " four"}
     with pytest.raises(
         ValueError,
-        match=r"set0, set0\.jsonl:61: its prompt has \d+ tokens, which leaves no target in --data\.max-length 24; "
-        r"so it is with 1 samples.*--data\.truncation keep_end.*--data\.on-no-targets drop",
+        match=r"set0, set0\.jsonl:61: its prompt has \d+ tokens, which leaves no target in --data\.max-length 24 "
+        r"\(samples without targets: 1\)\. Raise .*--data\.truncation keep_end.*--data\.on-no-targets drop",
     ):
         made([*SUMS, long], max_length=24, validation_fraction=0.0)
     _, data = made([*SUMS, long], max_length=24, on_no_targets="drop", validation_fraction=0.0)
     assert (
         data.num_samples == 60
-        and "1 samples without targets are dropped; the first: set0, set0.jsonl:61" in caplog.text
+        and "without targets, which are dropped: 1; the first: set0, set0.jsonl:61" in caplog.text
     )
     _, data = made([*SUMS, long], max_length=24, truncation="keep_end", validation_fraction=0.0)
     assert data.num_samples == 61
@@ -391,6 +393,19 @@ def test_choosing_lengths_takes_no_longer_for_long_texts(longest):
     length = -(-longest // 8) * 8
     found = lengths_of_batches([np.arange(1, longest + 1)], [1.0], length, batch_size=1, most=3)
     assert found[-1] == length and all(number % 8 == 0 for number in found) and len(found) == 3
+
+
+def test_settings_that_fit_no_record_are_an_error_also_where_bad_records_are_skipped(made):
+    with pytest.raises(ValueError, match=r"set0\.jsonl:1: --data\.targets assistant needs conversations") as caught:
+        made(SUMS, targets="assistant", on_bad_record="skip")
+    assert "on-bad-record" not in str(caught.value)
+
+
+def test_a_worker_imports_no_library_of_devices_or_files():
+    modules = "('jax', 'pyarrow', 'jinja2', 'tokenizers', 'tensorflow_datasets')"
+    code = f"import sys, openpi_train.data.text.text_rows; print([name for name in {modules} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_missing_reference_log_probs_are_named(made):
