@@ -85,19 +85,18 @@ class TokenCache:
                 locks.held(self.place / tables.LOCK, f"tokens of {self.name}"),
             ):
                 found = self._find() or self._build()
-        kind, dropped = found.manifest["kind"], found.manifest["dropped"]
-        if self.kinds and kind not in self.kinds:
+        if self.kinds and found.kind not in self.kinds:
             raise ValueError(
-                f"{self.name} is a dataset of {kind}; this run takes {' or '.join(self.kinds)}: set --data.kind, or "
-                "name other columns (--data.datasets.N.columns)"
+                f"{self.name} is a dataset of {found.kind}; this run takes {' or '.join(self.kinds)}: set "
+                "--data.kind, or name other columns (--data.datasets.N.columns)"
             )
-        if dropped:
+        if dropped := found.dropped:
             logger.warning(
                 "%s: %d bad records are left out; the first: %s", self.name, dropped["number"], dropped["first"]
             )
-        return TokenStore(found)
+        return found
 
-    def _find(self) -> tables.Tables | None:
+    def _find(self) -> TokenStore | None:
         """The existing tokens, if they are complete and the files have not changed since; else None."""
         manifest = tables.read_manifest(self.place)
         if manifest is None or manifest.get("format") != FORMAT:
@@ -105,10 +104,10 @@ class TokenCache:
         try:
             changed = self._changed(manifest["sources"])
             if changed is None:
-                return tables.open_tables(self.place, manifest, check_crc=True)
+                return TokenStore(tables.open_tables(self.place, manifest, check_crc=True))
             logger.info("%s: %s changed since it was encoded: encoding again", self.name, changed)
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("the tokens %s are damaged (%s): encoding again", self.place, error)
+            logger.warning("the tokens %s are damaged (%r): encoding again", self.place, error)
         return None
 
     def _changed(self, sources: Sequence[Sequence[Any]]) -> str | None:
@@ -120,7 +119,7 @@ class TokenCache:
                 return file.name
         return None
 
-    def _build(self) -> tables.Tables:
+    def _build(self) -> TokenStore:
         started = time.monotonic()
         stats = [file.path.stat() for file in self.files]
         sources = [
@@ -164,7 +163,7 @@ class TokenCache:
             "%s: encoded in %.1f s: %d samples, %d tokens, %d targets",
             *(self.name, time.monotonic() - started, totals["samples"], totals["tokens"], totals["targets"]),
         )
-        return tables.open_tables(self.place, manifest, check_crc=True)
+        return TokenStore(tables.open_tables(self.place, manifest, check_crc=True))
 
 
 def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:

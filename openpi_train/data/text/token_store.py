@@ -25,6 +25,8 @@ class TokenStore:
         self._stored = stored
         self.fingerprint: str = stored.manifest["fingerprint"]
         self.kind: str = stored.manifest["kind"]
+        # How many records were left out, and the first of them; None if none.
+        self.dropped: dict[str, Any] | None = stored.manifest["dropped"]
         self.largest_token: int = stored.manifest["largest_token"]
         arrays = stored.arrays
         self.tokens, self.targets = arrays["tokens"], arrays["targets"]

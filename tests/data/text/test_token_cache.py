@@ -152,6 +152,10 @@ def test_a_half_written_cache_is_not_used(folder, encoded):
     store = of.open()
     (of.place / "manifest.json").unlink()
     assert of.open().fingerprint == store.fingerprint and len(encoded) == 50
+    manifest = json.loads((of.place / "manifest.json").read_text())
+    del manifest["kind"]
+    (of.place / "manifest.json").write_text(json.dumps(manifest))
+    assert of.open().fingerprint == store.fingerprint and len(encoded) == 75
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "targets.npy", "lines.npy"])
