@@ -19,7 +19,7 @@ from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
 from openpi_train.data.text.chat_template import ChatTemplate
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder
-from openpi_train.data.text.text_files import find_files
+from openpi_train.data.text.text_files import find_files, names_a_path
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
 from openpi_train.data.text.token_cache import TokenCache
@@ -37,7 +37,7 @@ _MOST_LENGTHS = 64
 _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
-    "labelled": ("unpaired preference",),
+    "unpaired": ("unpaired preference",),
 }
 
 
@@ -52,7 +52,7 @@ class TextModel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenedTexts(OpenedData):
+class OpenedText(OpenedData):
     """Opened texts. `validation` is None if nothing is held out."""
 
     train: TextRows
@@ -104,7 +104,7 @@ class _Split:
     samples: np.ndarray
 
 
-def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
+def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     """A run's rows and tokenizer, encoding its datasets if they are not cached.
 
     Needs no communication: every process may call it, with equal results.
@@ -140,7 +140,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedTexts:
         batch_size=request.batch_size,
         most=1 if config.packing else config.text_lengths,
     )
-    opened = OpenedTexts(
+    opened = OpenedText(
         num_samples=train.num_samples,
         text_length=length,
         tokenizer=tokenizer.fingerprint,
@@ -201,8 +201,8 @@ def _open_splits(config: TextData, dataset: TextDataset, encoder: TextEncoder) -
     store = _open_store(config, dataset, encoder, dataset.path, dataset.split)
     everything = np.arange(len(store))
     if dataset.validation is not None:
-        is_file = Path(dataset.validation).expanduser().exists()
-        where, split = (dataset.validation, None) if is_file else (dataset.path, dataset.validation)
+        is_path = names_a_path(dataset.validation)
+        where, split = (dataset.validation, None) if is_path else (dataset.path, dataset.validation)
         other = _open_store(config, dataset, encoder, where, split)
         return _Split(dataset, store, everything), _Split(dataset, other, np.arange(len(other)))
     prompts, of_samples = np.unique(store.digests, return_inverse=True)
@@ -266,7 +266,7 @@ def _identity(config: TextData, members: Sequence[RowMember]) -> dict[str, Any]:
     return {"datasets": datasets, **{name: getattr(config, name) for name in names}}
 
 
-def _report(opened: OpenedTexts) -> None:
+def _report(opened: OpenedText) -> None:
     for split, rows in (("training", opened.train), ("held-out", opened.validation)):
         if rows is None:
             logger.warning("data: no %s rows; evaluation has nothing to run on", split)

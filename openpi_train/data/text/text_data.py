@@ -16,7 +16,7 @@ from openpi_train.data.text.text_rows import Truncation, row_spec_of
 from openpi_train.fields import at_least
 
 # What the rows of a run are: texts to predict; preferences between two completions; completions, each with a label.
-RowKind = Literal["texts", "preferences", "labelled"]
+RowKind = Literal["texts", "preferences", "unpaired"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TextDataset:
     weight: float = 1.0
     # Only files whose path has this word; none: all files. Not looked at if the path is a file.
     split: str | None = "train"
-    # What is held out: a split of the path, or the path of a file. None: a fraction of the split.
+    # What is held out: a split of `path`, or another path (with a slash or an ending). None: a fraction of the split.
     validation: str | None = None
     # The columns to read, as TYPE=COLUMN (`prompt=question completion=answer`); empty: those with the types' names.
     columns: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class TextData(Data):
         if self.judged and self.targets not in ("auto", "completion"):
             problems.append(f"--data.targets {self.targets} is for texts: the targets of {self.kind} are completions")
         if self.reference_log_probs and not self.judged:
-            problems.append("--data.reference-log-probs is for --data.kind preferences or labelled")
+            problems.append("--data.reference-log-probs is for --data.kind preferences or unpaired")
         try:
             datetime.date.fromisoformat(self.today)
         except ValueError:

@@ -132,6 +132,11 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
     return [TextFile(root / name, name) for name in mine]
 
 
+def names_a_path(text: str) -> bool:
+    """Whether the text is a path or an address, rather than the name of a split."""
+    return "/" in text or text.endswith(_ENDINGS)
+
+
 def _is_of(name: str, split: str) -> bool:
     """Whether a split's name, or a word that means the same, is a word of the path."""
     synonyms = next((words for words in _WORDS if split in words), {split})

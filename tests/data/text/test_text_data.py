@@ -228,7 +228,7 @@ def test_a_preference_is_one_row_with_two_texts(made):
 
 
 def test_a_labelled_completion_is_one_text_with_its_label_as_segment(made):
-    _, data = made(LABELLED, kind="labelled", reference_log_probs=True, validation_fraction=0.0)
+    _, data = made(LABELLED, kind="unpaired", reference_log_probs=True, validation_fraction=0.0)
     columns = rows_of(data.train)
     numbers = -columns["reference_log_probs"].sum(1)
     assert sorted(numbers.tolist()) == list(range(40))
@@ -354,7 +354,7 @@ def test_checkpoints_get_the_tokenizer_and_its_template(made, tmp_path):
         ({"targets": "assistant"}, "assistant needs conversations"),
         ({"validation_fraction": 1.0}, r"must lie in \[0, 1\)"),
         ({"kind": "preferences", "packing": True}, "--data.packing is for texts"),
-        ({"kind": "labelled", "targets": "all"}, "--data.targets all is for texts"),
+        ({"kind": "unpaired", "targets": "all"}, "--data.targets all is for texts"),
         ({"reference_log_probs": True}, "--data.reference-log-probs is for"),
         ({"today": "July"}, "--data.today July is no date"),
         ({"weights": [0.0]}, r"--data\.datasets\.0\.weight 0\.0 must be above 0"),

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from openpi_train.data import hub
 from openpi_train.data.source import BadRecord
-from openpi_train.data.text.text_files import TextFile, find_files, parsed
+from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 
 
 def folder(root, *names):
@@ -36,6 +36,11 @@ def folder(root, *names):
 )  # fmt: skip
 def test_a_split_is_a_word_of_the_path(tmp_path, names, split, found):
     assert [file.name for file in find_files(folder(tmp_path, *names), split)] == found
+
+
+def test_a_path_is_told_from_a_split():
+    paths = ["a.jsonl", "b/c", "hub:me/texts", "test.parquet"]
+    assert [names_a_path(text) for text in (*paths, "test", "validation", "train_sft")] == [True] * 4 + [False] * 3
 
 
 def test_missing_files_and_splits_are_said(tmp_path):
