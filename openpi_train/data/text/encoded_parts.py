@@ -119,8 +119,9 @@ class EncodedParts:
         arrays = {name: joined(columns[name], dtype) for name, dtype in OF_TOKENS.items()}
         arrays |= {name: np.array(columns[name], dtype) for name, dtype in (OF_TEXTS | OF_SAMPLES).items()}
         arrays["references"] = arrays["references"].reshape(-1, 2)
+        arrays["told"] = np.array(json.dumps(told))
         content = io.BytesIO()
-        np.savez(content, told=np.array(json.dumps(told)), **arrays)
+        np.savez(content, allow_pickle=False, **arrays)
         files.write_bytes(path, content.getvalue())
 
     def _encoded(self, raw: Any) -> tuple[Example | None, list[EncodedText] | ValueError]:
