@@ -171,7 +171,7 @@ CASES = [
         "remote weights",
         "debug --weight-loader.params-path ftp://bucket/params",
         CHECKPOINT,
-        "ftp://bucket/params: addresses of ftp:// are not read",
+        "ftp://bucket/params: addresses with ftp:// are not supported",
         "allowed: a path, or one of gs://",
     ),
     case(
