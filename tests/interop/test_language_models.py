@@ -336,7 +336,16 @@ def test_they_start_from_their_own_checkpoints_too(kind, tmp_path):
     names = parameter_names(model)
     params = {names[path]: in_memory(leaf.astype(np.float32)) for path, leaf in drawn.items()}
     openpi.write(tmp_path / "own", Stored(where="here", format="openpi", params=params))
-    found = CheckpointWeightLoader(params_path=str(tmp_path / "own")).load(model)
+    loader = CheckpointWeightLoader(params_path=str(tmp_path / "own"))
+    found = loader.load(model)
     assert {path: float(np.asarray(leaf.whole()).max()) for path, leaf in found.items()} == {
         path: float(leaf.max()) for path, leaf in drawn.items()
     }
+    if kind == "referenced":  # the policy alone goes on from it without its reference
+        policy = loader.load(base)
+        assert policy.keys() == parameter_shapes(base).keys()
+        path = "layers/mlp/down/weight"
+        assert float(np.asarray(policy[path].whole()).max()) == float(drawn[f"policy/{path}"].max())
+    else:
+        with pytest.raises(CheckpointError, match="score/weight"):
+            loader.load(base)
