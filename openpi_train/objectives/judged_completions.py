@@ -48,8 +48,8 @@ class JudgedCompletions(Objective):
     completions counts as two.
 
     z is the mean of r over mismatched texts, each row's prompt with the next row's completion, and at least 0
-    (section 4.2 of the paper). It has no gradient. It is computed once for the whole optimizer batch, before the
-    micro-batches (`prepared`), which all use the same value. The paper's code takes it from each micro-batch.
+    (as in the paper). It has no gradient. It is computed once for the whole optimizer batch, before the
+    micro-batches (`prepared`), which all use the same value. Published code takes it from each micro-batch.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})

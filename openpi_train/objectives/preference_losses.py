@@ -87,18 +87,18 @@ def _hinge(pair: PairLogProbs, how: LossSettings) -> Array:
 
 
 def _ipo(pair: PairLogProbs, how: LossSettings) -> Array:
-    """IPO (Azar et al. 2023), equation 17, with averaged log-probabilities."""
+    """IPO (Azar et al. 2023), with averaged log-probabilities."""
     return jnp.square(pair.difference - 1 / (2 * how.beta))
 
 
 def _robust(pair: PairLogProbs, how: LossSettings) -> Array:
-    """Robust DPO (Chowdhury et al. 2024), equation 12: unbiased if a share `smoothing` of the labels is swapped."""
+    """Robust DPO (Chowdhury et al. 2024): unbiased if a share `smoothing` of the labels is swapped."""
     x = how.beta * pair.difference
     return (-(1 - how.smoothing) * _log_sigmoid(x) + how.smoothing * _log_sigmoid(-x)) / (1 - 2 * how.smoothing)
 
 
 def _exo_pair(pair: PairLogProbs, how: LossSettings) -> Array:
-    """EXO (Ji et al. 2024), equation 16: the reverse KL divergence from the smoothed labels."""
+    """EXO (Ji et al. 2024): the reverse KL divergence from the smoothed labels."""
     x = how.beta * pair.difference
     chosen, rejected = _log_sigmoid(x), _log_sigmoid(-x)
     from_chosen = jnp.exp(chosen) * (chosen - jnp.log1p(-how.smoothing))
