@@ -27,6 +27,11 @@ COLUMNS = (
     *("margin", "ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
 )
 
+# float32 holds no larger numbers.
+_LARGEST = 3e38
+# Variables of chat templates that no record may set.
+_TAKEN = {"messages", "add_generation_prompt", "_generation_start", "_generation_end"}
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleType:
@@ -129,6 +134,9 @@ def _conversation(name: str, value: Any) -> Conversation:
             raise ValueError(
                 f"message {number} of {name} is {message!r:.80}; needed is an object with role and content"
             )
+        content = message.get("content")
+        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            raise ValueError(f"content of message {number} of {name} is {_what(content)}; needed is a string")
     # Columns of parquet files give every message the entries that one of them has.
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
@@ -146,6 +154,8 @@ def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
     extra = given.get("chat_template_kwargs", {})
     if not isinstance(extra, Mapping):
         raise ValueError(f"chat_template_kwargs is {_what(extra)}; needed is an object")
+    if taken := sorted(extra.keys() & _TAKEN):
+        raise ValueError(f"chat_template_kwargs has {', '.join(taken)}, which the run sets itself")
     return dict(extra) | ({"tools": given["tools"]} if given.get("tools") else {})
 
 
@@ -164,11 +174,13 @@ def _number(given: Mapping[str, Any], name: str) -> float | None:
     value = given.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}; needed is a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        raise ValueError(f"{name} is {value!r:.80}; needed is a finite number")
     return float(value)
 
 
 def _what(value: Any) -> str:
     names = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a boolean"}
+    if value is None:
+        return "absent"
     return names.get(type(value), type(value).__name__)

@@ -95,6 +95,8 @@ def parsed(raw: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"not JSON ({error.msg} at character {error.pos + 1}); needed is one object per line"
         ) from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(record, Mapping):
         raise ValueError(f"{json.dumps(record)[:60]} is no object; needed is one object per line")
     return record

@@ -119,7 +119,12 @@ class TextTokenizer:
         return {} if template is None else {"default": template}
 
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
-        """The tokens of each text, without tokens before or after it; special tokens in the text are recognised."""
+        """The tokens of each text, without tokens before or after it; special tokens in the text are recognised.
+
+        Raises ValueError for a text with half of a surrogate pair, which JSON can write.
+        """
+        for text in texts:
+            text.encode()  # the library's own error does not say what is wrong
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [Pieces(one.ids, one.offsets) for one in found]
 

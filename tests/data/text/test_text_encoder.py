@@ -118,6 +118,7 @@ def test_tools_go_to_the_template_made_for_them():
         (chats.CHATML, "assistant", {"messages": USER}, "no token of the conversation is the assistant's"),
         (chats.FORGETFUL, "assistant", {"messages": chats.TWO}, "does not preserve prefixes"),
         (chats.TURNS, "auto", {"messages": ANSWER}, "roles must alternate"),
+        (None, "auto", {"prompt": "a", "completion": "\ud800"}, "surrogates not allowed"),
     ],
 )
 def test_what_cannot_be_encoded_says_what_to_do(template, targets, record, message):

@@ -83,6 +83,7 @@ def test_records_are_the_same_in_every_format(tmp_path, ending):
         (b"[1, 2]", r"\[1, 2\] is no object; needed is one object per line"),
         (b"[", "not JSON .* one object per line"),
         (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said(line, message):
