@@ -64,7 +64,7 @@ class Example:
 def example_of(record: Mapping[str, Any]) -> Example:
     """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
     given = {name: value for name, value in record.items() if value is not None}
-    told = {"variables": _variables(given), "margin": _number(given, "margin") or 0.0}
+    told: dict[str, Any] = {"variables": _variables(given), "margin": _number(given, "margin") or 0.0}
     if {"chosen", "rejected"} <= given.keys():
         return _preference(given, told)
     if {"prompt", "completion"} <= given.keys():

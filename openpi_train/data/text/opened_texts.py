@@ -71,7 +71,7 @@ class OpenedText(OpenedData):
         from openpi_train.data.feed import RowFeed  # jax: only the main process comes here
         from openpi_train.data.text.text_batches import batch_of
 
-        how = {"batch_size": batch_size, "sharding": sharding, "num_workers": num_workers, "cores": cores}
+        how: Any = {"batch_size": batch_size, "sharding": sharding, "num_workers": num_workers, "cores": cores}
         return RowFeed(self.train, **how, assemble=batch_of)
 
     def batch_specs(self, batch_size: int) -> list[Any] | None:

@@ -5,6 +5,10 @@ import json
 import logging
 import os
 import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,8 @@ from openpi_train.data.text.text_encoder import TextEncoder
 from openpi_train.data.text.text_files import find_files
 from openpi_train.data.text.token_cache import TokenCache
 
+TESTS = Path(__file__).resolve().parent.parent.parent
+PYTHONPATH = f"{TESTS.parent}:{TESTS}"
 SUMS = [{"prompt": f"What is {n} plus two?", "completion": f" It is {n + 2}."} for n in range(25)]
 PAIRS = [
     {"prompt": f"{n}?", "chosen": f"{n}", "rejected": f"not {n}", "margin": n / 4, "ref_chosen_logps": -n,
@@ -145,6 +151,33 @@ def test_an_interrupted_encoding_is_continued(folder, encoded, monkeypatch, capl
     assert not list(cache(folder).place.glob(".tables*"))
     fresh = cache(folder, encoder=TextEncoder(tokenizer=chats.tiny(), templates={})).open()
     assert fresh.fingerprint == store.fingerprint
+
+
+SLOW = """
+import sys, time
+from data.text import test_token_cache as tests
+from openpi_train.data.text import encoded_parts
+
+encoded_parts.PART_RECORDS, encode = 4, tests.TextEncoder.encode
+tests.TextEncoder.encode = lambda self, example: (time.sleep(0.05), encode(self, example))[1]
+tests.cache(tests.Path(sys.argv[1])).open()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_encoded_is_kept(folder, encoded):
+    process = subprocess.Popen([sys.executable, "-c", SLOW, folder], env={**os.environ, "PYTHONPATH": PYTHONPATH})
+    place = cache(folder).place
+    deadline = time.monotonic() + 60
+    while not list(place.glob(".tables.parts-*/00000[1-9].npz")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    finished = len(list(place.glob(".tables.parts-*/[0-9]*.npz")))
+    assert finished < 7 and not (place / "manifest.json").exists()
+    store = cache(folder).open()
+    assert len(store) == 25 and len(encoded) == 25 - 4 * finished
 
 
 def test_a_half_written_cache_is_not_used(folder, encoded):
