@@ -135,6 +135,23 @@ def test_seed_and_row_decide_what_is_drawn():
     np.testing.assert_allclose(same[0].log_probs, expected[np.arange(len(made)), made], rtol=1e-4, atol=1e-4)
 
 
+def test_each_token_has_random_numbers_of_its_own():
+    """At a temperature at which all tokens are nearly equally probable, a row rarely has the same one twice running."""
+    settings = dataclasses.replace(SAMPLED, temperature=1000.0, top_k=0, top_p=1.0, max_new_tokens=30)
+    made = [token for one in generator().complete(requests(settings)) for token in one.tokens]
+    repeated = np.mean(np.equal(made[1:], made[:-1]))
+    assert repeated < 0.2, repeated
+
+
+def test_a_long_prompt_beside_a_short_one_is_read_whole():
+    prompts = [[5], [int(token) for token in np.random.default_rng(9).integers(1, VOCABULARY, 40)]]
+    settings = dataclasses.replace(GREEDY, max_new_tokens=6)
+    for prompt, found in zip(prompts, generator().complete(requests(settings, prompts)), strict=True):
+        after = log_probs_of([*prompt, *found.tokens])[len(prompt) - 1 :]
+        np.testing.assert_array_equal(found.tokens, after.argmax(axis=1)[: len(found.tokens)])
+        np.testing.assert_allclose(found.log_probs, after.max(axis=1)[: len(found.tokens)], rtol=1e-4, atol=1e-5)
+
+
 def test_steps_tell_what_each_request_got_and_a_cancelled_one_leaves_its_row():
     one = generator()
     for request in requests():
