@@ -222,6 +222,21 @@ def evaluate(argv: Sequence[str]) -> int:
     run_guarded(lambda: main(request, process))
 
 
+def generate(argv: Sequence[str]) -> int:
+    """`generate RUN|CHECKPOINT`: complete texts with a language model: a prompt, a file, a chat in the terminal."""
+    from openpi_train.command_line import Own, parse
+    from openpi_train.generation.sampling_settings import SamplingSettings
+    from openpi_train.tools.requests import GenerateRequest
+
+    kind = tuple[Own[GenerateRequest], Own[SamplingSettings]]
+    request, settings = parse(kind, argv, "generate", GenerateRequest.__doc__)
+    if problems := settings.check():
+        raise UsageError("; ".join(problems))
+    from openpi_train.tools.generate_text import main
+
+    return main(request, settings)
+
+
 def report(argv: Sequence[str]) -> int:
     """`report RUN`: write one HTML file about a run: curves, time, memory, data, evaluations with videos."""
     from openpi_train.command_line import parse
@@ -277,6 +292,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "serve": serve,
     "eval": evaluate,
+    "generate": generate,
     "report": report,
 }
 

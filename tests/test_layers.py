@@ -17,7 +17,7 @@ ROWS = (
     {"command_line", "nn", "optim", "robots", "envs"},
     {"data", "sampling"},
     {"models"},
-    {"objectives", "interop"},
+    {"objectives", "interop", "generation"},
     {"evaluation"},
     {"experiment"},
     {"choice"},

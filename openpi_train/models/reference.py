@@ -109,3 +109,10 @@ class ReferencedConfig(ModelConfig):
         """float32: a rounded reference differs from the policy before the first step."""
         del path
         return jnp.float32
+
+
+def policy_of(model: ModelConfig) -> tuple[LanguageConfig, str] | None:
+    """The language model whose texts this model gives, and the prefix of its parameters' paths; None if it has none."""
+    if isinstance(model, LanguageConfig):
+        return model, ""
+    return (model.policy, POLICY) if isinstance(model, ReferencedConfig) else None

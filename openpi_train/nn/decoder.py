@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from openpi_train.nn.attention import Attention, attend, rotate
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gated_mlp import GatedMlp
-from openpi_train.nn.key_value_cache import KeyValueCache, put
+from openpi_train.nn.key_value_cache import KeyValueCache
 from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_layers, stack_layers
 from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
 from openpi_train.nn.rotary_frequencies import angles_at
@@ -184,30 +184,32 @@ class Decoder(nnx.Module):
         return self._run(tokens, positions, segments, caching=False)[0]
 
     def prefill(
-        self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], is_token: Bool[Array, "b t"]
+        self, tokens: Int[Array, "b t"], length: Int[Array, " b"]
     ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
         """The activations of prompts, and a cache of their keys and values without free slots (see `grown`).
 
-        Padding may be before or after a prompt; `is_token` is False there.
+        Args: `length` is each prompt's number of tokens; padding comes after them.
         """
-        x, (keys, values) = self._run(tokens, positions, is_token.astype(jnp.int32), caching=True)
-        length = jnp.int32(tokens.shape[1])
-        cache = {"positions": positions, "is_token": is_token, "length": length}
-        return x, tree_of(KeyValueCache, keys=keys, values=values, **cache)
+        is_token = jnp.arange(tokens.shape[1]) < length[:, None]
+        x, kept = self._run(tokens, None, is_token.astype(jnp.int32), caching=True)
+        keys, values = (jnp.transpose(one, (1, 0, 3, 2, 4)) for one in kept)  # of "layers b t k c"
+        return x, tree_of(KeyValueCache, keys=keys, values=values, length=length)
 
     def extend(
-        self, tokens: Int[Array, "b t"], positions: Int[Array, "b t"], cache: KeyValueCache
+        self, tokens: Int[Array, "b t"], cache: KeyValueCache, num_slots: int | None = None
     ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
         """The activations of tokens that follow those in the cache, and the cache with these tokens added.
 
-        There must be enough free slots. In a loop that carries the cache it is written in place.
+        In a loop that carries the cache it is written in place. A token without a free slot is not written.
+
+        Args: only the first `num_slots` slots are read, which no row exceeds; None: all.
         """
-        t, at = tokens.shape[1], cache.length
-        slots = jnp.arange(cache.positions.shape[1])
-        all_positions = put(cache.positions, positions, at, 1)
-        is_token = put(cache.is_token, jnp.ones_like(tokens, bool), at, 1)
-        mask = is_token[:, None] & (slots <= (at + jnp.arange(t))[:, None])  # b t s
-        sight = self._sight(positions, all_positions, mask)
+        b, t = tokens.shape
+        num_slots = cache.num_slots if num_slots is None else num_slots
+        positions = cache.length[:, None] + jnp.arange(t)  # b t
+        slots = jnp.broadcast_to(jnp.arange(num_slots), (b, num_slots))
+        sight = self._sight(positions, slots, slots[:, None] <= positions[:, :, None])
+        rows = jnp.arange(b)[:, None]
 
         def body(layer: LanguageLayer, carry: tuple[Array, Array, Array], own: Any) -> tuple[Any, None]:
             x, keys, values = carry
@@ -216,18 +218,19 @@ class Decoder(nnx.Module):
             query, key, value = layer.heads(x, angles)
 
             def write(kept: Array, new: Array) -> Array:
-                zero = jnp.int32(0)
-                return jax.lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), (index, zero, at, zero, zero))
+                return kept.at[rows, index, :, positions].set(new.astype(kept.dtype), mode="drop", unique_indices=True)
+
+            def read(kept: Array) -> Array:  # b s k c
+                return jnp.swapaxes(kept[:, index, :, :num_slots], 1, 2).astype(x.dtype)
 
             keys, values = write(keys, key), write(values, value)
-            return (layer.after(x, query, keys[index], values[index], mask), keys, values), None
+            return (layer.after(x, query, read(keys), read(values), mask), keys, values), None
 
         carry = self.embed(tokens), cache.keys, cache.values
         per_layer = jnp.arange(self.sizes.depth), self._kinds()
         with jax.named_scope("decoder"):
             (x, keys, values), _ = scan_layers(self.layers, body, carry, per_layer, remat="none")
-        found = {"positions": all_positions, "is_token": is_token, "length": at + t}
-        return self.final_norm(x)[0], tree_of(KeyValueCache, keys=keys, values=values, **found)
+        return self.final_norm(x)[0], tree_of(KeyValueCache, keys=keys, values=values, length=cache.length + t)
 
     def logits(self, x: Float[Array, "b t d"], temperature: float = 1.0) -> Float[Array, "b t v"]:
         """Logits of every token of the vocabulary, float32."""

@@ -1,41 +1,29 @@
 """Keys and values of earlier tokens, for generation. Read next: `decoder.py: prefill, extend`."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from openpi_train.types import pytree, tree_of
 
 
 @pytree
 class KeyValueCache:
-    """Keys and values of all layers in `s` slots, of which the first `length` are in use.
+    """Keys and values of all layers in `s` slots per row: slot i is that of the row's token at position i.
 
-    `is_token` is False for slots with padding. All rows write to the same slot, each with its own position.
+    The first `length` slots of a row are in use. What is in the others is not read. Rows are independent of each
+    other: they may be of any lengths, and may be taken, put and reordered on the first axis of all fields.
     """
 
-    keys: Float[Array, "layers b s k c"]
-    values: Float[Array, "layers b s k c"]
-    positions: Int[Array, "b s"]
-    is_token: Bool[Array, "b s"]
-    length: Int[Array, ""]
+    keys: Float[Array, "b layers k s c"]
+    values: Float[Array, "b layers k s c"]
+    length: Int[Array, " b"]
+
+    @property
+    def num_slots(self) -> int:
+        """The number of tokens that a row can hold."""
+        return self.keys.shape[3]
 
     def grown(self, num_slots: int) -> "KeyValueCache":
-        """This cache with `num_slots` more free slots."""
-
-        def padded(x: Array, axis: int) -> Array:
-            return jnp.pad(x, [(0, num_slots if dim == axis else 0) for dim in range(x.ndim)])
-
-        return tree_of(
-            KeyValueCache,
-            keys=padded(self.keys, 2),
-            values=padded(self.values, 2),
-            positions=padded(self.positions, 1),
-            is_token=padded(self.is_token, 1),
-            length=self.length,
-        )
-
-
-def put(slots: Array, new: Array, at: Int[Array, ""], axis: int) -> Array:
-    """`slots` with `new` written from `at` on along `axis`, in place if a loop carries `slots`."""
-    return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), at, axis)
+        """This cache with `num_slots` more free slots per row."""
+        keys, values = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, num_slots), (0, 0)]) for x in (self.keys, self.values))
+        return tree_of(KeyValueCache, keys=keys, values=values, length=self.length)

@@ -3,16 +3,10 @@
 The optimizer state is not read, and each device reads only the parameters that it holds. Read next: `policy.py`.
 """
 
-import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
-from openpi_train import registry
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
 from openpi_train.data.tokenizer import FILE
@@ -20,27 +14,16 @@ from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
-from openpi_train.interop import checkpoint_formats, openpi
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
-from openpi_train.interop.stored_leaves import Leaves, Stored, place
-from openpi_train.models.model_config import PolicyConfig, as_policy
-from openpi_train.nn.params import Params
-from openpi_train.planning.device_limits import memory_bytes
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.model_config import as_policy
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
+from openpi_train.policy.restore import open_run, restored
 from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-
-logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 4, 16)
-# Fraction of a device's memory up to which each device holds all parameters; the rest is for activations and caches.
-_MOST_OF_MEMORY = 0.6
-# Smaller arrays are replicated when the others are sharded.
-_MIN_SHARD_MIB = 4.0
 
 
 def load_policy(
@@ -96,7 +79,10 @@ def load_policy(
     if longest is not None:
         lengths = tuple(sorted({stored.text_length or longest, longest}))
     stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.normalization
-    model, params, plan = _restored(model, stored, str(directory), average, dtype, merge_lora, devices)
+    restored_model, params, plan = restored(
+        model, stored, str(directory), average=average, dtype=dtype, merge_lora=merge_lora, devices=devices
+    )
+    model = as_policy(restored_model)
     sampler = Sampler(
         model=model,
         objective=run.objective,
@@ -130,17 +116,6 @@ def load_policy(
     )
 
 
-def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
-    """Open a checkpoint and its experiment. Arguments and errors are as in `load_policy`."""
-    given = registry.load(experiment) if isinstance(experiment, str) else experiment
-    stored = checkpoint_formats.open_checkpoint(directory)
-    if stored.experiment is not None:
-        return stored, experiment_from_json(stored.experiment, given)
-    if given is None:
-        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
-    return stored, given
-
-
 def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are used. Raises UsageError if that is ambiguous."""
     datasets = run.demonstrations.datasets
@@ -168,70 +143,3 @@ def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
     if missing := {"state", "actions"} - stats.keys():
         raise CheckpointError(f"the norm stats {asset!r} of {stored.where} lack {', '.join(sorted(missing))}")
     return stats
-
-
-def _restored(
-    model: PolicyConfig,
-    stored: Stored,
-    directory: str,
-    average: bool,
-    dtype: str | None,
-    merge_lora: bool,
-    devices: Sequence[Any] | None,
-) -> tuple[PolicyConfig, Params, Plan]:
-    """The model to run, its parameters on the devices, and their plan."""
-    leaves = dict(checkpoint_formats.model_params(stored, model))
-    if not average:
-        leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)
-    plan = _plan(list(devices or jax.local_devices()), leaves)
-    merges = merge_lora and any(path.endswith("/lora_a") for path in leaves)
-    params: Params = {}
-    for path, leaf in leaves.items():
-        kept = merges or dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating)
-        wanted = leaf.dtype if kept else jnp.dtype(dtype)
-        params[path] = place(leaf, wanted, plan.tree("state", {path: leaf})[path])
-    size = sum(leaf.nbytes for leaf in params.values())
-    count, where = plan.real_mesh.size, f"{plan.real_mesh.size} devices" if plan.real_mesh.size > 1 else "1 device"
-    logger.info(
-        "%s: %.3g GB of parameters on %s%s",
-        stored.where,
-        size / 1e9,
-        where,
-        ", cut" if count > 1 and plan.cuts("copy") else "",
-    )
-    return (
-        (as_policy(model.without_lora()), _merged(model, params, plan, dtype), plan)
-        if merges
-        else (model, params, plan)
-    )
-
-
-def _not_averaged(stored: Stored, model: PolicyConfig, leaves: Leaves) -> dict[str, Any]:
-    """The trained parameters themselves, for a checkpoint whose `params` are their average."""
-    if stored.train_state is None:
-        raise UsageError(f"{stored.where} has no training state, so it has only the published parameters")
-    names = openpi.parameter_names(model)
-    found = {path: stored.train_state.get(f"params/{names[path]}") for path in leaves}
-    return {path: leaf for path, leaf in found.items() if leaf is not None}
-
-
-def _merged(model: PolicyConfig, params: Params, plan: Plan, dtype: str | None) -> Params:
-    """The parameters with low-rank factors merged: merged weights in float32, or all weights in `dtype`."""
-    adapted = {f"{path.removesuffix('/lora_a')}/weight" for path in params if path.endswith("/lora_a")}
-
-    def merge(params: Params) -> Params:
-        wide = {path: leaf.astype(jnp.float32) if path in adapted else leaf for path, leaf in params.items()}
-        merged = model.merge_lora(wide)
-        return {path: leaf.astype(dtype or leaf.dtype) for path, leaf in merged.items()}
-
-    shardings = plan.tree("state", jax.eval_shape(merge, params))
-    return jax.jit(merge, out_shardings=shardings)(params)
-
-
-def _plan(devices: list[Any], leaves: Leaves) -> Plan:
-    """Replicate all parameters if they fit on each device, else shard them over all devices."""
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
-    if fits or len(devices) == 1:
-        return Plan(mesh=make_mesh(1, devices), strategy="replicated")
-    return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3", min_shard_mib=_MIN_SHARD_MIB)

@@ -29,8 +29,9 @@ from openpi_train.evaluation.closed_loop_success import write_score
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.policy.acting import Acting, ActingInRealTime
-from openpi_train.policy.loading import choose_dataset, load_policy, open_run
+from openpi_train.policy.loading import choose_dataset, load_policy
 from openpi_train.policy.policy import Policy
+from openpi_train.policy.restore import open_run
 from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase

@@ -182,6 +182,60 @@ class EvaluateRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateRequest(Request):
+    """Complete texts with a language model: one text, a file of them, or a conversation in the terminal.
+
+    Without --prompt, --message and --file it is a conversation: a line is a message, /new starts again, and Ctrl-D ends
+    it. Settings of the sampling, such as --temperature 0, apply to all completions.
+    """
+
+    # A run's directory (its newest checkpoint), a step's, a folder in Hugging Face's form, or hub:USER/NAME.
+    checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
+    # A text to continue, as it is.
+    prompt: str | None = None
+    # A user's message to answer, by the model's chat template.
+    message: str | None = None
+    # JSON lines with `prompt` (a text, or a conversation's messages) or `messages`.
+    file: Path | None = None
+    # Where the completions of --file go, as JSON lines; those that are there already are kept.
+    out: Path | None = None
+    # The system's message of --message and of conversations.
+    system: str | None = None
+    # Completions of each prompt.
+    samples: int = at_least(1, 1)
+    # The experiment of the checkpoint, if it is not recorded there.
+    experiment: str | None = None
+    # Type of parameters and activations; None: the model's.
+    dtype: Literal["float32", "bfloat16"] | None = None
+    # Use the average of the parameters (EMA) instead of the parameters.
+    average: bool = True
+    # Another folder of a tokenizer.
+    tokenizer: str | None = None
+    # A jinja file; None: the model's own chat template.
+    chat_template: str | None = None
+    # Completions that are made together.
+    num_rows: int = at_least(1, 16)
+    # Most tokens of a prompt and its completion; None: the model's context, at most 2048.
+    max_length: int | None = at_least(2, None)
+
+    def check(self) -> list[str]:
+        """A sentence for every conflict, with the flag to change."""
+        problems = []
+        given = [f"--{name}" for name in ("prompt", "message", "file") if getattr(self, name) is not None]
+        if len(given) > 1:
+            problems.append(f"{' and '.join(given)} exclude each other")
+        if (self.file is None) != (self.out is None):
+            problems.append("--file and --out must both be given: the prompts, and where their completions go")
+        if self.file is not None and self.out is not None and self.file.absolute() == self.out.absolute():
+            problems.append(f"--out {self.out} is the file with the prompts; name another one")
+        if self.samples > 1 and not given:
+            problems.append("--samples is for --prompt, --message and --file")
+        if self.system is not None and (self.prompt is not None or self.file is not None):
+            problems.append("--system is for --message and for conversations")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportRequest(Request):
     """Write one HTML file about one or several runs.
 

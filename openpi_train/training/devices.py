@@ -55,10 +55,22 @@ class Devices:
 
         return self._run(on_device, specs, REPLICATED, params, batch, rest)
 
-    def rows(self, function: Function, params: Params, batch: Any, rest: Any, num_micros: int = 1) -> Any:
+    def rows(
+        self,
+        function: Function,
+        params: Params,
+        batch: Any,
+        rest: Any,
+        num_micros: int = 1,
+        *,
+        tensor_specs: tuple[Any, Any] | None = None,
+    ) -> Any:
         """The results of `function` for all rows, in the order of the batch. `rest` is the same on all devices.
 
         `function` is called for one micro-batch after the other, the same rows as in `gradient`.
+
+        Args: `tensor_specs` are PartitionSpecs (or prefixes of their trees) of the batch and of the results over the
+        dims after the first, where a tensor group splits them; None: it splits nothing.
         """
         specs = self._specs(params)
 
@@ -73,7 +85,11 @@ class Devices:
             results = jax.lax.map(found, _micros(batch, num_micros))
             return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), results)
 
-        return self._run(on_device, specs, PartitionSpec(self._axes), params, batch, rest)
+        row_specs = tuple(
+            jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), tree)
+            for tree in tensor_specs or (REPLICATED,) * 2
+        )
+        return self._run(on_device, specs, row_specs[1], params, batch, rest, row_specs[0])
 
     def row_values(self, params: Params, num_micros: int = 1) -> Callable[[Callable[[Any, Any], Any], Any], Any]:
         """What `Objective.prepared` needs: (function, batch) -> `function(module, rows)` for all rows."""
@@ -113,10 +129,19 @@ class Devices:
         out_specs = {path: specs[path] for path in params}, REPLICATED
         return self._run(on_device, specs, out_specs, {**frozen, **params}, batch, rest)
 
-    def _run(self, on_device: Any, specs: Any, out_specs: Any, params: Params, batch: Any, rest: Any) -> Any:
+    def _run(
+        self,
+        on_device: Any,
+        specs: Any,
+        out_specs: Any,
+        params: Params,
+        batch: Any,
+        rest: Any,
+        batch_specs: Any = None,
+    ) -> Any:
         if self.plan.mesh.size == 1:
             return on_device(params, batch, rest)
-        in_specs = (specs, PartitionSpec(self._axes), REPLICATED)
+        in_specs = (specs, PartitionSpec(self._axes) if batch_specs is None else batch_specs, REPLICATED)
         # Over all axes, including those of size 1: otherwise XLA for CPUs aborts on sums in bfloat16
         # ("Invalid binary instruction opcode copy", jax 0.10.2).
         run = jax.shard_map(on_device, mesh=self.plan.mesh, in_specs=in_specs, out_specs=out_specs)

@@ -87,19 +87,17 @@ def test_scores_with_a_cache_are_those_of_transformers(name):
     graph, io = graph_of(model_of(name)), recorded(name)
     tokens = jnp.asarray(io["tokens"])
     b, t = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(t), (b, t))
 
     @jax.jit
     def scores(params):
         model = merge_module(graph, params)
-        x, cache = model.prefill(tokens[:, :3], positions[:, :3], jnp.ones((b, 3), bool))
+        x, cache = model.prefill(tokens[:, :3], jnp.full(b, 3))
 
-        def step(cache, column):
-            token, position = column
-            x, cache = model.extend(token[:, None], position[:, None], cache)
+        def step(cache, token):
+            x, cache = model.extend(token[:, None], cache)
             return cache, x[:, 0]
 
-        _, later = jax.lax.scan(step, cache.grown(t - 3), (tokens[:, 3:].T, positions[:, 3:].T))
+        _, later = jax.lax.scan(step, cache.grown(t - 3), tokens[:, 3:].T)
         return model.logits(jnp.concatenate([x, later.swapaxes(0, 1)], axis=1))
 
     found = np.asarray(scores(loaded(name)))

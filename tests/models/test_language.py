@@ -179,14 +179,14 @@ def test_with_an_adapter_only_its_factors_train_and_it_folds_into_the_weights():
 def test_texts_are_continued_on_many_devices_as_on_one(fsdp, tensor, devices):
     def scores(graph, params, batch):
         model = merge_module(graph, params)
-        tokens, positions = batch.tokens[:, :12], jnp.broadcast_to(jnp.arange(12), (len(batch.tokens), 12))
-        x, cache = model.prefill(tokens[:, :8], positions[:, :8], batch.segments[:, :8] > 0)
+        tokens = batch.tokens[:, :12]
+        x, cache = model.prefill(tokens[:, :8], jnp.full(len(tokens), 8))
 
         def step(cache, column):
-            x, cache = model.extend(column[0][:, None], column[1][:, None], cache)
+            x, cache = model.extend(column[:, None], cache)
             return cache, model.logits(x)[:, 0]
 
-        _, later = jax.lax.scan(step, cache.grown(4), (tokens[:, 8:].T, positions[:, 8:].T))
+        _, later = jax.lax.scan(step, cache.grown(4), tokens[:, 8:].T)
         return jnp.concatenate([model.logits(x), later.swapaxes(0, 1)], axis=1)
 
     mesh = make_mesh(fsdp, jax.devices()[:devices], tensor)

@@ -4,7 +4,6 @@ Read next: `text_rows.py`, `feed.py`.
 """
 
 import dataclasses
-import datetime
 import hashlib
 import logging
 import math
@@ -16,9 +15,8 @@ import numpy as np
 
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
-from openpi_train.data.text.chat_template import ChatTemplate
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_encoder import TextEncoder
+from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.text.text_files import find_files, names_a_path
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
@@ -115,7 +113,11 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         raise ValueError("; ".join(problems))
     tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
     _check_model(config, request.model, tokenizer)
-    encoder = TextEncoder(tokenizer=tokenizer, templates=_templates(config, tokenizer), targets=config.targets)
+    encoder = TextEncoder(
+        tokenizer=tokenizer,
+        templates=templates_of(tokenizer, config.chat_template, config.today),
+        targets=config.targets,
+    )
     splits = [_open_splits(config, dataset, encoder) for dataset in config.datasets]
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
@@ -179,14 +181,6 @@ def _check_tokens(split: _Split, model: Any, tokenizer: TextTokenizer) -> None:
             f"{store.tokens[at]} ({tokenizer.decode([store.tokens[at]])!r}), the model has {known} (sizes.vocab_size). "
             "Give the tokenizer that belongs to the model, or a chat template without that token"
         )
-
-
-def _templates(config: TextData, tokenizer: TextTokenizer) -> dict[str, ChatTemplate]:
-    about: Any = {"special_tokens": tokenizer.special_tokens, "today": datetime.date.fromisoformat(config.today)}
-    if config.chat_template is not None:
-        return {"default": ChatTemplate.read(config.chat_template, **about)}
-    sources = tokenizer.chat_templates
-    return {name: ChatTemplate(source, name=f"of {tokenizer.name}", **about) for name, source in sources.items()}
 
 
 def _files(config: TextData, tokenizer: TextTokenizer) -> dict[str, bytes]:

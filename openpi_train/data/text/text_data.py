@@ -17,6 +17,8 @@ from openpi_train.fields import at_least
 
 # What the rows of a run are: texts to predict; preferences between two completions; completions, each with a label.
 RowKind = Literal["texts", "preferences", "unpaired"]
+# What chat templates write as today's date.
+TODAY = "2024-07-26"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class TextData(Data):
     # What to do with a record that cannot be read or encoded: end the run, or leave it out.
     on_bad_record: Literal["error", "skip"] = "error"
     # The date that templates write as today's. It is fixed, so that a text has the same tokens every day.
-    today: str = "2024-07-26"
+    today: str = TODAY
     # Folder for the cache of tokens; None: $OPENPI_TRAIN_HOME/index.
     cache_dir: str | None = None
     # Never access the hub (HF_HUB_OFFLINE=1 does the same).

@@ -4,10 +4,11 @@ So the token that ends a text is a target also where it is the tokenizer's pad t
 """
 
 import dataclasses
+import datetime
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -129,6 +130,18 @@ class TextEncoder:
                 "learn where texts end. Add it there"
             )
         return tokens if tokens and tokens[-1] == eos else [*tokens, eos]
+
+
+def templates_of(tokenizer: TextTokenizer, given: str | None, today: str) -> dict[str, ChatTemplate]:
+    """The tokenizer's chat templates by name, or the one in the file `given`, as `default`.
+
+    Args: `today` is the date that they write, YYYY-MM-DD. Raises as `ChatTemplate.read`.
+    """
+    about: Any = {"special_tokens": tokenizer.special_tokens, "today": datetime.date.fromisoformat(today)}
+    if given is not None:
+        return {"default": ChatTemplate.read(given, **about)}
+    sources = tokenizer.chat_templates.items()
+    return {name: ChatTemplate(source, name=f"of {tokenizer.name}", **about) for name, source in sources}
 
 
 def inside(pieces: Pieces, spans: Sequence[Span]) -> np.ndarray:

@@ -1,0 +1,105 @@
+"""`TextGenerator`: completions as texts, of texts or conversations. Read next: `generator.py`, `completion_text.py`."""
+
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from openpi_train.data.text.chat_template import ChatTemplate, Message
+from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.generation.completion_text import CompletionText, NewText
+from openpi_train.generation.generator import GenerationRequest, Generator, joined
+from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.runtime.exits import UsageError
+
+_CONFIG = "generation_config.json"
+
+
+def end_tokens(tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's own, and those of its model's generation_config.json.
+
+    Chat models end a turn with another token than a document.
+    """
+    found = [] if tokenizer.eos is None else [tokenizer.eos]
+    try:
+        said = json.loads(tokenizer.files.get(_CONFIG, b"{}")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{tokenizer.name}: {_CONFIG} is damaged ({error}); fetch it again") from error
+    found += said if isinstance(said, list) else [said]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+class TextGenerator:
+    """A `Generator` with the tokenizer and the chat templates of its model.
+
+    Args: `templates` are chat templates by name; conversations need the one called `default`. Not thread-safe.
+    """
+
+    def __init__(self, generator: Generator, tokenizer: TextTokenizer, templates: Mapping[str, ChatTemplate]):
+        self.generator, self.tokenizer, self.templates = generator, tokenizer, dict(templates)
+        self._texts: dict[Hashable, CompletionText] = {}
+
+    def prompt_of(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
+        """The tokens of a text, or of a conversation up to the header of the assistant's next message.
+
+        Args: `variables` are further variables of the chat template, such as `tools`.
+
+        Raises ValueError if the template refuses the conversation, UsageError if there is no template.
+        """
+        if isinstance(given, str):
+            return [*self.tokenizer.begin, *self.tokenizer.encode([given])[0].tokens]
+        named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
+        template = self.templates.get(named) or next(iter(self.templates.values()), None)
+        if template is None:
+            raise UsageError(
+                f"the tokenizer {self.tokenizer.name} has no chat template, which conversations need: give plain "
+                "texts, or put a chat_template.jinja beside its tokenizer.json"
+            )
+        return self.tokenizer.encode([template.render(given, add_generation_prompt=True, **variables)])[0].tokens
+
+    def submit(
+        self, id: Hashable, prompt: Sequence[int], settings: SamplingSettings, *, row: int = 0, num_top: int = 0
+    ) -> None:
+        """Complete this prompt (from `prompt_of`). Arguments and errors are those of `Generator.submit`."""
+        self.generator.submit(GenerationRequest(id=id, prompt=prompt, settings=settings, row=row, num_top=num_top))
+        self._texts[id] = CompletionText(self.tokenizer, prompt, settings.stop)
+
+    def cancel(self, id: Hashable) -> None:
+        """Forget a request; what is unknown or finished is ignored."""
+        self.generator.cancel(id)
+        self._texts.pop(id, None)
+
+    def step(self) -> list[NewText]:
+        """A step of the generator; the texts that are new. A stop ends a completion and frees its row."""
+        found = []
+        for event in self.generator.step():
+            told = self._texts[event.id].add(event)
+            if told.tokens.finish_reason is not None:
+                self.cancel(event.id)
+            found.append(told)
+        return found
+
+    def stream(
+        self, prompt: Sequence[int], settings: SamplingSettings, *, row: int = 0, num_top: int = 0
+    ) -> Iterator[NewText]:
+        """The completion of one prompt as its text comes. One that is not read to its end is cancelled."""
+        id = object()
+        self.submit(id, prompt, settings, row=row, num_top=num_top)
+        try:
+            while id in self._texts:
+                yield from (one for one in self.step() if one.tokens.id is id)
+        finally:
+            self.cancel(id)
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, *, rows: Sequence[int] | None = None
+    ) -> list[NewText]:
+        """The whole completions, in the order of the prompts. Prompt i has row number `rows[i]`; None: i."""
+        parts: list[list[NewText]] = [[] for _ in prompts]
+        for number, prompt in enumerate(prompts):
+            self.submit(number, prompt, settings, row=number if rows is None else rows[number])
+        while self._texts:
+            for one in self.step():
+                parts[one.tokens.id].append(one)
+        return [
+            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own])) for own in parts
+        ]
