@@ -6,7 +6,7 @@ Read next: `server.py`.
 
 import asyncio
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from websockets.asyncio.server import Server, ServerConnection
 from websockets.frames import Frame
@@ -21,6 +21,7 @@ _FRAMES_PER_S = 10.0
 _MOST_AHEAD_BYTES = 1 << 16
 
 
+@runtime_checkable
 class Opened(Protocol):
     """A connection of any kind."""
 

@@ -1,6 +1,9 @@
 """Limits of the servers. Read next: `server.py`, `openai/text_server.py`."""
 
 import dataclasses
+from typing import Any, TypeVar
+
+from openpi_train.serve.request import ServeRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,3 +28,18 @@ class TextLimits(Limits):
     """Limits of a text server: `max_queue` counts completions, and a body must arrive within `send_s`."""
 
     request_s: float = 600.0
+
+
+L = TypeVar("L", bound=Limits)
+
+
+def limits_of(kind: type[L], flags: ServeRequest, **more: Any) -> L:
+    """The limits that the flags give; `more` are those that not all servers have."""
+    return kind(
+        max_queue=flags.max_queue,
+        max_clients=flags.max_clients,
+        max_message_bytes=flags.max_message_mib << 20,
+        idle_s=flags.idle_s,
+        drain_s=flags.drain_s,
+        **more,
+    )

@@ -18,9 +18,10 @@ import jax
 
 from openpi_train.policy.loading import BATCH_SIZES, load_policy
 from openpi_train.policy.policy import Policy
-from openpi_train.policy.text_model import gives_texts, load_text_model
+from openpi_train.policy.text_model import gives_texts
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
+from openpi_train.serve.limits import limits_of
 from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest, TextFlags
 
 if TYPE_CHECKING:
@@ -64,21 +65,13 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
     started = time.monotonic()
     logger.info("compiling for batches of %s", ", ".join(map(str, policy.sampler.sizes)))
     policy.warm_up()
-    limits = Limits(
-        max_batch=policy.sampler.sizes[-1],
-        max_queue=flags.max_queue,
-        max_clients=flags.max_clients,
-        max_message_bytes=flags.max_message_mib << 20,
-        batch_wait_s=flags.batch_wait_ms / 1e3,
-        idle_s=flags.idle_s,
-        drain_s=flags.drain_s,
-    )
+    limits = limits_of(Limits, flags, max_batch=policy.sampler.sizes[-1], batch_wait_s=flags.batch_wait_ms / 1e3)
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
 
     def server() -> PolicyServer:
         return PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
 
-    ready = _Ready(started, policy.checkpoint, "ws", key)
+    ready = _Ready(time.monotonic() - started, policy.checkpoint, "ws", key)
     try:
         finished = asyncio.run(_until_stopped(server, listener, tls, ready))
     finally:
@@ -92,65 +85,22 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
 def _serve_texts(
     flags: ServeRequest, texts: TextFlags, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None
 ) -> int:
-    if given := flags.only_of_robots():
-        raise UsageError(f"{flags.checkpoint} is a language model, so it has no {', '.join(given)}")
     try:
-        import openpi_train.serve.openai.text_server
+        from openpi_train.serve.openai.text_main import open_server
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve,text]'") from error
-    from openpi_train.serve.limits import TextLimits
-    from openpi_train.serve.openai.text_server import TextServer
-
-    model = load_text_model(
-        flags.checkpoint,
-        experiment=flags.experiment,
-        average=flags.average,
-        dtype=flags.dtype,
-        merge_lora=flags.merge_lora,
-        tokenizer=flags.tokenizer,
-        chat_template=texts.chat_template,
-        num_rows=flags.max_batch,
-        max_length=texts.max_length,
-    )
-    for template in model.templates.values():
-        template.compiled()
-    started = time.monotonic()
-    num_programs = model.generator.warm_up()
-    limits = TextLimits(
-        max_batch=model.generator.num_rows,
-        max_queue=flags.max_queue,
-        max_clients=flags.max_clients,
-        max_message_bytes=flags.max_message_mib << 20,
-        idle_s=flags.idle_s,
-        drain_s=flags.drain_s,
-        request_s=texts.request_s,
-    )
-    name = texts.model_name or _model_name(flags.checkpoint)
-    ready = _Ready(started, f"{name} ({flags.checkpoint}, {num_programs} programs)", "http", key)
-
-    def server() -> TextServer:
-        return TextServer(model, name=name, limits=limits, api_key=key)
-
-    if not asyncio.run(_until_stopped(server, listener, tls, ready)):
+    opened = open_server(flags, texts, key)
+    ready = _Ready(opened.compiled_s, opened.description, "http", key)
+    if not asyncio.run(_until_stopped(opened.make, listener, tls, ready)):
         end(BUG)  # Python would wait for the device's thread
     return DONE
 
 
-def _model_name(checkpoint: str) -> str:
-    """The name of a checkpoint's model: the last part of its path that is not a step, or the hub's USER/NAME."""
-    if checkpoint.startswith("hub:"):
-        return checkpoint.removeprefix("hub:").partition("@")[0]
-    parts = [part for part in checkpoint.rstrip("/").split("/") if part not in ("", ".", "..")]
-    while len(parts) > 1 and (parts[-1].isdecimal() or parts[-1] == "best"):
-        parts.pop()
-    return parts[-1] if parts else "model"
-
-
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """What the log says of a server that is ready. `started`: when it began to compile."""
+    """What the log says of a server that is ready."""
 
-    started: float
+    compiled_s: float
     what: str
     scheme: str
     key: str | None
@@ -166,7 +116,7 @@ async def _until_stopped(
     host, port = _listen(listener)
     logger.info(
         "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
-        *(time.monotonic() - ready.started, ready.what, ready.scheme + ("s" if tls else ""), host, port),
+        *(ready.compiled_s, ready.what, ready.scheme + ("s" if tls else ""), host, port),
         "with an API key" if ready.key else "without authentication",
     )
     finished = await server.run(listener, tls)

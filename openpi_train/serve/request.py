@@ -13,7 +13,8 @@ from openpi_train.fields import at_least
 API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
 # Flags that only a robot policy has.
 _OF_ROBOTS = (
-    *("dataset", "prompt", "num_sample_steps", "seed", "cut_prompts", "reset_pose", "batch_wait_ms", "record", "replay"),
+    *("dataset", "prompt", "num_sample_steps", "seed", "cut_prompts"),
+    *("reset_pose", "batch_wait_ms", "record", "replay"),
 )
 
 

@@ -143,7 +143,8 @@ class PolicyServer:
             return _respond(http.HTTPStatus.OK, self.measures.text(), "text/plain; version=0.0.4; charset=utf-8")
         if path != "/":
             return _respond(http.HTTPStatus.NOT_FOUND, b"there are /, /healthz and /metrics\n")
-        if not self._key.admits([given.encode("utf-8", "surrogateescape") for given in request.headers.get_all("Authorization")]):
+        given = request.headers.get_all("Authorization")
+        if not self._key.admits([one.encode("utf-8", "surrogateescape") for one in given]):
             self.measures.requests.labels("unauthorized").inc()
             return _respond(http.HTTPStatus.UNAUTHORIZED, b"the header Authorization: Api-Key KEY is wrong\n")
         if self._stopping.is_set() or not self._places.take(connection):

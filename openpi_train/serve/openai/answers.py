@@ -96,9 +96,7 @@ class CompletionAnswers(Answers):
         return {
             "tokens": [self._tokens.text_of(token) for token in new.tokens],
             "token_logprobs": [_finite(value) for value in new.log_probs],
-            "top_logprobs": [
-                {self._tokens.text_of(token): _finite(value) for token, value in top} for top in new.top
-            ]
+            "top_logprobs": [{self._tokens.text_of(token): _finite(value) for token, value in top} for top in new.top]
             if self._num_top
             else None,
             "text_offset": offsets,

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.01
 
 
+@runtime_checkable
 class SteppedTexts(Protocol):
     """What the thread needs of a `TextGenerator`."""
 
@@ -61,7 +62,7 @@ class RowEvents:
     """
 
     def __init__(self, ids: Sequence[int]):
-        self._numbers = {id: number for number, id in enumerate(ids)}
+        self._numbers: dict[Any, int] = {id: number for number, id in enumerate(ids)}
         self._queue: asyncio.Queue[tuple[int, NewText] | Exception] = asyncio.Queue()
 
     @property

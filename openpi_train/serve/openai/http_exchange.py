@@ -70,13 +70,15 @@ class HttpExchange:
 
     async def answer_json(self, status: int, value: Any, more: Headers = ()) -> None:
         """Answer with this value."""
-        await self.answer(status, toto_json(value), JSON, more)
+        await self.answer(status, to_json(value), JSON, more)
 
     async def event(self, value: Any) -> None:
         """Send a value as the next event of a stream, which begins with the first one. Raises ClientGone."""
         if not self.is_started:
             await self._start(200, _EVENTS, [(b"x-accel-buffering", b"no")])  # nginx would collect them
-        await self._send({"type": "http.response.body", "body": b"data: " + to_json(value) + b"\n\n", "more_body": True})
+        await self._send(
+            {"type": "http.response.body", "body": b"data: " + to_json(value) + b"\n\n", "more_body": True}
+        )
 
     async def end_events(self, *, is_whole: bool) -> None:
         """End the stream; clients wait for its last word if it is whole."""

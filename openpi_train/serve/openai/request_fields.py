@@ -1,6 +1,5 @@
 """The fields of a request by type and range; a field that is not read is refused. Read next: `text_request.py`."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,17 +55,18 @@ class RequestFields:
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most or (above and value == least):
-            raise self.wrong(name, f"a number {'above' if above else 'from'} {least:g} {'up ' if above else ''}to {most:g}")
+        if not is_number or not least <= value <= most or (above and value == least):  # NaN is in no range
+            least_of = f"above {least:g} and at most" if above else f"from {least:g} to"
+            raise self.wrong(name, f"a number {least_of} {most:g}")
         return float(value)
 
     def only(self, name: str, *allowed: Any, why: str = "") -> None:
         """Refuse any value but these, where others would change the answer in a way that is not supported."""
         value = self.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
-            shown = ", ".join(map(repr_of, allowed))
-            rest = f"; the only value is {shown}" if len(allowed) == 1 else f"; the only values are {shown}" if shown else ""
-            raise invalid(f"{self.place(name)} {repr_of(value)} is not supported{why}{rest}", self.place(name), "unsupported_value")
+            place = self.place(name)
+            known = f"; it may be {' or '.join(map(repr_of, allowed))}" if allowed else ""
+            raise invalid(f"{place} {repr_of(value)} is not supported{why}{known}", place, "unsupported_value")
 
     def ignore(self, *names: str) -> None:
         """Accept these fields with any value: they do not change the answer."""

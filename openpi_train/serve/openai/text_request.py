@@ -23,7 +23,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _VARIABLE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # What templates get from the server itself.
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "self")
-_IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
+_IGNORED = (
+    *("user", "metadata", "store", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "service_tier"),
+)
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -228,9 +231,7 @@ def _variables(fields: RequestFields) -> Mapping[str, Any]:
         for name, one in value.items()
     )
     if not is_valid:
-        raise fields.wrong(
-            "chat_template_kwargs", "an object of names (a-z, 0-9, _) with texts, numbers or booleans"
-        )
+        raise fields.wrong("chat_template_kwargs", "an object of names (a-z, 0-9, _) with texts, numbers or booleans")
     for name, one in value.items():
         if isinstance(one, str):
             checked_text(one, f"chat_template_kwargs.{name}")

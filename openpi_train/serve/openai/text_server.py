@@ -292,9 +292,7 @@ class TextServer:
         self.measures.counted(prompt, completion)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _understood(
-        self, body: bytes, read: Callable[[Mapping[str, Any]], TextRequest], form: type[Answers]
-    ) -> _Asked:
+    def _understood(self, body: bytes, read: Callable[[Mapping[str, Any]], TextRequest], form: type[Answers]) -> _Asked:
         """The rows that a body asks for; runs in a thread. Raises ApiError."""
         request = read(read_object(body))
         self._check_model(request.model)
@@ -390,7 +388,7 @@ def _check_log_probs(count: int) -> None:
 
 
 def _too_slow(seconds: float) -> ApiError:
-    return ApiError(503, f"the completion was not finished within {seconds:g} s, the limit of a request", code="timeout")
+    return ApiError(503, f"the answer took more than {seconds:g} s, the limit of a request", code="timeout")
 
 
 def _check_method(exchange: HttpExchange, *allowed: str) -> None:
