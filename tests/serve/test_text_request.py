@@ -148,7 +148,8 @@ def test_a_part_of_a_character_is_written_as_its_bytes():
     tokenizer = chats.tiny()
     tokens = TokenTexts(tokenizer)
     texts = [tokens.text_of(token) for token in tokenizer.encode(["🤖"])[0].tokens]
-    assert texts == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\xa4", "bytes:\\x96"]
+    assert len(texts) > 1 and all(text.startswith("bytes:\\x") for text in texts)
+    assert "".join(text.removeprefix("bytes:") for text in texts) == "\\xf0\\x9f\\xa4\\x96"
 
 
 @pytest.mark.parametrize(

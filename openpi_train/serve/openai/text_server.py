@@ -361,7 +361,7 @@ class TextServer:
         self.measures.requests.labels(outcome.get(error.status, "refused")).inc()
 
 
-async def _no_app(*_: Any) -> None:
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
     """uvicorn wants an application; `HttpConnection` has its own."""
 
 
