@@ -80,6 +80,15 @@ def parse_known(
     return _checked(found), rest
 
 
+def changed_flags(request: Request, names: Sequence[str] | None = None) -> list[str]:
+    """The flags, of these fields or of all, whose values are not their defaults."""
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(request)
+        if (names is None or field.name in names) and getattr(request, field.name) != field.default
+    ]
+
+
 def one_word(convert: Callable[[str], tuple[Any, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
     """An annotation for a tuple that `convert` makes from one word, such as comma-separated values."""
     return tyro.constructors.PrimitiveConstructorSpec(
