@@ -22,7 +22,7 @@ _PLAIN = (
     (re.compile(r"\\[!,;]"), ""),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"(?<=\d)\s*(?=\\[dt]?frac)"), " "),
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), lambda found: f"{found[1].strip()}/{found[2].strip()}"),
     (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r"\1/\2"),
     (re.compile(r"([-+])\s?[$€£¥]"), r"\1"),
     (re.compile("[$€£¥]"), " "),
