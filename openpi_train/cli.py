@@ -236,16 +236,16 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """`eval RUN|CHECKPOINT`: evaluate a policy on held-out episodes and in an environment: errors, successes,
-    videos."""
+    """`eval RUN|CHECKPOINT`: evaluate a policy (errors, successes, videos), or a language model (perplexity, scores of
+    its completions)."""
     from openpi_train.command_line import Own, ProcessFlags, parse
-    from openpi_train.tools.requests import EvaluateRequest
+    from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
 
-    kind = tuple[Own[EvaluateRequest], Own[ProcessFlags]]
-    request, process = parse(kind, argv, "eval", EvaluateRequest.__doc__)
+    kind = tuple[Own[EvaluateRequest], Own[EvaluateTextRequest], Own[ProcessFlags]]
+    request, texts, process = parse(kind, argv, "eval", EvaluateRequest.__doc__)
     from openpi_train.tools.evaluate_policy import main
 
-    run_guarded(lambda: main(request, process))
+    run_guarded(lambda: main(request, texts, process))
 
 
 def generate(argv: Sequence[str]) -> int:

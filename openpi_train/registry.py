@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openpi_train.runtime.own_file import import_file
+
 if TYPE_CHECKING:
     from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
@@ -92,7 +94,8 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
 
     if ".py" in name:
         file, _, attribute = name.partition(":")
-        module = _import_file(Path(file))
+        _configs_package()  # the file may build upon `openpi_train_configs`
+        module = import_file(Path(file), "experiment file")
         experiment = getattr(module, attribute, None) if attribute else None
         if experiment is None:
             names = ", ".join(entry.name for entry in read_entries(Path(file))) or "none with a description below it"
@@ -149,23 +152,3 @@ def _configs_package() -> str:
         sys.modules[CONFIGS] = module
         spec.loader.exec_module(module)
     return CONFIGS
-
-
-def _import_file(file: Path):
-    """Import an experiment file from outside the package, with its own folder on the path.
-
-    The folder stays on `sys.path`, which spawned data workers inherit: classes defined in the file can be unpickled.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"experiment file {str(file)!r} does not exist (looked in {Path.cwd()})")
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    _configs_package()  # the file may build upon `openpi_train_configs`
-    try:
-        module = importlib.import_module(file.stem)
-    except SyntaxError as error:
-        raise ValueError(f"{error.filename} line {error.lineno} does not parse: {error.msg}") from error
-    if Path(module.__file__ or "").resolve() != file.resolve():
-        raise ValueError(f"{file} has the name of another module ({module.__file__}); rename the file")
-    return module

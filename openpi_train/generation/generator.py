@@ -115,13 +115,14 @@ class Generator:
         self._slots: list[_Running | None] = [None] * self.num_rows
         self._waiting: collections.deque[GenerationRequest] = collections.deque()
         self._ids: set[Hashable] = set()  # of all that wait or run
+        self._make_rows = self._free_rows(decoder)
+        self._params: Any = None
+        self._rows: Any = None
         self.use(params)
-        self._rows = self._free_rows(decoder)
 
     def use(self, params: Params) -> None:
         """Complete with these parameters from now on, of the same shapes. Raises RuntimeError if rows are in use."""
-        if self.num_running:
-            raise RuntimeError(f"{self.num_running} completions are not finished: their tokens would be of two models")
+        self._require_no_running()
         plan, dtype = self._devices.plan, self._devices.dtype
 
         def cast(params: Params) -> Params:
@@ -135,6 +136,17 @@ class Generator:
             self._gather = jax.jit(cast, out_shardings=plan.tree("copy", params))
         with jax.set_mesh(plan.real_mesh):
             self._params = self._gather(params)
+            if self._rows is None:
+                self._rows = self._make_rows()
+
+    def release(self) -> None:
+        """Free the memory on the devices until the next `use`; programs are kept. Raises RuntimeError as `use`."""
+        self._require_no_running()
+        self._params = self._rows = None
+
+    def _require_no_running(self) -> None:
+        if self.num_running:
+            raise RuntimeError(f"{self.num_running} completions are not finished: their tokens would be of two models")
 
     @property
     def num_running(self) -> int:
@@ -345,14 +357,15 @@ class Generator:
             found, self._rows = self._programs[key](self._params, given, self._rows)
         return found
 
-    def _free_rows(self, decoder: Decoder) -> TokenRows:
+    def _free_rows(self, decoder: Decoder) -> Callable[[], TokenRows]:
+        """The program that makes rows without completions."""
         mesh, sizes = self._devices.plan.real_mesh, decoder.sizes
         make = functools.partial(
             token_rows.free_rows, sizes, decoder.dtype, self.num_rows, self._rounded(self.max_length), self._num_stops
         )
         rows = PartitionSpec((REPLICA, FSDP))
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(rows[0], *spec)), self._row_specs)
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(make, out_shardings=shardings)
 
     def _on_devices(self, value: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(value.shape, self._devices.plan.batch, lambda index: value[index])
