@@ -60,6 +60,18 @@ class ManyFields(Request):
     optimizer: str | None = None
     # Train on the dataset at this path; its format is detected.
     dataset: str | None = None
+    # Train this language model: a folder in Hugging Face's form, or hub:USER/NAME. Its config.json sets the sizes, and
+    # start weights and tokenizer come from there, too.
+    model_path: Annotated[str | None, tyro.conf.arg(name="model.path")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFlags(Request):
+    """The fields of an experiment that say where its run lies, and whether it goes on; None: the experiment's own."""
+
+    exp_name: str = ""
+    checkpoint_base_dir: str | None = None
+    resume: bool = False
 
 
 def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None) -> T:
@@ -78,6 +90,15 @@ def parse_known(
     options = _options(command, about)
     found, rest = tyro.cli(kind, args=argv, return_unknown_args=True, add_help=add_help, **options)
     return _checked(found), rest
+
+
+def changed_flags(request: Request, names: Sequence[str] | None = None) -> list[str]:
+    """The flags, of these fields or of all, whose values are not their defaults."""
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(request)
+        if (names is None or field.name in names) and getattr(request, field.name) != field.default
+    ]
 
 
 def one_word(convert: Callable[[str], tuple[Any, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:

@@ -4,6 +4,9 @@ An experiment is a top-level assignment in a config file; the string below it is
 
     pi0_bridge_traj = Experiment(model=..., ...)
     '''Full pi0 on BridgeData V2. Command, hardware, time, result.'''
+
+Several that differ in one value may share an assignment, `a, b = (... for ...)`, and the description, in which NAME
+stands for the name of each.
 """
 
 import ast
@@ -16,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from openpi_train.runtime.own_file import import_file
 
 if TYPE_CHECKING:
     from openpi_train.data.source import SourceConfig
@@ -66,11 +71,12 @@ def read_entries(file: Path) -> list[Entry]:
         raise ValueError(f"{file} line {error.lineno} does not parse: {error.msg}") from error
     result = []
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
-            continue
-        match following:
-            case ast.Expr(value=ast.Constant(value=str() as text)):
-                result.append(Entry(node.targets[0].id, file, text))
+        match node, following:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str() as text)):
+                result.append(Entry(name, file, text))
+            case ast.Assign(targets=[ast.Tuple(elts=names)]), ast.Expr(value=ast.Constant(value=str() as text)):
+                known = [one.id for one in names if isinstance(one, ast.Name)]
+                result += [Entry(name, file, text.replace("NAME", name)) for name in known]
     return result
 
 
@@ -88,7 +94,8 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
 
     if ".py" in name:
         file, _, attribute = name.partition(":")
-        module = _import_file(Path(file))
+        _configs_package()  # the file may build upon `openpi_train_configs`
+        module = import_file(Path(file), "experiment file")
         experiment = getattr(module, attribute, None) if attribute else None
         if experiment is None:
             names = ", ".join(entry.name for entry in read_entries(Path(file))) or "none with a description below it"
@@ -145,23 +152,3 @@ def _configs_package() -> str:
         sys.modules[CONFIGS] = module
         spec.loader.exec_module(module)
     return CONFIGS
-
-
-def _import_file(file: Path):
-    """Import an experiment file from outside the package, with its own folder on the path.
-
-    The folder stays on `sys.path`, which spawned data workers inherit: classes defined in the file can be unpickled.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"experiment file {str(file)!r} does not exist (looked in {Path.cwd()})")
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    _configs_package()  # the file may build upon `openpi_train_configs`
-    try:
-        module = importlib.import_module(file.stem)
-    except SyntaxError as error:
-        raise ValueError(f"{error.filename} line {error.lineno} does not parse: {error.msg}") from error
-    if Path(module.__file__ or "").resolve() != file.resolve():
-        raise ValueError(f"{file} has the name of another module ({module.__file__}); rename the file")
-    return module

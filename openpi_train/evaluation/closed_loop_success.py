@@ -111,7 +111,7 @@ class ClosedLoopSuccess(Measure):
         """The success rates, also written with the videos to `eval/<step>` in the run directory."""
         policy, window = self._policy, as_policy(self._running.trainer.model).window
         policy.params = {**evaluated.frozen, **evaluated.averaged}
-        folder = self._running.directory / "eval" / str(evaluated.step)
+        folder = self._running.folder(evaluated.step)
         recorder = VideoRecorder(self._config.env, self._config.num_videos, folder / "videos")
         score = evaluate(
             lambda: policy,

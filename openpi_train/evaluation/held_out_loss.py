@@ -1,7 +1,7 @@
-"""Held-out loss on fixed rows, noise and times, of the weights and of their average. Read next: `action_error.py`.
+"""Held-out loss and metrics on fixed rows, noise and times, of the weights and of their average.
 
 Sums and counts are taken over all rows before any division, and a row's noise and time depend only on its number, so
-batch size and device count change values only by rounding.
+batch size and device count change values only by rounding. Read next: `action_error.py`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from openpi_train.nn.params import Params, merge_module
 
 
 class HeldOutLoss(Measure):
-    """`val/loss` and `val/loss_ema`. Never due if nothing is held out."""
+    """`val/loss` and the other metrics of the objective's loss, each also `_ema`. Never due if nothing is held out."""
 
     name = "held-out"
 
@@ -36,8 +36,9 @@ class HeldOutLoss(Measure):
         sums = self._sum("norms", batches=self._batches)
         norms = {name: np.float32(norm) for name, norm in sums.items()}
         return {
-            f"val/loss{suffix}": float(self._sum("loss", params, evaluated.frozen, norms, batches=self._batches))
+            f"val/{name}{suffix}": float(value)
             for suffix, params in evaluated.weights.items()
+            for name, value in self._sum("loss", params, evaluated.frozen, norms, batches=self._batches).items()
         }
 
     def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
@@ -53,7 +54,8 @@ def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batc
         norms, start = rest
         model = merge_module(trainer.graphdef, params)
         keys = numbered_keys(trainer, batch, start, "validation")
-        return trainer.objective.loss(model, batch, norms, keys, train=False)[0]
+        loss, metrics = trainer.objective.loss(model, batch, norms, keys, train=False)
+        return {**metrics, "loss": loss}
 
     everything, start = {**frozen, **params}, index * len(batch.row)
     batch = trainer.objective.prepared(batch, trainer.devices.row_values(everything))

@@ -50,7 +50,8 @@ class TrainerView(Protocol):
 class Running:
     """A started run. `held_out` are its held-out batches, on the devices for the whole run.
 
-    All processes must call `stop_requested` the same number of times. Files are written below `directory`.
+    All processes must call `stop_requested` the same number of times. Files of an evaluation go to `folder(step)`,
+    which is `results` if given.
     """
 
     trainer: TrainerView
@@ -60,6 +61,11 @@ class Running:
     num_train_steps: int
     directory: Path
     stop_requested: Callable[[], bool] = lambda: False
+    results: Path | None = None
+
+    def folder(self, step: int) -> Path:
+        """The folder for the files of the evaluation at this step; it may not exist yet."""
+        return self.directory / "eval" / str(step) if self.results is None else self.results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,13 +114,15 @@ class Generator:
         self._gather: Any = None
         self._slots: list[_Running | None] = [None] * self.num_rows
         self._waiting: collections.deque[GenerationRequest] = collections.deque()
+        self._ids: set[Hashable] = set()  # of all that wait or run
+        self._make_rows = self._free_rows(decoder)
+        self._params: Any = None
+        self._rows: Any = None
         self.use(params)
-        self._rows = self._free_rows(decoder)
 
     def use(self, params: Params) -> None:
         """Complete with these parameters from now on, of the same shapes. Raises RuntimeError if rows are in use."""
-        if self.num_running:
-            raise RuntimeError(f"{self.num_running} completions are not finished: their tokens would be of two models")
+        self._require_no_running()
         plan, dtype = self._devices.plan, self._devices.dtype
 
         def cast(params: Params) -> Params:
@@ -134,6 +136,17 @@ class Generator:
             self._gather = jax.jit(cast, out_shardings=plan.tree("copy", params))
         with jax.set_mesh(plan.real_mesh):
             self._params = self._gather(params)
+            if self._rows is None:
+                self._rows = self._make_rows()
+
+    def release(self) -> None:
+        """Free the memory on the devices until the next `use`; programs are kept. Raises RuntimeError as `use`."""
+        self._require_no_running()
+        self._params = self._rows = None
+
+    def _require_no_running(self) -> None:
+        if self.num_running:
+            raise RuntimeError(f"{self.num_running} completions are not finished: their tokens would be of two models")
 
     @property
     def num_running(self) -> int:
@@ -167,12 +180,16 @@ class Generator:
             raise ValueError("; ".join(problems))
         if not 0 <= request.num_top <= NUM_TOP:
             raise ValueError(f"num_top {request.num_top} must be from 0 to {NUM_TOP}")
-        if any(one.id == request.id for one in self._known()):
+        if request.id in self._ids:
             raise ValueError(f"there is a request {request.id!r} already")
+        self._ids.add(request.id)
         self._waiting.append(request)
 
     def cancel(self, id: Hashable) -> None:
         """Forget a request; what is unknown or finished is ignored."""
+        if id not in self._ids:
+            return
+        self._ids.remove(id)
         self._waiting = collections.deque(one for one in self._waiting if one.id != id)
         for number, slot in enumerate(self._slots):
             if slot is not None and slot.request.id == id:
@@ -193,6 +210,7 @@ class Generator:
                 events.append(event)
                 if event.finish_reason:
                     self._slots[number] = None
+                    self._ids.remove(event.id)
         return events
 
     def warm_up(self) -> int:
@@ -215,9 +233,6 @@ class Generator:
             for event in self.step():
                 parts[event.id].append(event)
         return [joined(parts[request.id]) for request in requests]
-
-    def _known(self) -> list[GenerationRequest]:
-        return [*self._waiting, *(slot.request for slot in self._slots if slot is not None)]
 
     def _event(self, slot: _Running, found: NewRowTokens, number: int) -> NewTokens:
         made = int((found.tokens[number] != NONE).sum())
@@ -346,7 +361,8 @@ class Generator:
         plan, specs = self._devices.plan, (PartitionSpec(), self._row_specs)
 
         def on_rows(params: Any, both: tuple[Any, TokenRows], _: None) -> tuple[Any, TokenRows]:
-            return function(merge_module(self._graphdef, params), *both)
+            decoder: Any = merge_module(self._graphdef, params)
+            return function(decoder, *both)
 
         def run(params: Params, given: Any, rows: TokenRows) -> tuple[Any, TokenRows]:
             found, rows = self._devices.rows(on_rows, params, (given, rows), None, tensor_specs=(specs, specs))
@@ -358,14 +374,15 @@ class Generator:
             found, self._rows = self._programs[key](self._params, given, self._rows)
         return found
 
-    def _free_rows(self, decoder: Decoder) -> TokenRows:
+    def _free_rows(self, decoder: Decoder) -> Callable[[], TokenRows]:
+        """The program that makes rows without completions."""
         mesh, sizes = self._devices.plan.real_mesh, decoder.sizes
         make = functools.partial(
             token_rows.free_rows, sizes, decoder.dtype, self.num_rows, self._rounded(self.max_length), self._num_stops
         )
         rows = PartitionSpec((REPLICA, FSDP))
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(rows[0], *spec)), self._row_specs)
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(make, out_shardings=shardings)
 
     def _on_devices(self, value: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(value.shape, self._devices.plan.batch, lambda index: value[index])

@@ -1,5 +1,7 @@
 """The `eval` verb: evaluate a policy on held-out episodes (open loop) and in an environment (closed loop).
 
+A checkpoint of a language model is evaluated by `evaluate_text.py`.
+
 Every process loads the policy on its own devices and takes its share of the episodes, in groups that are the same for
 any number of processes, and so are the results. They are written to the run's `eval/<step>/`.
 Read next: `open_loop.py`, `envs/closed_loop.py`, `policy/acting.py`.
@@ -16,9 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.command_line import ProcessFlags
+from openpi_train.command_line import ProcessFlags, changed_flags
 from openpi_train.data.files import write_json, write_text
 from openpi_train.data.opened import open_windows
+from openpi_train.data.text.text_data import TextData
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.ensembling import Ensembled
 from openpi_train.envs.env import Env, NoEnv
@@ -31,40 +34,44 @@ from openpi_train.fields import as_json
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy
 from openpi_train.policy.policy import Policy
-from openpi_train.policy.restore import open_run
 from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import find_world
 from openpi_train.sampling.flow import as_flow
-from openpi_train.tools import figures, open_loop
-from openpi_train.tools.requests import EvaluateRequest
+from openpi_train.tools import evaluate_text, figures, open_loop
+from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
 
 logger = logging.getLogger(__name__)
 
 _PLOTTED_EPISODES = 3
+_NOTHING_OF_TEXTS = EvaluateTextRequest()
 
 
-def main(request: EvaluateRequest, process: ProcessFlags) -> int:
+def main(request: EvaluateRequest, texts: EvaluateTextRequest, process: ProcessFlags) -> int:
     """Evaluate, write the results, and print the tables. Every process of the run must call it."""
     logs.configure(0)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)
-    facts = {"eval": as_json(dataclasses.replace(request, out=str(request.out)))}
+    facts = {"eval": as_json(dataclasses.replace(request, out=str(request.out))), "texts": as_json(texts)}
     session.start(world, facts=facts, devices_per_process=process.devices_per_process)
     with phase("evaluating"):
-        run(request)
+        run(request, texts)
     session.stop()
     return 0
 
 
-def run(request: EvaluateRequest) -> Path:
+def run(request: EvaluateRequest, texts: EvaluateTextRequest = _NOTHING_OF_TEXTS) -> Path:
     """Evaluate in processes that have met. Returns the folder of the results. Every process must call it."""
+    stored, experiment = evaluate_text.open_model(request.checkpoint, request.experiment)
+    folder = request.out or folder_of(stored.where)
+    if isinstance(experiment.data, TextData):
+        return evaluate_text.run(request, texts, stored, experiment, folder)
+    if given := changed_flags(texts):
+        raise UsageError(f"{', '.join(given)}: for language models, and {stored.where} is a robot's policy")
     figures.require_figures()
-    stored, experiment = open_run(request.checkpoint, request.experiment)
     number = _dataset_number(experiment, request.dataset)
     config = closed_loop_of(request, experiment, number)
-    folder = request.out or folder_of(stored.where)
     if not request.held_out and not config.num_episodes:
         raise UsageError("there is nothing to do: --held-out 0, and no environment (give one with --env NAME)")
     policy = load_policy(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from openpi_train import registry
 from openpi_train.data.files import write_text
 from openpi_train.runtime.exits import RunError
-from openpi_train.tools import figures, report_parts
+from openpi_train.tools import figures, report_parts, report_texts
 from openpi_train.tools.page import missing, page, table
 from openpi_train.tools.requests import ReportRequest
 from openpi_train.tools.run_files import Missing, RunFiles
@@ -33,7 +33,7 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
     """The page. `experiment` names one whose own classes the runs use."""
     like = None if experiment is None else registry.load(experiment)
     parts: dict[str, Callable[[RunFiles], str]] = {
-        "Evaluation": report_parts.evaluations,
+        "Evaluation": lambda run: (report_texts if report_texts.is_of_texts(run) else report_parts).evaluations(run),
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
         "Norm statistics": lambda run: report_parts.norm_stats(run, like),

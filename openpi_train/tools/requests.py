@@ -140,11 +140,11 @@ class DeepSpeedRequest(Request):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(Request):
-    """Evaluate a trained policy: open loop on held-out recorded episodes, and closed loop in an environment.
+    """Evaluate a trained policy (open loop on held-out recorded episodes, closed loop in an environment), or a language
+    model (held-out loss, perplexity, completions of held-out prompts).
 
-    Tables are printed; JSON, plots and videos go to eval/<step> in the run's directory. With `launch local
-    --processes N -- eval ...` the episodes are divided over processes, with the same results. None: the run's own
-    setting.
+    Tables are printed; JSON, plots, videos and completions go to eval/<step> in the run's directory. With `launch local
+    --processes N -- eval ...` the work is divided over processes, with the same results. None: the run's own setting.
     """
 
     # A run's directory (its newest checkpoint), a step's, or another checkpoint.
@@ -169,9 +169,9 @@ class EvaluateRequest(Request):
     max_steps: int | None = at_least(1, None)
     # Number of episodes with videos.
     videos: int | None = at_least(0, None)
-    # Seed of initial states and of the policy's noise.
+    # Seed of initial states and of the policy's noise, or of the sampling of texts.
     seed: int | None = None
-    # Episodes at a time per process.
+    # Episodes, or rows and completions of a language model, at a time per process.
     batch_size: int = at_least(1, 16)
     # Denoising steps.
     num_sample_steps: int | None = at_least(1, None)
@@ -179,6 +179,43 @@ class EvaluateRequest(Request):
     average: bool = True
     # Where the results go; None: eval/<step> in the run's directory.
     out: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateTextRequest(Request):
+    """Flags of `eval` for language models. None: the run's own setting."""
+
+    # Texts to evaluate on in place of the run's held-out ones: a file, a folder, or hub:USER/NAME.
+    data: str | None = None
+    # Only files of --data whose path has this word; None: all files.
+    split: str | None = None
+    # The columns of --data to read, as TYPE=COLUMN: prompt=question completion=answer.
+    columns: tuple[str, ...] = ()
+    # Which tokens are predicted, so that those before them are the prompt.
+    targets: Literal["auto", "completion", "assistant", "all"] | None = None
+    # Held-out rows of the loss and the perplexity.
+    num_rows: int | None = at_least(1, None)
+    # Prompts to complete; 0: none. None: the run's own number, or 64.
+    num_prompts: int | None = at_least(0, None)
+    # Completions of each prompt: the largest k of pass@k.
+    samples: int | None = at_least(1, None)
+    # What completions are scored by: exact_match, number_match, or file.py:function.
+    scores: tuple[str, ...] | None = None
+    # Divisor of the logits; 0 always takes the most probable token.
+    temperature: float | None = at_least(0, None)
+    # Only the k most probable tokens; 0: all.
+    top_k: int | None = at_least(0, None)
+    # Only the most probable tokens that together have this probability.
+    top_p: float | None = None
+    # A completion has at most this many tokens.
+    max_new_tokens: int | None = at_least(1, None)
+    # Texts at which a completion ends.
+    stop: tuple[str, ...] | None = None
+
+    def check(self) -> list[str]:
+        """A sentence for every conflict, with the flag to change."""
+        given = [f"--{name}" for name in ("split", "columns") if getattr(self, name)]
+        return [f"{' and '.join(given)}: there is no --data that it is about"] if given and self.data is None else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import jax
 from openpi_train.evaluation.held_out_loss import HeldOutLoss
 from openpi_train.evaluation.measure import Evaluated, Evaluations, Running, StoppedError
 from openpi_train.nn.params import Params
+from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.strategy import ON_HOST, Plan
 from openpi_train.training.state import TrainState
 
@@ -29,7 +30,8 @@ class Evaluator:
         """The values by their names in `metrics.jsonl`; empty if nothing is due, None if a stop was requested
         meanwhile.
 
-        Measures the trained weights, and their average (`_ema`) if the run keeps one.
+        Measures the trained weights, and their average (`_ema`) if the run keeps one. Raises UsageError if two measures
+        have a value of the same name.
         """
         evaluated, values = self._weights(state), {}
         for measure in self._measures:
@@ -41,6 +43,8 @@ class Evaluator:
             except StoppedError:
                 return None
             took = time.perf_counter() - started
+            if twice := sorted(values.keys() & found.keys()):
+                raise UsageError(f"two measures are called {', '.join(twice)}: rename one (--eval)")
             logger.info("%s, step %d (%.1f s): %s", measure.name, evaluated.step, took, measure.line(found))
             values |= found
         return values

@@ -172,6 +172,20 @@ def test_steps_tell_what_each_request_got_and_a_cancelled_one_leaves_its_row():
         assert [token for event in found[number] for token in event.tokens] == greedy()[number].tokens
 
 
+def test_what_is_released_is_used_again():
+    one, (_, params) = generator(), model()
+    held = jax.live_arrays()
+    one.release()
+    assert len(jax.live_arrays()) < len(held) - len(params)
+    one.use(params)
+    assert [found.tokens for found in one.complete(requests())] == [found.tokens for found in greedy()]
+    one.submit(requests()[0])
+    one.step()
+    with pytest.raises(RuntimeError, match="1 completions are not finished"):
+        one.release()
+    one.cancel(0)
+
+
 def test_stop_tokens_of_a_request_end_it():
     stop = greedy()[3].tokens[4]
     (found,) = generator().complete(

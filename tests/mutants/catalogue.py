@@ -32,6 +32,7 @@ MODELS = ("pi0", "pi05", "pi0_fast", "paligemma", "diffusion_policy", "language"
 FORMATS = ("rlds", "lerobot", "zarr")
 CHECKPOINT_PATHS = ("save", "restore", "local tier", "start weights", "openpi", "torch")
 LAUNCHERS = ("local", "manual", "ssh", "slurm", "kubernetes", "supervisor")
+MEASURES = ("texts",)
 NUM_PROMISES = 10
 
 
@@ -57,7 +58,7 @@ class Mutation:
 
 @functools.cache
 def groups() -> frozenset[str]:
-    """Every promise, objective, sampler, model family, optimizer, data format, checkpoint path, launcher and flag.
+    """Every promise, objective, sampler, model family, optimizer, data format, measure, checkpoint path, launcher, flag.
 
     Objectives, optimizers and serving flags are read from the product: a new one needs its mutations.
     """
@@ -82,6 +83,7 @@ def groups() -> frozenset[str]:
             *(f"model {name}" for name in MODELS),
             *(f"optimizer {cls.__name__}" for cls in _leaves(OptimizerConfig) if _ours(cls)),
             *(f"format {name}" for name in FORMATS),
+            *(f"measure {name}" for name in MEASURES),
             *(f"checkpoint {name}" for name in CHECKPOINT_PATHS),
             *(f"launcher {name}" for name in LAUNCHERS),
             *(f"serve {flag}" for flag in flags),

@@ -15,7 +15,7 @@ from flax import nnx
 from trainers import make_evaluator, make_trainer, running_of
 
 from openpi_train.data.feed import RowFeed
-from openpi_train.evaluation.measure import Evaluated
+from openpi_train.evaluation.measure import Evaluated, Evaluations
 from openpi_train.evaluation.sums import Ratio
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
@@ -23,9 +23,11 @@ from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
+from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import create_state
 from openpi_train.types import mask_rows
 
@@ -181,6 +183,26 @@ LOSSES = {
 }
 
 
+def token_accuracy(model, rows, every_token=False):
+    best = np.asarray(model.logits(rows.observation)).argmax(-1)
+    hits, counts = best == rows.observation.prompt_tokens[:, 1:], np.asarray(rows.observation.token_loss_mask)[:, 1:]
+    if every_token:
+        return hits[counts].mean()
+    return np.mean([one[mask].mean() for one, mask in zip(hits, counts, strict=True) if mask.any()])
+
+
+# The losses' further metrics.
+METRICS = {
+    "tokens": {"token_accuracy": token_accuracy},
+    "every token": {"token_accuracy": functools.partial(token_accuracy, every_token=True)},
+    "insulated": {
+        "flow_loss": flow_loss,
+        "token_loss": functools.partial(token_loss, every_token=True),
+        "token_accuracy": functools.partial(token_accuracy, every_token=True),
+    },
+}
+
+
 def action_error(objective, model, rows):
     """The mean over own dims of the steps inside the episode."""
     count = len(rows.actions)
@@ -207,6 +229,8 @@ def test_losses_and_action_errors_of_weights_and_average_are_those_of_numpy(name
         expected[f"val/loss{suffix}"] = LOSSES[name](model, held_out)
         expected[f"val/action_mse{suffix}"] = action_error(OBJECTIVES[name], model, held_out)
         expected[f"train/action_mse{suffix}"] = action_error(OBJECTIVES[name], model, trained)
+        for metric, value_of in METRICS.get(name, {}).items():
+            expected[f"val/{metric}{suffix}"] = value_of(model, held_out)
     assert values.keys() == {*expected, "val/action_mse_mean_baseline"}
     for key, value in expected.items():
         assert values[key] == pytest.approx(value, rel=1e-5), key  # sums of some hundred float32 values
@@ -272,6 +296,20 @@ def test_an_experiments_own_measure_is_of_the_weights_and_of_their_average():
         found = Ratio(running_of(trainer, cut(rows, 4, NUM_ROWS, plan)), "weighted", share)(evaluated)
     expected = float(state.params["kernel"][0, 0]) * (NUM_ROWS - 1) / 2
     assert found == pytest.approx({"val/weighted": expected, "val/weighted_ema": 2 * expected}, rel=1e-5)
+
+
+def test_two_measures_of_one_name_are_refused():
+    class Own(Evaluations):
+        def measures(self, running):
+            return [Ratio(running, "loss", lambda model, batch, first: (model.kernel.sum(), 1.0))]
+
+    config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED, ema=None)
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, False, 3)
+        evaluator = Evaluator(running_of(trainer, cut(rows_of(2 * NUM_ROWS), 4, 4, plan)), Own())
+        with pytest.raises(UsageError, match="two measures are called val/loss: rename one"):
+            evaluator(state)
 
 
 def test_held_out_batches_are_the_first_rows_and_mask_those_that_fill_the_last_one():

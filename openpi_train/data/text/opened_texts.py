@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,9 +15,11 @@ import numpy as np
 
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
+from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.text.text_files import find_files, names_a_path
+from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
 from openpi_train.data.text.token_cache import TokenCache
@@ -36,6 +38,7 @@ _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
     "unpaired": ("unpaired preference",),
+    "prompts": ("prompt only",),
 }
 
 
@@ -51,10 +54,11 @@ class TextModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedText(OpenedData):
-    """Opened texts. `validation` is None if nothing is held out."""
+    """Opened texts. `validation` is None if nothing is held out; `words` is the tokenizer."""
 
     train: TextRows
     validation: TextRows | None
+    words: TextTokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +96,10 @@ class OpenedText(OpenedData):
         feed.close()
         return batches
 
+    def held_out_prompts(self) -> Iterator[TextPrompt]:
+        """The prompts of the held-out texts with their references, always in the same order (`text_prompts.py`)."""
+        return iter(()) if self.validation is None else prompts_of(self.validation, self.words)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
@@ -103,7 +111,7 @@ class _Split:
 
 
 def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
-    """A run's rows and tokenizer, encoding its datasets if they are not cached.
+    """A run's rows and tokenizer, encoding its datasets if they are not cached. Embedded ones are written if missing.
 
     Needs no communication: every process may call it, with equal results.
 
@@ -111,6 +119,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     """
     if problems := config.check():
         raise ValueError("; ".join(problems))
+    for path in (config.tokenizer, *(dataset.path for dataset in config.datasets)):
+        arithmetic.write_missing(path)
     tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
     _check_model(config, request.model, tokenizer)
     encoder = TextEncoder(
@@ -149,6 +159,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         token_files={f"{FOLDER}/{name}": content for name, content in _files(config, tokenizer).items()},
         train=train.in_lengths(lengths) if len(lengths) > 1 else train,
         validation=rows(held_out, _VALIDATION_SEED) if held_out else None,
+        words=tokenizer,
     )
     _report(opened)
     return opened

@@ -1,0 +1,92 @@
+"""Completes a run's prompts with one set of parameters after the other. Read next: `completion_scores.py`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from openpi_train.data.text.text_prompts import TextPrompt
+from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.evaluation.measure import Running, StoppedError
+from openpi_train.generation.completion_text import NewText
+from openpi_train.generation.generator import Generator, joined
+from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.generation.text_generator import TextGenerator, end_tokens
+from openpi_train.models.reference import policy_of
+from openpi_train.nn.params import Params
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.mesh import TENSOR
+
+
+class Completer:
+    """Completes the same prompts, each several times, with parameters of a run's model. All processes must call it.
+
+    Completion i of prompt p has the row number p * samples + i, so its random numbers depend on nothing else. Besides
+    the tokenizer's end tokens, the one that ends a prompt's reference ends all completions.
+
+    Between calls nothing is kept on the devices but the compiled programs.
+
+    Raises UsageError if the model gives no texts, or no prompt leaves room for a completion.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        tokenizer: TextTokenizer,
+        prompts: Sequence[TextPrompt],
+        settings: SamplingSettings,
+        *,
+        samples: int,
+        rows_per_device: int,
+    ):
+        model = running.trainer.model
+        found = policy_of(model)
+        if found is None:
+            raise UsageError(f"{type(model).__name__} gives no texts: set --eval.num-prompts 0")
+        self._language, self._prefix = dataclasses.replace(found[0], remat="none"), found[1]
+        self._running, self._tokenizer, self._settings, self._samples = running, tokenizer, settings, samples
+        self.prompts = tuple(prompts)
+        groups = running.trainer.plan.mesh.size // running.trainer.plan.mesh.shape[TENSOR]
+        self._num_rows = min(rows_per_device * groups, len(self.prompts) * samples)
+        longest = max((len(prompt.tokens) for prompt in self.prompts), default=0)
+        self._max_length = min(longest + settings.max_new_tokens, self._language.context_length)
+        self._texts: TextGenerator | None = None
+
+    def __call__(self, params: Params) -> list[NewText]:
+        """The completions of the first prompt, of the second, and so on. Raises StoppedError if a stop is requested."""
+        texts = self._with(params)
+        parts: list[list[NewText]] = [[] for _ in range(len(self.prompts) * self._samples)]
+        for row in range(len(parts)):
+            texts.submit(row, self.prompts[row // self._samples].tokens, self._settings, row=row)
+        while texts.generator.num_running or texts.generator.num_waiting:
+            for new in texts.step():
+                parts[new.tokens.id].append(new)
+            if self._running.stop_requested():
+                self._texts = None
+                raise StoppedError
+        texts.generator.release()
+        return [
+            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own])) for own in parts
+        ]
+
+    def _with(self, params: Params) -> TextGenerator:
+        """The generator with the parameters of the model that gives texts."""
+        own = {path.removeprefix(self._prefix): leaf for path, leaf in params.items() if path.startswith(self._prefix)}
+        if self._texts is not None:
+            self._texts.generator.use(own)
+            return self._texts
+        graphdef = nnx.split(nnx.eval_shape(lambda: self._language.build(nnx.Rngs(0))))[0]
+        devices: Any = self._running.trainer.devices
+        ends = [prompt.end for prompt in self.prompts if prompt.end is not None]
+        generator = Generator(
+            graphdef,
+            own,
+            dataclasses.replace(devices, graphdef=graphdef),
+            num_rows=self._num_rows,
+            max_length=self._max_length,
+            end_ids=[*end_tokens(self._tokenizer), *ends],
+            vocab_size=self._tokenizer.num_tokens,
+        )
+        self._texts = TextGenerator(generator, self._tokenizer, {})
+        return self._texts

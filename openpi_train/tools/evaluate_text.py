@@ -1,0 +1,222 @@
+"""`eval` of a language model: the measures that a run makes while it trains, on any checkpoint and any texts.
+
+All devices of all processes compute together, as in training. Read next: `evaluation/text_evaluations.py`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from openpi_train.command_line import changed_flags
+from openpi_train.data.files import write_json
+from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.evaluation.held_out_loss import HeldOutLoss
+from openpi_train.evaluation.measure import Evaluated, Running
+from openpi_train.evaluation.text_evaluations import TextEvaluations
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
+from openpi_train.interop import checkpoint_formats, huggingface
+from openpi_train.interop.checkpoint_tokenizer import on_disk
+from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.reference import policy_of
+from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.supervised_text import SupervisedText
+from openpi_train.policy.restore import open_run, restored
+from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.sharding.strategy import Plan
+from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
+from openpi_train.training.devices import Devices
+from openpi_train.training.metrics import json_number
+from openpi_train.training.settle import open_in_turn
+
+logger = logging.getLogger(__name__)
+
+# Prompts to complete, if neither the run nor the flags say how many.
+_NUM_PROMPTS = 64
+# Longest texts of a model that is no run's.
+_MAX_LENGTH = 2048
+# Flags of `eval` that language models have no use for.
+_OF_POLICIES = (
+    *("dataset", "env", "episodes", "held_out", "execute", "ensemble", "real_time_delay", "max_steps", "videos"),
+    "num_sample_steps",
+)
+RESULTS = "texts.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A checkpoint's model, as measures see a run's (`evaluation.measure.TrainerView`)."""
+
+    graphdef: nnx.GraphDef
+    model: ModelConfig
+    objective: Objective
+    plan: Plan
+    seed: int
+
+    @property
+    def devices(self) -> Devices:
+        """The computation over devices."""
+        return Devices(self.plan, self.model.compute_dtype, self.graphdef)
+
+
+def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
+    """A checkpoint and its run; of a folder in Hugging Face's form, a run without datasets.
+
+    Raises CheckpointError or UsageError as `load_policy` does.
+    """
+    place = checkpoint_formats.open_place(where)
+    if experiment is not None or not huggingface.recognises(place):
+        return open_run(where, experiment)
+    stored, model = checkpoint_formats.open_checkpoint(where), huggingface.read_model(place)
+    data = TextData(
+        datasets=(),
+        tokenizer=str(place),
+        max_length=min(model.context_length, _MAX_LENGTH),
+        on_no_targets="drop",
+        text_lengths=1,
+    )
+    return stored, Experiment(model=model, objective=SupervisedText(), data=data, eval=TextEvaluations())
+
+
+def run(
+    request: EvaluateRequest, texts: EvaluateTextRequest, stored: Stored, experiment: Experiment, folder: Path
+) -> Path:
+    """Evaluate the checkpoint of a language model; returns `folder`, with the results. Every process must call it.
+
+    Raises UsageError or DataError for what cannot be evaluated.
+    """
+    if given := changed_flags(request, _OF_POLICIES):
+        raise UsageError(f"{', '.join(given)}: for robots' policies, and {stored.where} is a language model")
+    assert isinstance(experiment.data, TextData)
+    config = evaluations_of(request, texts, experiment)
+    experiment = dataclasses.replace(
+        experiment,
+        data=data_of(texts, experiment.data, stored),
+        batch_size=_rounded(request.batch_size * jax.process_count(), jax.device_count()),
+    )
+    data = open_in_turn(experiment)
+    assert isinstance(data, OpenedText)
+    if data.validation is None:
+        raise DataError("the run holds no text out (--data.validation-fraction): give texts with --data")
+    absent = _no_completions(texts, config, experiment.model, data)
+    if absent is not None:
+        config = dataclasses.replace(config, num_prompts=0)
+    model, params, plan = restored(
+        experiment.model,
+        stored,
+        request.checkpoint,
+        average=request.average,
+        dtype=None,
+        merge_lora=False,
+        devices=jax.devices(),
+    )
+    trainer = LoadedModel(
+        graphdef=nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0],
+        model=model,
+        objective=experiment.objective,
+        plan=plan,
+        seed=experiment.seed,
+    )
+    with jax.set_mesh(plan.real_mesh):
+        running = Running(
+            trainer=trainer,
+            data=data,
+            held_out=data.held_out(config.num_rows, experiment.batch_size, plan.batch),
+            batch_size=experiment.batch_size,
+            num_train_steps=experiment.num_train_steps,
+            directory=folder,
+            results=folder,
+        )
+        values = _measured(running, config, Evaluated(step=0, weights={"": params}, frozen={}))
+    if jax.process_index() == 0:
+        settings = {**as_json(dataclasses.replace(request, out=None)), "texts": as_json(texts), "eval": as_json(config)}
+        told = {name: json_number(value) for name, value in values.items()}
+        write_json(folder / RESULTS, {"checkpoint": stored.where, "values": told, "settings": settings})
+        _say(values, absent, folder)
+    return folder
+
+
+def _measured(running: Running, config: TextEvaluations, evaluated: Evaluated) -> dict[str, float]:
+    values = {}
+    for measure in (HeldOutLoss(running), *config.measures(running)):
+        if measure.is_due(evaluated.step):
+            found = measure(evaluated)
+            logger.info("%s: %s", measure.name, measure.line(found))
+            values |= {name.removeprefix("val/"): value for name, value in found.items()}
+    return values
+
+
+def _say(values: dict[str, float], absent: str | None, folder: Path) -> None:
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:<{width}}  {value:.4f}")
+    if absent is not None:
+        print(f"completions: {absent}")
+    print(f"written to {folder}")
+
+
+def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experiment: Experiment) -> TextEvaluations:
+    """The run's evaluations with what the flags change. Raises UsageError for invalid ones."""
+    own = experiment.eval if isinstance(experiment.eval, TextEvaluations) else TextEvaluations()
+    num_prompts = texts.num_prompts if texts.num_prompts is not None else own.num_prompts or _NUM_PROMPTS
+    sampled = {name: getattr(texts, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens", "stop")}
+    asked = {name: getattr(texts, name) for name in ("num_rows", "samples", "scores")}
+    config = dataclasses.replace(
+        own,
+        **_given(asked),
+        num_prompts=num_prompts,
+        sampling=dataclasses.replace(own.sampling, **_given({**sampled, "seed": request.seed})),
+        num_written=num_prompts,
+        completions_per_device=request.batch_size,
+    )
+    if problems := config.check():
+        flags = [problem.replace("--eval.sampling.", "--").replace("--eval.", "--") for problem in problems]
+        raise UsageError("\n".join(flags))
+    return config
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _no_completions(
+    texts: EvaluateTextRequest, config: TextEvaluations, model: ModelConfig, data: OpenedText
+) -> str | None:
+    """Why nothing is completed; None if something is. What was asked for by a flag is tried in any case."""
+    if not config.num_prompts:
+        return "left out by --num-prompts 0"
+    if texts.num_prompts is not None:
+        return None
+    if policy_of(model) is None:
+        return f"{type(model).__name__} gives no texts"
+    if next(data.held_out_prompts(), None) is None:
+        return "the texts have no prompts; --targets assistant makes some of conversations"
+    return None
+
+
+def data_of(texts: EvaluateTextRequest, own: TextData, stored: Stored) -> TextData:
+    """The run's data, or those of the flags, with the tokenizer of the checkpoint. Raises UsageError without any."""
+    if texts.targets is not None:
+        own = dataclasses.replace(own, targets=texts.targets)
+    if stored.token_files is not None:
+        # The checkpoint has the run's chat template, too.
+        own = dataclasses.replace(own, tokenizer=str(on_disk(stored.token_files)), chat_template=None)
+    if texts.data is None:
+        if not own.datasets:
+            raise UsageError(f"{stored.where} is no run's checkpoint, so it has no data: give texts with --data")
+        return own
+    # All its texts are held out.
+    where = texts.data if "://" in texts.data or texts.data.startswith("hub:") else str(Path(texts.data).absolute())
+    dataset = TextDataset(path=where, split=texts.split, validation=texts.split or where, columns=texts.columns)
+    return dataclasses.replace(own, datasets=(dataset,))
+
+
+def _rounded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
