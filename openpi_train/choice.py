@@ -1,4 +1,4 @@
-"""Put an experiment on the dataset of the command line, and choose among several experiments by its action dims.
+"""Put an experiment on the dataset or the model of the command line, and choose among several by action dims.
 
 Read next: `registry.py`, which loads them.
 """
@@ -9,8 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import SourceConfig
+from openpi_train.data.text.text_data import TextData
 from openpi_train.experiment import Experiment
-from openpi_train.runtime.exits import DataError, reported_as
+from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language_part import language_of, with_language
+from openpi_train.runtime.exits import DataError, UsageError, reported_as
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,3 +68,25 @@ def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     """The experiment on only this dataset, with the robot of its first dataset and new norm stats."""
     first = dataclasses.replace(experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
+
+
+def on_model(experiment: Experiment, published: LanguageConfig) -> Experiment:
+    """The experiment with the sizes, start weights and tokenizer of a published model (`huggingface.named_model`).
+
+    Adapter, number format and all else are the experiment's. Raises UsageError if it trains no language model.
+    """
+    own = language_of(experiment.model)
+    if own is None or published.path is None:
+        raise UsageError(
+            f"--model.path is for language models, and {experiment.name} trains a {type(experiment.model).__name__}"
+        )
+    read = {name: getattr(published, name) for name in ("path", "family", "sizes", "context_length")}
+    data = experiment.data
+    if isinstance(data, TextData):
+        data = dataclasses.replace(data, tokenizer=published.path)
+    return dataclasses.replace(
+        experiment,
+        model=with_language(experiment.model, dataclasses.replace(own, **read)),
+        data=data,
+        weight_loader=CheckpointWeightLoader(params_path=published.path),
+    )

@@ -8,11 +8,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
 from openpi_train.runtime.world import find_world
+
+if TYPE_CHECKING:
+    from openpi_train.experiment import Experiment
+    from openpi_train.models.language import LanguageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     import tyro
 
-    from openpi_train.choice import moved, on_dataset, source_of
+    from openpi_train.choice import moved, on_dataset, on_model, source_of
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
@@ -85,6 +89,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
     source = None if many.dataset is None else source_of(many.dataset)
+    model_path = many.model_path
     default = registry.load(name, lambda own: source or moved(own, argv), any_dims=wants_help)
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
@@ -93,6 +98,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None:
         default = on_dataset(default, source)
+    if model_path is not None and not wants_help:
+        default = on_model(default, _named_model(model_path, name, argv, default))
     default = of_one_length(default, argv)
     # Blank lines between lines, which the help would join otherwise.
     program, about = f"python -m openpi_train {name}", registry.description(name).replace("\n", "\n\n")
@@ -101,6 +108,25 @@ def parse_experiment(name: str, argv: Sequence[str]):
         own = (default, TrainFlags(), ManyFields())
         tyro.cli(everything, default=own, args=argv, prog=program, description=about)
     return tyro.cli(Experiment, default=default, args=argv, prog=program, description=about)
+
+
+def _named_model(where: str, name: str, argv: Sequence[str], experiment: "Experiment") -> "LanguageConfig":
+    """The published model at `where`; in a run that goes on, as the run has recorded it: nothing is read again."""
+    from openpi_train.command_line import RunFlags, parse_known
+    from openpi_train.interop.huggingface import named_model
+    from openpi_train.models.language_part import language_of
+    from openpi_train.policy.experiment_json import recorded_experiment
+
+    flags, _ = parse_known(RunFlags, argv, name, add_help=False)
+    if flags.resume:
+        base = flags.checkpoint_base_dir or experiment.checkpoint_base_dir
+        exp_name = flags.exp_name or experiment.exp_name
+        run = dataclasses.replace(experiment, exp_name=exp_name, checkpoint_base_dir=base)
+        recorded = recorded_experiment(run.run_dir, like=experiment)
+        language = None if recorded is None else language_of(recorded.model)
+        if language is not None and language.path == where:
+            return language
+    return named_model(where)
 
 
 def _wants_help(argv: Sequence[str]) -> bool:

@@ -60,6 +60,18 @@ class ManyFields(Request):
     optimizer: str | None = None
     # Train on the dataset at this path; its format is detected.
     dataset: str | None = None
+    # Train this language model: a folder in Hugging Face's form, or hub:USER/NAME. Its config.json sets the sizes; start
+    # weights and tokenizer come from there, too.
+    model_path: Annotated[str | None, tyro.conf.arg(name="model.path")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFlags(Request):
+    """The fields of an experiment that say where its run lies, and whether it goes on; None: the experiment's own."""
+
+    exp_name: str = ""
+    checkpoint_base_dir: str | None = None
+    resume: bool = False
 
 
 def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None) -> T:

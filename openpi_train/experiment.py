@@ -200,7 +200,9 @@ class Experiment:
             problems += self.lr_schedule.check(self.num_train_steps)
         problems += [*self.optimizer.check(), *self.loss_scaling.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
-        problems += self.model.check_objective(type(self.objective).__name__, self.objective.needed)
+        objective = type(self.objective)
+        problems += self.model.check_objective(objective.__name__, self.objective.needed)
+        problems += self.data.check_objective(objective.__name__, objective.text_kinds)
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))

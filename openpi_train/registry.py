@@ -4,6 +4,9 @@ An experiment is a top-level assignment in a config file; the string below it is
 
     pi0_bridge_traj = Experiment(model=..., ...)
     '''Full pi0 on BridgeData V2. Command, hardware, time, result.'''
+
+Several that differ in one value may share an assignment, `a, b = (... for ...)`, and the description, in which NAME
+stands for the name of each.
 """
 
 import ast
@@ -68,11 +71,12 @@ def read_entries(file: Path) -> list[Entry]:
         raise ValueError(f"{file} line {error.lineno} does not parse: {error.msg}") from error
     result = []
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
-            continue
-        match following:
-            case ast.Expr(value=ast.Constant(value=str() as text)):
-                result.append(Entry(node.targets[0].id, file, text))
+        match node, following:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str() as text)):
+                result.append(Entry(name, file, text))
+            case ast.Assign(targets=[ast.Tuple(elts=names)]), ast.Expr(value=ast.Constant(value=str() as text)):
+                known = [one.id for one in names if isinstance(one, ast.Name)]
+                result += [Entry(name, file, text.replace("NAME", name)) for name in known]
     return result
 
 

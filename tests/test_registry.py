@@ -22,6 +22,7 @@ NAMES += (
     "paligemma_tokens_lora",
     "paligemma_tokens_tiny",
 )
+NAMES += ("arithmetic_sft", "arithmetic_reward", "arithmetic_dpo_lora", "gsm8k_sft_qwen25_05b", "gsm8k_dpo_gemma3_1b")
 
 
 def test_the_promised_experiments_are_there_and_described():
@@ -65,6 +66,20 @@ def test_an_experiment_of_a_users_file_is_found_by_name(tmp_path):
         registry.load(f"{file}:try8")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         registry.load(f"{tmp_path}/absent.py:try7")
+
+
+def test_experiments_may_share_an_assignment_and_a_description(tmp_path):
+    file = tmp_path / "pairs_of_test.py"
+    file.write_text(
+        "import dataclasses\n"
+        "from openpi_train import registry\n"
+        "small, large = (dataclasses.replace(registry.load('debug'), batch_size=size) for size in (8, 16))\n"
+        "'''Two sizes.\n\nCommand: python -m openpi_train NAME --exp-name x'''\n"
+    )
+    assert [entry.name for entry in registry.read_entries(file)] == ["small", "large"]
+    experiment = registry.load(f"{file}:large")
+    assert (experiment.name, experiment.batch_size) == ("large", 16)
+    assert registry.description(f"{file}:large").endswith("python -m openpi_train large --exp-name x")
 
 
 def test_a_config_file_that_does_not_parse_names_file_and_line(tmp_path):

@@ -3,18 +3,13 @@
 `data prepare` writes them too, and variants with other tasks. Read next: `envs/tabletop_expert.py` (the expert),
 `rlds/rlds_writer.py` (how episodes are stored).
 
-The output is one folder, put in place atomically: the RLDS dataset, `tokenizer.model`, and `prepared.json` with the
-arguments and the checksum of every file.
+The output is one folder (`written_folder.py`): the RLDS dataset and `tokenizer.model`.
 """
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import logging
 import os
-import shutil
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,19 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.data import files, places, tables
+from openpi_train.data import places, written_folder
 from openpi_train.data.rlds.rlds_writer import write_rlds
 from openpi_train.data.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop_env
 from openpi_train.envs.tabletop_expert import demonstrate
 from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Task
-from openpi_train.runtime import locks
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
 NAME, VERSION = "tabletop", "1.0.0"
-MANIFEST = "prepared.json"
 TOKENIZER = "tokenizer.model"
 # Part of the fingerprint: increase it with every change of the environment, the expert or the written layout.
 REVISION = 3
@@ -96,8 +89,7 @@ def write_missing(path: str | Path) -> None:
 
 def missing(path: str | Path) -> str | None:
     """The name of the missing embedded dataset that a path belongs to; None for all other paths."""
-    name = places.dataset_name(path)
-    return name if name in RECIPES and not (places.datasets() / name).exists() else None
+    return written_folder.missing(path, RECIPES)
 
 
 def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> PreparedDataset:
@@ -129,34 +121,13 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
         "seed": recipe.seed,
         "tasks": instructions,
     }
-    manifest = _complete(root, arguments)
-    if manifest is not None:
-        logger.info("%s is already complete: reusing it", root)
-        return _prepared(root, manifest)
-    workspace = root.with_name(f".{root.name}.incomplete")
-    with locks.held(workspace / tables.LOCK, f"data prepare of {root}"):
-        try:
-            manifest = _complete(root, arguments)  # another process may have finished meanwhile
-            if manifest is None:
-                manifest = _write_at(root, workspace / "draft", env, arguments)
-        finally:
-            shutil.rmtree(workspace, ignore_errors=True)
-    return _prepared(root, manifest)
-
-
-def _write_at(root: Path, draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Write the dataset in `draft` and move it to `root` atomically; returns its manifest."""
-    started = time.monotonic()
-    shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
-    manifest = _write(draft, env, arguments["episodes"], arguments["seed"], arguments)
-    if root.exists():
-        logger.warning("the previous content of %s is now at %s", root, files.set_aside(root, "aside"))
-    os.replace(draft, root)
-    logger.info(
-        "%s written: %s episodes, %s steps, in %.0f s",
-        root, manifest["num_episodes"], manifest["num_steps"], time.monotonic() - started,
-    )  # fmt: skip
-    return manifest
+    manifest = written_folder.written(root, arguments, lambda draft: _write(draft, env, arguments))
+    return PreparedDataset(
+        dataset=root / VERSION,
+        tokenizer=root / TOKENIZER,
+        num_episodes=manifest["num_episodes"],
+        num_steps=manifest["num_steps"],
+    )
 
 
 def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
@@ -167,9 +138,9 @@ def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-def _write(
-    draft: Path, env: tabletop_env.TabletopEnv, counts: dict[str, int], seed: int, arguments: dict[str, Any]
-) -> dict:
+def _write(draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Write the dataset and its tokenizer; returns the number of episodes and of steps by split."""
+    counts, seed = arguments["episodes"], arguments["seed"]
     num_steps = dict.fromkeys(counts, 0)
 
     def counted(split: str) -> Iterator[dict[str, Any]]:
@@ -186,43 +157,7 @@ def _write(
     os.replace(written, draft / VERSION)
     written.parent.rmdir()
     train_tokenizer(_texts(arguments["tasks"]), draft / TOKENIZER, VOCAB_SIZE)
-    files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
-    num_episodes = {split: count * len(env.tasks) for split, count in counts.items()}
-    manifest = {"arguments": arguments, "num_episodes": num_episodes, "num_steps": num_steps, "files": files}
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return manifest
-
-
-def _complete(root: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest at `root`, if it was made with these arguments and every file is unchanged; else None."""
-    if not root.exists():
-        return None
-    try:
-        manifest = json.loads((root / MANIFEST).read_text())
-        if manifest["arguments"] != arguments:
-            logger.info("%s was made with other arguments: writing it again", root)
-            return None
-        torn = [name for name, digest in manifest["files"].items() if _digest(root / name) != digest]
-    except (OSError, ValueError, KeyError) as error:
-        logger.warning("%s is incomplete (%s): writing it again", root, error)
-        return None
-    if torn:
-        logger.warning("%s is damaged (%s): writing it again", root, ", ".join(torn))
-        return None
-    return manifest
-
-
-def _prepared(root: Path, manifest: dict[str, Any]) -> PreparedDataset:
-    return PreparedDataset(
-        dataset=root / VERSION,
-        tokenizer=root / TOKENIZER,
-        num_episodes=manifest["num_episodes"],
-        num_steps=manifest["num_steps"],
-    )
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"num_episodes": {split: count * len(env.tasks) for split, count in counts.items()}, "num_steps": num_steps}
 
 
 def _episodes(env: tabletop_env.TabletopEnv, split: str, episodes_per_task: int, seed: int) -> Iterator[dict[str, Any]]:

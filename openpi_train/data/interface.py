@@ -190,6 +190,14 @@ class Data(abc.ABC):
         """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []
 
+    def check_objective(self, name: str, text_kinds: Sequence[str]) -> list[str]:
+        """Why the objective of this name cannot be trained on these data, as sentences (default: none).
+
+        `text_kinds` are `Objective.text_kinds`.
+        """
+        del name, text_kinds
+        return []
+
     @abc.abstractmethod
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         """The batch that `model` (a `ModelConfig`) takes, as a tree of `jax.ShapeDtypeStruct`. Opens no files."""

@@ -96,7 +96,11 @@ def _first_batches(rows: Rows, num_rows: int, batch_size: int, sharding: Any) ->
 def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets:
     """A run's rows, norm stats and tokenizer. Raises as `open_data`."""
     write_missing(config)  # a tokenizer may lie beside the data
-    tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
+    try:
+        tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
+    except FileNotFoundError:
+        open_windows(config, request.model.window)  # where the data are missing too, that is what to say
+        raise
     windows = open_windows(config, request.model.window)
     model: RowModel = request.model
     length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])

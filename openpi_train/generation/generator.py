@@ -114,6 +114,7 @@ class Generator:
         self._gather: Any = None
         self._slots: list[_Running | None] = [None] * self.num_rows
         self._waiting: collections.deque[GenerationRequest] = collections.deque()
+        self._ids: set[Hashable] = set()  # of all that wait or run
         self._make_rows = self._free_rows(decoder)
         self._params: Any = None
         self._rows: Any = None
@@ -179,12 +180,16 @@ class Generator:
             raise ValueError("; ".join(problems))
         if not 0 <= request.num_top <= NUM_TOP:
             raise ValueError(f"num_top {request.num_top} must be from 0 to {NUM_TOP}")
-        if any(one.id == request.id for one in self._known()):
+        if request.id in self._ids:
             raise ValueError(f"there is a request {request.id!r} already")
+        self._ids.add(request.id)
         self._waiting.append(request)
 
     def cancel(self, id: Hashable) -> None:
         """Forget a request; what is unknown or finished is ignored."""
+        if id not in self._ids:
+            return
+        self._ids.remove(id)
         self._waiting = collections.deque(one for one in self._waiting if one.id != id)
         for number, slot in enumerate(self._slots):
             if slot is not None and slot.request.id == id:
@@ -207,6 +212,7 @@ class Generator:
                 events.append(event)
                 if event.finish_reason:
                     self._slots[number] = None
+                    self._ids.remove(event.id)
         return events
 
     def complete(self, requests: Iterable[GenerationRequest]) -> list[NewTokens]:
@@ -219,9 +225,6 @@ class Generator:
             for event in self.step():
                 parts[event.id].append(event)
         return [joined(parts[request.id]) for request in requests]
-
-    def _known(self) -> list[GenerationRequest]:
-        return [*self._waiting, *(slot.request for slot in self._slots if slot is not None)]
 
     def _event(self, slot: _Running, found: NewRowTokens, number: int) -> NewTokens:
         made = int((found.tokens[number] != NONE).sum())
@@ -341,7 +344,8 @@ class Generator:
         plan, specs = self._devices.plan, (PartitionSpec(), self._row_specs)
 
         def on_rows(params: Any, both: tuple[Any, TokenRows], _: None) -> tuple[Any, TokenRows]:
-            return function(merge_module(self._graphdef, params), *both)
+            decoder: Any = merge_module(self._graphdef, params)
+            return function(decoder, *both)
 
         def run(params: Params, given: Any, rows: TokenRows) -> tuple[Any, TokenRows]:
             found, rows = self._devices.rows(on_rows, params, (given, rows), None, tensor_specs=(specs, specs))

@@ -94,12 +94,13 @@ class TextGenerator:
         self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, *, rows: Sequence[int] | None = None
     ) -> list[NewText]:
         """The whole completions, in the order of the prompts. Prompt i has row number `rows[i]`; None: i."""
-        parts: list[list[NewText]] = [[] for _ in prompts]
+        parts: dict[Hashable, list[NewText]] = {number: [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
             self.submit(number, prompt, settings, row=number if rows is None else rows[number])
         while self._texts:
             for one in self.step():
                 parts[one.tokens.id].append(one)
         return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own])) for own in parts
+            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
+            for own in parts.values()
         ]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import write_bytes, write_json
-from openpi_train.interop import safetensors_file
+from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.interop import ours, safetensors_file
 from openpi_train.interop.hf_tensors import hf_layout
 from openpi_train.interop.openpi import published_params
 from openpi_train.interop.openpi_torch import LORA, joined_params
@@ -25,7 +26,9 @@ from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
 from openpi_train.interop.torch_names import TensorLayout, tensors_of
 from openpi_train.models.hf_config import FAMILIES, hf_config, sizes_of
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language_part import language_of
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.reward import SCORE
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ CARRIED = (
 )
 # Keys that a generated config takes over from the one that came with the weights.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TABLE, _HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 # Tables of frequencies, which earlier versions of transformers wrote; nothing reads them.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -74,27 +77,56 @@ def read_model(place: Place, **fields: Any) -> LanguageConfig:
     return LanguageConfig.published(place.json(CONFIG), f"{place}/{CONFIG}", **fields)
 
 
+def named_model(where: str) -> LanguageConfig:
+    """The model of a folder, or of the repository `hub:USER/NAME`, by its config.json alone; its `path` is `where`.
+
+    Raises CheckpointError or DataError if there is no such file, or no model of a known family in it.
+    """
+    if where.startswith(SCHEME):
+        place = Place.of(hub_folder(where, repo_type="model", patterns=(CONFIG,)))
+    else:
+        place = Place.of(where)
+        if place.local is not None and not place.local.is_dir():
+            raise CheckpointError(
+                f"--model.path {where}: there is no such folder; give a model's folder in Hugging Face's form, or "
+                f"{SCHEME}USER/NAME"
+            )
+        if not place.has(CONFIG) and ours.recognises(place):
+            raise CheckpointError(
+                f"--model.path {where} is a run of ours: start from its weights with --weight-loader.params-path, and "
+                "name the published model that it began with here"
+            )
+    return read_model(place, path=where)
+
+
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """The parameters by published name, and the files that belong to them. `model` None is the folder's own.
 
-    Raises CheckpointError if the tensors are not the model's, or the tokenizer has more tokens than the model.
+    A reward model's score is among them, for whoever asks for a language model to allow or refuse. Raises
+    CheckpointError if the tensors are not the model's, or the tokenizer has more tokens than the model.
     """
     config = place.json(CONFIG)
     sizes = sizes_of(config, f"{place}/{CONFIG}")
-    if model is None:
-        model = read_model(place)
-    if not isinstance(model, LanguageConfig):
+    language = read_model(place) if model is None else language_of(model)
+    if language is None:
         raise CheckpointError(
             f"{place} holds a language model ({config['model_type']}), and this is for a {type(model).__name__}: name "
             "an experiment of a language model, or another checkpoint"
         )
-    if sizes != model.sizes:
-        raise CheckpointError(_other_sizes(place, sizes, model))
+    if sizes != language.sizes:
+        raise CheckpointError(_other_sizes(place, sizes, language))
     _check_tokenizer(place, sizes.vocab_size)
     found = {name: leaf for name, leaf in safetensors_file.open_model(place).items() if not _DERIVED.fullmatch(name)}
+    layouts = _layouts(language)
+    if (score := found.pop(_SCORE, None)) is not None:
+        _check_score(place, score)
+        if _HEAD not in found:
+            layouts.pop("lm_head/weight", None)  # a reward model has none, whatever its config says of tables
     if sizes.tied:
         _leave_one_table(place, found)
-    params = joined_params(place, found, _layouts(model), model)
+    params = dict(joined_params(place, found, layouts, language))
+    if score is not None:
+        params[SCORE] = score
     return Stored(where=str(place), format="huggingface", params=params, token_files=CarriedFiles(place.url))
 
 
@@ -152,6 +184,15 @@ def _other_sizes(place: Place, sizes: Any, model: LanguageConfig) -> str:
     return "\n".join(
         [f"{place} is another model than the experiment's; give its sizes, or another checkpoint:", *lines]
     )
+
+
+def _check_score(place: Place, score: StoredLeaf) -> None:
+    """Raise CheckpointError if the model of this score tells classes apart."""
+    if score.shape[0] != 1:
+        raise CheckpointError(
+            f"{place} tells {score.shape[0]} classes apart ({_SCORE} is {score.shape}); a reward model has one score "
+            "(num_labels 1)"
+        )
 
 
 def _leave_one_table(place: Place, found: dict[str, StoredLeaf]) -> None:

@@ -52,8 +52,10 @@ def hf_name(path: str, sizes: DecoderSizes) -> str:
     return name
 
 
-def explain_hf(missing: list[str], misshapen: list[str]) -> list[str]:
+def explain_hf(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
     """What to do about a language model's checkpoint that does not match, by published names."""
+    if "score/weight" in extra:
+        return ["it is a reward model: train a RewardConfig, or give the language model that it was trained from"]
     found = []
     if missing == ["lm_head/weight"]:
         found.append("its logits are computed with the embedding table: --model.sizes.tied")

@@ -5,9 +5,10 @@ Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published f
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -42,6 +43,8 @@ class LanguageConfig(ModelConfig):
 
     provides: ClassVar[frozenset[str]] = frozenset({"token_scores"})
 
+    # Set by `--model.path`: where family, sizes and context length were read from.
+    path: Annotated[str | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
     # The model_type of its published config.json.
     family: Family = "llama"
     # Sizes and kinds of its layers.
@@ -129,8 +132,7 @@ class LanguageConfig(ModelConfig):
         return hf_name(path, self.sizes)
 
     def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        del extra
-        return explain_hf(missing, misshapen)
+        return explain_hf(missing, extra, misshapen)
 
     @property
     def parameter_groups(self) -> Mapping[str, str]:

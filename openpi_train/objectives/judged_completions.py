@@ -53,6 +53,7 @@ class JudgedCompletions(Objective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})
+    text_kinds: ClassVar[tuple[str, ...]] = ("unpaired", "preferences")
 
     # How strongly the policy is held to the reference; the scale of rewards.
     beta: float = 0.1

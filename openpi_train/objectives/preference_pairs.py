@@ -59,6 +59,7 @@ class PreferencePairs(Objective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})
+    text_kinds: ClassVar[tuple[str, ...]] = ("preferences",)
 
     # The loss, by its usual name.
     variant: VariantName = "sigmoid"

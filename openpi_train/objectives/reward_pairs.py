@@ -25,6 +25,7 @@ class RewardPairs(Objective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
+    text_kinds: ClassVar[tuple[str, ...]] = ("preferences",)
 
     # Weight of the squared sum of a pair's rewards; 0.01 is usual.
     centering: float = 0.0

@@ -20,6 +20,7 @@ class SupervisedText(Objective):
     """Cross entropy of next tokens, averaged over the tokens or the texts of the whole optimizer batch."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_scores"})
+    text_kinds: ClassVar[tuple[str, ...]] = ("texts",)
 
     # Every token counts the same, or every text, however long it is. A row may hold several texts.
     mean_over: Literal["tokens", "sequences"] = "tokens"

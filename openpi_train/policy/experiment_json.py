@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import retired
 from openpi_train.runtime.exits import CheckpointError
@@ -30,6 +31,17 @@ def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = Non
     Raises CheckpointError if a class or a field is unknown.
     """
     return _convert(value, Experiment, "experiment", _classes(like))
+
+
+def recorded_experiment(run: Path, like: Experiment | None = None) -> Experiment | None:
+    """The experiment that a run's directory has recorded; None if there is no run. Errors: `experiment_from_json`."""
+    file = run / "experiment.json"
+    if not file.is_file():
+        return None
+    try:
+        return experiment_from_json(read_json(file), like)
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); put a copy back") from error
 
 
 def _classes(config: Any) -> dict[str, type]:

@@ -114,9 +114,11 @@ def open_language_model(
 
 
 def _tokenizer(stored: Stored, given: str | None) -> TextTokenizer:
-    if given is None and stored.token_files is None:
-        raise UsageError(f"{stored.where} has no tokenizer: give the folder of one with --tokenizer")
+    if given is None:
+        if stored.token_files is None:
+            raise UsageError(f"{stored.where} has no tokenizer: give the folder of one with --tokenizer")
+        given = str(on_disk(stored.token_files))
     try:
-        return load_text_tokenizer(given or str(on_disk(stored.token_files)))
+        return load_text_tokenizer(given)
     except FileNotFoundError as error:
         raise UsageError(f"{error}; or give another with --tokenizer") from error

@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from openpi_train.command_line import Own, Request, parse, parse_known
 from openpi_train.fields import at_least
 from openpi_train.runtime import logs
-from openpi_train.runtime.exits import DataError, reported_as
+from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.tools.requests import ExperimentName
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DataRequest(Request, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare(DataRequest):
-    """Write an embedded tabletop dataset and its tokenizer.
+    """Write an embedded dataset and its tokenizer: of the tabletop, or with `--name arithmetic` the arithmetic task.
 
     Without flags: the dataset that this repository's experiments read under that name (docs/data.md). A run that needs
     such a dataset also writes it.
@@ -64,6 +64,12 @@ class Prepare(DataRequest):
     seed: int | None = None
 
     def run(self, experiment: "Experiment | None") -> None:
+        from openpi_train.data.text import arithmetic
+
+        if self.name == arithmetic.NAME:
+            self._refuse_episodes()
+            print(f"{arithmetic.prepare(self.directory, seed=self.seed or 0)}: datasets and tokenizer.json")
+            return
         import jax
 
         from openpi_train.data.embedded import prepare
@@ -78,6 +84,12 @@ class Prepare(DataRequest):
         print(
             f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}"
         )
+
+    def _refuse_episodes(self) -> None:
+        for name in ("tasks", "episodes_per_task", "val_episodes_per_task", "image_size"):
+            if getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} is for datasets of the tabletop; --name {self.name} takes --seed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """`data prepare`: a genuine dataset, equal for equal arguments, reused when complete, repaired when not."""
 
-import json
 import logging
 import os
 import subprocess
@@ -20,6 +19,7 @@ from openpi_train.data.embedded import prepare
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.tokenizer import load_tokenizer
+from openpi_train.data.written_folder import MANIFEST
 from openpi_train.envs import tabletop_scene as world
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.robots.tabletop import Tabletop
@@ -144,14 +144,10 @@ def cheap(monkeypatch):
     """The episodes replaced by one small file; returns the arguments of every write."""
     written = []
 
-    def fake_write(draft, env, counts, seed, arguments):
+    def fake_write(draft, env, arguments):
         written.append(arguments)
-        draft.mkdir(parents=True)
         (draft / "data").write_text("whole")
-        files = {"data": tool._digest(draft / "data")}
-        manifest = {"arguments": arguments, "num_episodes": {}, "num_steps": {}, "files": files}
-        (draft / tool.MANIFEST).write_text(json.dumps(manifest))
-        return manifest
+        return {"num_episodes": {}, "num_steps": {}}
 
     monkeypatch.setattr(tool, "_write", fake_write)
     return written
@@ -166,9 +162,9 @@ def test_what_is_torn_or_different_is_moved_aside_and_written_anew(tmp_path, che
     elif harm == "file missing":
         (root / "data").unlink()
     elif harm == "manifest missing":
-        (root / tool.MANIFEST).unlink()
+        (root / MANIFEST).unlink()
     elif harm == "manifest torn":
-        (root / tool.MANIFEST).write_text("{")
+        (root / MANIFEST).write_text("{")
     prepare(tmp_path, seed=int(harm == "other arguments"))
     assert len(cheap) == 2
     assert (root / "data").read_text() == "whole"
@@ -212,7 +208,7 @@ def test_useless_numbers_are_refused(tmp_path):
 def test_without_a_directory_it_goes_where_the_experiments_look(tmp_path, cheap, monkeypatch):
     monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path))
     assert prepare().dataset == tmp_path / "datasets" / "tabletop" / "1.0.0"
-    assert (tmp_path / "datasets" / "tabletop" / tool.MANIFEST).is_file()
+    assert (tmp_path / "datasets" / "tabletop" / MANIFEST).is_file()
 
 
 def test_the_first_runs_to_miss_an_embedded_dataset_write_it_once(tmp_path, monkeypatch):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from netns import Host, Network
 from runs.command import ROOT, environment, places
+from small_runs import SMALL
 
-# Tiny and quick to compile, without evaluation.
-_TINY = "--model.remat none --model.language.depth 1 --model.action-expert.depth 1 --model.siglip.depth 1"
-RUN = ("debug", "--num-train-steps", "4", "--data.validation-fraction", "0", *_TINY.split())
+RUN = (SMALL, "--num-train-steps", "4")
 # Parameters cut over two devices, so that a step needs the network all the time.
 CUT = ("--fsdp-devices", "2", "--sharding.min-shard-mib", "0")
 SOON = ("--timeouts.rendezvous-s", "15")
@@ -79,7 +78,7 @@ class Fleet:
         return path.read_text() if path.exists() else ""
 
     def metrics(self) -> str:
-        path = self.base / "runs" / "debug" / "x" / "metrics.jsonl"
+        path = self.base / "runs" / "small" / "x" / "metrics.jsonl"
         return path.read_text() if path.exists() else ""
 
 

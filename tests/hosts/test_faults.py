@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from fleet import CUT, RUN, ends, until
 from runs.command import losses, train
+from small_runs import SMALL
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 LOST_S = 12
 # The batch divides by the hosts of every test here.
 ENDLESS = (*RUN, "--num-train-steps", "1000000", "--batch-size", "12", "--timeouts.lost-s", str(LOST_S))
+ENDLESS += ("--data.pause-s", "0.05")
 
 
 def train_a_while(fleet, launchers: list[subprocess.Popen]) -> None:
@@ -24,7 +26,7 @@ def train_a_while(fleet, launchers: list[subprocess.Popen]) -> None:
 
 def process_of(host) -> int:
     """The training process on a host with one, as this machine numbers it."""
-    (pid,) = host.find("-m openpi_train debug")  # the launcher's line says `openpi_train launch`
+    (pid,) = host.find(f"-m openpi_train {SMALL}")  # the launcher's line says `openpi_train launch`
     return pid
 
 
@@ -57,7 +59,7 @@ def test_a_slow_network_that_is_away_for_five_seconds_costs_no_step_and_changes_
     steps = (*RUN, *CUT, "--num-train-steps", "40")
     train(tmp_path / "undisturbed", *steps, devices=2)
     network.throttle(1, "20mbit")
-    launchers = fleet.all_manual(*steps, "--timeouts.lost-s", "30", hosts=2)
+    launchers = fleet.all_manual(*steps, "--timeouts.lost-s", "30", "--data.pause-s", "0.3", hosts=2)
     train_a_while(fleet, launchers)
     network.link(1, up=False)
     time.sleep(5)
@@ -66,7 +68,7 @@ def test_a_slow_network_that_is_away_for_five_seconds_costs_no_step_and_changes_
     done = ends(launchers)
     assert [code for code, _ in done] == [0, 0], done
     assert '"step": 40,' not in before, "the run ended before the cable was pulled: take more steps"
-    assert losses(fleet.base) == losses(tmp_path / "undisturbed")
+    assert losses(fleet.base, "small") == losses(tmp_path / "undisturbed", "small")
 
 
 def test_a_stop_at_the_desk_saves_on_all_hosts_and_a_killed_desk_leaves_nothing_running(fleet, network, start_ssh):
@@ -75,11 +77,11 @@ def test_a_stop_at_the_desk_saves_on_all_hosts_and_a_killed_desk_leaves_nothing_
     launcher.send_signal(signal.SIGTERM)
     ((code, output),) = ends([launcher])
     assert code == 75 and "and saved: continue" in output, output
-    stopped = max(losses(fleet.base))
-    assert (fleet.base / "runs" / "debug" / "x" / str(stopped) / "manifest.json").exists()
+    stopped = max(losses(fleet.base, "small"))
+    assert (fleet.base / "runs" / "small" / "x" / str(stopped) / "manifest.json").exists()
 
     launcher = start_ssh(*ENDLESS, "--resume", hosts=2)
-    until(lambda: max(losses(fleet.base)) > stopped, [launcher])
+    until(lambda: max(losses(fleet.base, "small")) > stopped, [launcher])
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 240
@@ -108,14 +110,15 @@ def test_a_run_goes_on_without_the_host_that_was_lost(fleet, network, start_ssh,
     steps = (*RUN, "--num-train-steps", "100", "--batch-size", "12", "--save-interval", "10", "--keep-last", "3")
     train(tmp_path / "undisturbed", *steps, devices=2)
     fewer = ("--max-restarts", "1", "--min-nodes", "1", "--grace-s", "5")
-    launcher = start_ssh(*steps, "--timeouts.lost-s", str(LOST_S), hosts=2, options=fewer)
-    until(lambda: any((fleet.base / "runs" / "debug" / "x").glob("*/manifest.json")), [launcher])
+    slow = ("--timeouts.lost-s", str(LOST_S), "--data.pause-s", "0.1")
+    launcher = start_ssh(*steps, *slow, hosts=2, options=fewer)
+    until(lambda: any((fleet.base / "runs" / "small" / "x").glob("*/manifest.json")), [launcher])
     network.link(1, up=False)
     ((code, output),) = ends([launcher])
     network.link(1, up=True)
     assert code == 0 and "without node1: on node0" in output, output
     assert "grad_accum 2 instead of 1" in output
-    found, expected = losses(fleet.base), losses(tmp_path / "undisturbed")
+    found, expected = losses(fleet.base, "small"), losses(tmp_path / "undisturbed", "small")
     assert list(found) == list(expected)
     kept = int(re.findall(r"continuing from step (\d+)", output)[-1])
     assert [found[step] for step in range(1, kept + 1)] == [expected[step] for step in range(1, kept + 1)]

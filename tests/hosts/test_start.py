@@ -28,7 +28,7 @@ def one_by_four(tmp_path_factory):
     """The losses of one process with four devices."""
     base = tmp_path_factory.mktemp("one_by_four")
     train(base, *RUN, *CUT, devices=4)
-    return losses(base)
+    return losses(base, "small")
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def one_by_two(tmp_path_factory):
     """The losses of one process with two devices."""
     base = tmp_path_factory.mktemp("one_by_two")
     train(base, *RUN, *CUT, devices=2)
-    return losses(base)
+    return losses(base, "small")
 
 
 @pytest.mark.parametrize(("hosts", "per_node"), [(4, 1), (2, 2)])
 def test_by_hand_the_losses_are_those_of_one_process_bit_for_bit(fleet, network, one_by_four, hosts, per_node):
     done = ends(fleet.all_manual(*RUN, *CUT, hosts=hosts, per_node=per_node))
     assert [code for code, _ in done] == [0] * hosts, done
-    assert losses(fleet.base) == one_by_four
+    assert losses(fleet.base, "small") == one_by_four
     for node in range(hosts):
         place = rf"node{node} \({network.hosts[node].address}, jax [\d.]+, python [\d.]+\)"
         assert re.search(rf"{place}: process {node * per_node}: 1 x cpu", fleet.output("node0", 0))
@@ -52,7 +52,7 @@ def test_by_hand_the_losses_are_those_of_one_process_bit_for_bit(fleet, network,
 def test_by_ssh_the_losses_are_those_of_one_process_bit_for_bit(fleet, start_ssh, one_by_four):
     ((code, output),) = ends([start_ssh(*RUN, *CUT)])
     assert code == 0, output
-    assert losses(fleet.base) == one_by_four
+    assert losses(fleet.base, "small") == one_by_four
     assert "[node0:0] " in output and "starting 4 processes on node0, node1, node2, node3" in output
 
 
@@ -73,7 +73,7 @@ def test_strangers_on_the_rendezvous_port_and_a_host_with_another_clock_change_n
                 pass
         done = ends([first, fleet.manual(1, *RUN, *CUT, hosts=2, PYTHONPATH=str(tmp_path))])
     assert [code for code, _ in done] == [0, 0], done
-    assert losses(fleet.base) == one_by_two
+    assert losses(fleet.base, "small") == one_by_two
     assert "ignored a stranger on the rendezvous port: b'GET / HTTP/1.1" in fleet.output("node0", 0)
 
 

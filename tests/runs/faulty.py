@@ -1,4 +1,4 @@
-"""Real processes of a run, started without a launcher, that something happens to; and a dataset that does it itself."""
+"""Real processes of a run, started without a launcher, that something happens to."""
 
 import re
 import subprocess
@@ -8,59 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command import ROOT, environment, losses, places
+from small_runs import SMALL
 
 from openpi_train.launch.processes import free_port
 
-# A dataset that does one process harm once it has been read a while, or when it is opened.
-EXPERIMENT = '''
-import dataclasses
-import os
-import time
-import orbax.checkpoint as ocp
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.robots.bridge import Bridge
-from openpi_train_configs.debug import debug
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Faulty(FakeData):
-    fault: str = ""
-    process: str = "1"
-
-    def open(self):
-        source = super().open()
-        if os.environ["RANK"] != self.process:
-            return source
-        if self.fault == "slow to open":
-            print("the dataset is being opened", flush=True)
-            time.sleep(600)
-        if self.fault == "save fails":
-            def fail(*arguments, **named):
-                raise OSError(5, "Input/output error")
-            ocp.AsyncCheckpointer.save = fail
-        read, left = source.frames, [40]
-        def frames(steps, camera):
-            left[0] -= len(steps)
-            if left[0] < 0 and self.fault == "raises":
-                raise RuntimeError("the camera is broken")
-            if left[0] < 0 and self.fault == "hangs":
-                time.sleep(600)
-            return read(steps, camera)
-        source.frames = frames
-        return source
-
-dataset = Dataset(source=Faulty(image_height=32, image_width=32), robot=Bridge(), asset_id="fake")
-faulty = dataclasses.replace(debug, data=DataConfig(datasets=(dataset,), tokenizer="bytes", text_lengths=1))
-"""A dataset that was written for this test."""
-'''
 ENDLESS = ("--batch-size", "6", "--num-train-steps", "100000", "--save-interval", "100000", "--no-tensorboard")
-ENDLESS += ("--data.validation-fraction", "0")
+ENDLESS += ("--data.pause-s", "0.02")
 
 
 class Processes:
     """The processes of one run in `base`, each with its output in a file."""
 
-    def __init__(self, base: Path, count: int, *arguments: str, experiment: str = "debug"):
+    def __init__(self, base: Path, count: int, *arguments: str, experiment: str = SMALL):
         self.base, self.experiment = base, experiment.rpartition(":")[2]
         command = [sys.executable, "-m", "openpi_train", experiment, *ENDLESS, *places(base), *arguments]
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -128,10 +87,3 @@ class Processes:
         for pattern in patterns:
             assert re.search(pattern, log), f"{pattern!r} is not in the log of process {index}:\n{log[-6000:]}"
         assert "where every thread of this process is:" in log and "in run_guarded" in log, log[-6000:]
-
-
-def write_experiment(base: Path) -> str:
-    """The name of the faulty experiment, as the command line takes it."""
-    path = base / "faults.py"
-    path.write_text(EXPERIMENT)
-    return f"{path}:faulty"

@@ -54,8 +54,11 @@ class Points(RowSource):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedPoints(OpenedData):
+    def rows(self, first):
+        return Points(self.num_samples, first)
+
     def feed(self, first=0, **how):
-        return RowFeed(Points(self.num_samples, first), **how, assemble=lambda columns: tree_of(Pairs, **columns))
+        return RowFeed(self.rows(first), **how, assemble=lambda columns: tree_of(Pairs, **columns))
 
     def held_out(self, num_rows, batch_size, sharding):
         feed = self.feed(first=1_000_000, batch_size=batch_size, sharding=sharding)

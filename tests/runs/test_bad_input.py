@@ -142,6 +142,13 @@ CASES = [
     ),
     case("no tokenizer file", "debug --data.tokenizer HERE/t.model", DATA, "no tokenizer at", "give the path of a"),
     case(
+        "neither data nor their tokenizer",
+        f"{ARM} {SOURCE}.path HERE/nowhere --data.tokenizer HERE/nowhere/t.model",
+        DATA,
+        "/nowhere",
+        "dataset_info.json",
+    ),
+    case(
         "tokenizer of the hub, offline",
         "debug --data.offline --data.tokenizer google/paligemma-nowhere",
         DATA,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, environment, losses, places, train, words
+from small_runs import SMALL
 from stored_arrays import stored_arrays
 from test_supervised import process
 
@@ -19,9 +20,11 @@ from openpi_train.runtime.exits import USAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 # The run cannot end before the kill: at step 24 it waits until checkpoint 12 is whole, however slowly that is written.
-RUN = "debug --batch-size 64 --num-train-steps 36 --save-interval 12 --keep-last 3".split()
+RUN = f"{SMALL} --num-train-steps 36 --save-interval 12 --keep-last 3".split()
 RUN += "--fsdp-devices 2 --sharding.min-shard-mib 0".split()  # each process holds its half
-RUN += "--data.validation-fraction 0".split()
+
+
+SLOWLY = ("--data.pause-s", "0.2")
 
 
 def with_disk(base: Path) -> tuple[str, ...]:
@@ -41,7 +44,7 @@ def killed(tmp_path_factory):
     """A run whose process 1 was killed when both had a later local save than the run directory's checkpoint 12."""
     base = tmp_path_factory.mktemp("killed")
     launch = ("launch", "local", "--processes", "2", "--devices-per-process", "1", "--log-dir", f"{base}/output")
-    command = [sys.executable, "-m", "openpi_train", *launch, "--", *RUN, *places(base), *with_disk(base)]
+    command = [sys.executable, "-m", "openpi_train", *launch, "--", *RUN, *SLOWLY, *places(base), *with_disk(base)]
     with subprocess.Popen(
         command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as launcher:
@@ -55,7 +58,7 @@ def killed(tmp_path_factory):
         finally:
             launcher.kill()
     assert launcher.returncode == 128 + signal.SIGKILL, output[-4000:]
-    assert max(losses(base)) <= 24
+    assert max(losses(base, "small")) <= 24
     assert [path.name for path in run_of(base).iterdir() if path.name.isdecimal()] == ["12"]
     return base
 
@@ -67,11 +70,11 @@ def copy(killed, tmp_path) -> Path:
 
 
 def run_of(base: Path) -> Path:
-    return base / "runs" / "debug" / "x"
+    return base / "runs" / "small" / "x"
 
 
 def local(base: Path, index: int) -> Path:
-    return base / "disk" / "debug" / "x" / f"process_{index}"
+    return base / "disk" / "small" / "x" / f"process_{index}"
 
 
 def last_local_step(base: Path) -> int:
@@ -89,11 +92,11 @@ def resume(base: Path, processes: int = 2) -> str:
 def test_a_killed_run_goes_on_from_the_local_save_and_ends_bit_for_bit_as_if_undisturbed(copy, straight):
     step = last_local_step(copy)
     sizes = [(local(copy, index) / str(step) / "pieces.bin").stat().st_size for index in (0, 1)]
-    whole = sum(path.stat().st_size for path in (straight / "runs/debug/x/36").rglob("d/*"))
+    whole = sum(path.stat().st_size for path in (straight / "runs/small/x/36").rglob("d/*"))
     assert max(sizes) < 0.75 * whole, "each process saves what its own device holds"
     said = resume(copy)
-    assert re.search(rf"restored checkpoint {step} from \S*/disk/debug/x/process_0/{step} in", said), said
-    assert losses(copy) == losses(straight)
+    assert re.search(rf"restored checkpoint {step} from \S*/disk/small/x/process_0/{step} in", said), said
+    assert losses(copy, "small") == losses(straight, "small")
     for saved in ("12", "24", "36"):
         assert stored_arrays(run_of(copy) / saved) == stored_arrays(run_of(straight) / saved)
     assert [path.name for path in local(copy, 1).iterdir()] == ["36"]
@@ -163,9 +166,9 @@ def test_what_cannot_be_used_is_passed_over_with_the_reason(killed, copy, straig
     harm(copy)
     said = resume(copy, processes)
     assert re.search(rf"local checkpoint {last_local_step(killed)} is passed over: .*{says}", said), said
-    assert re.search(r"restored checkpoint 12 from \S*/runs/debug/x/12 in", said), said
-    assert losses(copy) == losses(straight)
+    assert re.search(r"restored checkpoint 12 from \S*/runs/small/x/12 in", said), said
+    assert losses(copy, "small") == losses(straight, "small")
     assert stored_arrays(run_of(copy) / "36") == stored_arrays(run_of(straight) / "36")
-    assert [path.name for path in (copy / "disk" / "debug" / "x").iterdir()] == [
+    assert [path.name for path in (copy / "disk" / "small" / "x").iterdir()] == [
         f"process_{k}" for k in range(processes)
     ]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from command import losses
-from faulty import Processes, write_experiment
+from faulty import Processes
 
 from openpi_train.runtime.exits import BUG, CHECKPOINT, PEER_LOST, PREEMPTED
 
@@ -55,19 +55,19 @@ def test_a_short_silence_passes_and_sigusr1_saves_as_sigterm_does(tmp_path):
         run.await_training()
         run.send(1, signal.SIGSTOP)
         time.sleep(5.0)
-        before = len(losses(tmp_path))
+        before = len(losses(tmp_path, "small"))
         run.send(1, signal.SIGCONT)
-        run.wait(lambda: len(losses(tmp_path)) >= before + 5, 240)
+        run.wait(lambda: len(losses(tmp_path, "small")) >= before + 5, 240)
         run.send(1, signal.SIGUSR1)
         assert run.codes(240) == [PREEMPTED] * 2, run.said()
-        assert (tmp_path / "runs" / "debug" / "x" / str(max(losses(tmp_path))) / "manifest.json").exists()
+        assert (tmp_path / "runs" / "small" / "x" / str(max(losses(tmp_path, "small"))) / "manifest.json").exists()
         for index in (0, 1):
             assert "was lost" not in run.log(index)
 
 
 def test_an_exception_in_one_process_ends_the_others_with_its_message(tmp_path):
-    fault = ("--data.datasets.0.source.fault", "raises")
-    with Processes(tmp_path, 2, *fault, experiment=write_experiment(tmp_path)) as run:
+    fault = ("--data.fault", "raises")
+    with Processes(tmp_path, 2, *fault) as run:
         assert run.codes(240) == [PEER_LOST, BUG], run.said()
         ended = rf"process 1 on {HOST} ended with code 1 \(training, step \d+\): RuntimeError: the camera is broken"
         run.check_last_words(0, ended)
@@ -75,18 +75,18 @@ def test_an_exception_in_one_process_ends_the_others_with_its_message(tmp_path):
 
 
 def test_a_step_that_hangs_on_one_process_ends_all_and_names_it(tmp_path):
-    fault = ("--data.datasets.0.source.fault", "hangs")
-    with Processes(tmp_path, 2, *LIMITS, *fault, experiment=write_experiment(tmp_path)) as run:
+    fault = ("--data.fault", "hangs")
+    with Processes(tmp_path, 2, *LIMITS, *fault) as run:
         assert run.codes(240) == [PEER_LOST] * 2, run.said()
         for index in (0, 1):
             run.check_last_words(index, rf"process 1 on {HOST} is stuck \(training, step \d+\): no further step for")
-        assert "in frames" in run.log(1), "the stack that hangs"
+        assert "in batch" in run.log(1), "the stack that hangs"
 
 
 @pytest.mark.parametrize(("signum", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)], ids=["TERM", "USR1"])
 def test_a_stop_while_process_0_opens_the_data_ends_all_for_a_requeue(tmp_path, signum, process):
-    fault = ("--data.datasets.0.source.fault", "slow to open", "--data.datasets.0.source.process", "0")
-    with Processes(tmp_path, 2, *fault, experiment=write_experiment(tmp_path)) as run:
+    fault = ("--data.fault", "slow to open", "--data.process", "0")
+    with Processes(tmp_path, 2, *fault) as run:
         run.wait(lambda: "the dataset is being opened" in run.outputs[0].read_text(), 240)
         run.send(process, signum)
         assert run.codes(BOUND_S) == [PREEMPTED] * 2, run.said()
@@ -94,9 +94,8 @@ def test_a_stop_while_process_0_opens_the_data_ends_all_for_a_requeue(tmp_path, 
 
 
 def test_a_save_that_fails_on_one_process_ends_all(tmp_path):
-    source = "--data.datasets.0.source"
-    faults = (f"{source}.fault", "save fails", f"{source}.process", "0", "--save-interval", "10")
-    with Processes(tmp_path, 2, *faults, experiment=write_experiment(tmp_path)) as run:
+    faults = ("--data.fault", "save fails", "--data.process", "0", "--save-interval", "10")
+    with Processes(tmp_path, 2, *faults) as run:
         assert run.codes(480) == [CHECKPOINT, PEER_LOST], run.said()
         assert re.search(r"E saving checkpoint 10 failed: ", run.outputs[0].read_text())
         assert re.search(r"process 0 on .* ended with code 4 .*saving checkpoint 10 failed", run.log(1))

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, environment, losses, places, train
+from small_runs import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+RUN = (SMALL, "--num-train-steps", "30", "--save-interval", "10", "--keep-last", "3")
 # Steps long enough that there is time for the kills between the checkpoints and the end.
-RUN = ("debug", "--batch-size", "32", "--num-train-steps", "30", "--save-interval", "10", "--keep-last", "3")
-RUN += ("--data.validation-fraction", "0")
+SLOWLY = ("--data.pause-s", "0.2")
 
 
 def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_path):
@@ -22,7 +23,7 @@ def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_
     launch = ("launch", "local", "--processes", "2", "--devices-per-process", "1", "--max-restarts", "2")
     launch += ("--log-dir", str(killed / "output"))
     with subprocess.Popen(
-        [sys.executable, "-m", "openpi_train", *launch, "--", *RUN, *places(killed), "--overwrite"],
+        [sys.executable, "-m", "openpi_train", *launch, "--", *RUN, *SLOWLY, *places(killed), "--overwrite"],
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -38,13 +39,13 @@ def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_
             launcher.kill()
     assert launcher.returncode == 0, output[-5000:]
     assert output.count("starting again in 1 s") == 2
-    assert losses(killed) == losses(straight)
-    assert len(losses(killed)) == 30
+    assert losses(killed, "small") == losses(straight, "small")
+    assert len(losses(killed, "small")) == 30
 
 
 def await_checkpoint(base: Path, step: int, launcher: subprocess.Popen) -> None:
     """Return when the checkpoint of this step is whole."""
-    manifest = base / "runs" / "debug" / "x" / str(step) / "manifest.json"
+    manifest = base / "runs" / "small" / "x" / str(step) / "manifest.json"
     deadline = time.monotonic() + 480
     while not manifest.exists():
         assert launcher.poll() is None and time.monotonic() < deadline

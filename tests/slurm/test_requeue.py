@@ -6,13 +6,13 @@ import sys
 import pytest
 from jobs import Slurm
 from runs.command import ROOT, losses, places, train
+from small_runs import SMALL
 
 from openpi_train.launch import slurm as slurm_form
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 40
-RUN = ("debug", "--num-train-steps", str(STEPS), "--save-interval", "1000", "--batch-size", "16")
-RUN = (*RUN, "--data.validation-fraction", "0")
+RUN = (SMALL, "--num-train-steps", str(STEPS), "--save-interval", "1000", "--batch-size", "16", "--data.pause-s", "0.3")
 TWO_BY_TWO = ("--nodes", "2", "--gpus-per-node", "2", "--devices-per-process", "1", "--env", "MASTER_ADDR={host}")
 
 
@@ -141,12 +141,12 @@ def test_the_file_that_the_older_guides_command_writes_trains(slurm, tmp_path):
     job = slurm.run("sbatch", "--parsable", tmp_path / "slurm_scripts" / "run_slurm.sh")
     ended = slurm.await_end(job)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), ended
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(losses(tmp_path, "small")) == [1, 2, 3, 4]
 
 
 def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed(slurm, tmp_path):
     job = slurm.submit(*TWO_BY_TWO, "--time-limit", "30", arguments=(*RUN, *places(tmp_path)))
-    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "small" / "x" / "metrics.jsonl"
     slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
     slurm.run("scancel", "--signal=TERM", job)
     slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
@@ -161,7 +161,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed
     assert steps == list(range(1, STEPS + 1))  # it went on where it had saved, and no step was done twice
 
     train(tmp_path / "undisturbed", *RUN, devices=4)
-    assert losses(tmp_path) == losses(tmp_path / "undisturbed")
+    assert losses(tmp_path, "small") == losses(tmp_path / "undisturbed", "small")
 
 
 # Last: its job has begun long before.

@@ -1,6 +1,7 @@
 """Examples of TRL's dataset types, recognised by the names of their columns.
 
     type                 columns                            standard            conversational
+    prompt only          prompt                             a string            a conversation
     language modelling   text | messages                    text: a string      messages: a conversation
     prompt/completion    prompt, completion                 strings             conversations
     preference           [prompt,] chosen, rejected         strings             conversations
@@ -18,7 +19,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Kind = Literal["language modelling", "prompt/completion", "preference", "unpaired preference"]
+Kind = Literal["prompt only", "language modelling", "prompt/completion", "preference", "unpaired preference"]
 Conversation = list[dict[str, Any]]
 Text = str | Conversation
 # The columns that are read.
@@ -48,8 +49,9 @@ class ExampleType:
 class Example:
     """One record of a dataset.
 
-    `completions` are one text, or the chosen and the rejected one; without a `prompt` it is the whole text. `reference`
-    has the log-probability of each completion under the reference model. `variables` are those of the chat template.
+    `completions` are one text, or the chosen and the rejected one; without a `prompt` it is the whole text, and of a
+    prompt alone there are none. `reference` has the log-probability of each completion under the reference model.
+    `variables` are those of the chat template.
     """
 
     type: ExampleType
@@ -81,9 +83,14 @@ def example_of(record: Mapping[str, Any]) -> Example:
                 raise ValueError(f"{name} is {_what(text)}: `text` takes a string, `messages` a list of messages")
             _require_content(name, text)
             return Example(type=_type("language modelling", text), prompt=None, completions=(text,), **told)
+    # A record without its completion is a bad one, not of another type.
+    if "prompt" in given and record.keys().isdisjoint({"completion", "chosen", "rejected"}):
+        (prompt,) = _texts(given, "prompt")
+        _require_content("prompt", prompt)
+        return Example(type=_type("prompt only", prompt), prompt=prompt, completions=(), **told)
     raise ValueError(
-        f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt` and `completion`, "
-        "or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
+        f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt`, `prompt` and "
+        "`completion`, or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
+from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.text.text_files import find_files, names_a_path
@@ -37,6 +38,7 @@ _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
     "unpaired": ("unpaired preference",),
+    "prompts": ("prompt only",),
 }
 
 
@@ -109,7 +111,7 @@ class _Split:
 
 
 def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
-    """A run's rows and tokenizer, encoding its datasets if they are not cached.
+    """A run's rows and tokenizer, encoding its datasets if they are not cached. Embedded ones are written if missing.
 
     Needs no communication: every process may call it, with equal results.
 
@@ -117,6 +119,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     """
     if problems := config.check():
         raise ValueError("; ".join(problems))
+    for path in (config.tokenizer, *(dataset.path for dataset in config.datasets)):
+        arithmetic.write_missing(path)
     tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
     _check_model(config, request.model, tokenizer)
     encoder = TextEncoder(

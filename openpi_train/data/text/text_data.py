@@ -6,6 +6,7 @@ The dataset types are those of TRL (`examples.py`). Read next: `opened_texts.py`
 import dataclasses
 import datetime
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,9 @@ from openpi_train.data.text.text_encoder import Targets
 from openpi_train.data.text.text_rows import Truncation, row_spec_of
 from openpi_train.fields import at_least
 
-# What the rows of a run are: texts to predict; preferences between two completions; completions, each with a label.
-RowKind = Literal["texts", "preferences", "unpaired"]
+# What the rows of a run are: texts to predict; preferences between two completions; completions, each with a label;
+# prompts to answer.
+RowKind = Literal["texts", "preferences", "unpaired", "prompts"]
 # What chat templates write as today's date.
 TODAY = "2024-07-26"
 
@@ -54,7 +56,8 @@ class TextData(Data):
     datasets: tuple[TextDataset, ...]
     # A folder with a tokenizer.json, or hub:USER/NAME.
     tokenizer: str
-    # What rows are: texts; preferences (prompt, chosen, rejected); labelled completions (prompt, completion, label).
+    # What rows are: texts; preferences (prompt, chosen, rejected); labelled completions (prompt, completion, label);
+    # prompts without a completion.
     kind: RowKind = "texts"
     # A jinja file; None: the tokenizer's own template. Only conversations need one.
     chat_template: str | None = None
@@ -88,7 +91,7 @@ class TextData(Data):
     @property
     def judged(self) -> bool:
         """Whether rows are preferences or labelled completions."""
-        return self.kind != "texts"
+        return self.kind in ("preferences", "unpaired")
 
     @property
     def longest_row(self) -> int:
@@ -103,10 +106,12 @@ class TextData(Data):
             problems.append(
                 f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"
             )
-        if self.judged and self.packing:
+        if self.kind != "texts" and self.packing:
             problems.append(f"--data.packing is for texts: a row of {self.kind} is one sample")
         if self.judged and self.targets not in ("auto", "completion"):
             problems.append(f"--data.targets {self.targets} is for texts: the targets of {self.kind} are completions")
+        if self.kind == "prompts" and self.targets != "auto":
+            problems.append(f"--data.targets {self.targets} is for texts: prompts have no targets")
         if self.reference_log_probs and not self.judged:
             problems.append("--data.reference-log-probs is for --data.kind preferences or unpaired")
         try:
@@ -114,6 +119,11 @@ class TextData(Data):
         except ValueError:
             problems.append(f"--data.today {self.today} is no date; needed is YYYY-MM-DD")
         return problems
+
+    def check_objective(self, name: str, text_kinds: Sequence[str]) -> list[str]:
+        if not text_kinds or self.kind in text_kinds:
+            return []
+        return [f"objective {name} is trained on --data.kind {' or '.join(text_kinds)}, not on {self.kind}"]
 
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         del model

@@ -49,11 +49,13 @@ class TextEncoder:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, example: Example) -> list[EncodedText]:
-        """One text for every completion of the example, each with the prompt before it.
+        """One text for every completion of the example, each with the prompt before it; or the prompt, if it is alone.
 
         Raises ValueError if it cannot be encoded, UnfitSettingsError if none of its type can; both say what to do.
         """
         self._check(example)
+        if example.type.kind == "prompt only":
+            return [self._prompt(example)]
         if example.type.conversational:
             return [self._conversation(example, completion) for completion in example.completions]
         if example.prompt is None:
@@ -62,6 +64,8 @@ class TextEncoder:
 
     def _check(self, example: Example) -> None:
         kind, given = example.type, self.targets
+        if given != "auto" and kind.kind == "prompt only":
+            raise UnfitSettingsError(f"--data.targets {given}: prompts have no targets; leave it out")
         if given == "completion" and example.prompt is None:
             raise UnfitSettingsError(f"--data.targets completion needs a prompt and a completion; the type is {kind}")
         if given == "assistant" and not kind.conversational:
@@ -75,6 +79,18 @@ class TextEncoder:
                 f"the tokenizer {self.tokenizer.name} has no chat template, which conversations need: give one with "
                 "--data.chat-template, or the tokenizer of a model that was trained on conversations"
             )
+
+    def _prompt(self, example: Example) -> EncodedText:
+        """What an answer is generated from: a conversation ends with the header of an assistant's message."""
+        if isinstance(example.prompt, str):
+            (pieces,) = self.tokenizer.encode([example.prompt])
+            tokens = [*self.tokenizer.begin, *pieces.tokens]
+        else:
+            template, variables = self._template(example)
+            text = template.render(example.prompt or [], add_generation_prompt=True, **variables)
+            (pieces,) = self.tokenizer.encode([text])
+            tokens = pieces.tokens
+        return _encoded(tokens, np.zeros(len(tokens), bool))
 
     def _whole(self, text: Text) -> EncodedText:
         assert isinstance(text, str)
@@ -104,9 +120,7 @@ class TextEncoder:
     def _conversation(self, example: Example, completion: Text) -> EncodedText:
         """The tokens of the whole conversation, which is rendered and encoded in one piece."""
         assert not isinstance(completion, str) and not isinstance(example.prompt, str)
-        prompt, variables = example.prompt or [], dict(example.variables)
-        named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
-        template = self.templates.get(named) or next(iter(self.templates.values()))
+        prompt, (template, variables) = example.prompt or [], self._template(example)
         messages = [*prompt, *completion]
         if self.targets == "assistant":
             text, spans = template.with_assistant_spans(messages, **variables)
@@ -121,6 +135,12 @@ class TextEncoder:
         if not targets.any():
             raise ValueError("no token of the conversation is the assistant's: there is nothing to learn from it")
         return _encoded(pieces.tokens, targets)
+
+    def _template(self, example: Example) -> tuple[ChatTemplate, dict[str, Any]]:
+        """The chat template for an example, and its variables."""
+        variables = dict(example.variables)
+        named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
+        return self.templates.get(named) or next(iter(self.templates.values())), variables
 
     def _ended(self, tokens: list[int]) -> list[int]:
         eos = self.tokenizer.eos

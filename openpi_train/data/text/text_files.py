@@ -1,4 +1,4 @@
-"""Records of text files: JSON lines and parquet, of a file, a folder, or a dataset on the Hugging Face hub.
+"""Records of text files (JSON lines, JSON arrays, parquet): of a file, a folder, or a dataset on the Hugging Face hub.
 
 The files of a split are those with its name as a word of their path, such as `train-00000-of-00002.parquet` or
 `data/validation/part1.jsonl`. Read next: `examples.py`.
@@ -15,10 +15,14 @@ from typing import Any
 
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.source import BadRecord
+from openpi_train.data.text.json_array import entries_of_array
 from openpi_train.runtime.exits import UsageError
 
 _LINES, _PARQUET = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz"), (".parquet",)
 _ENDINGS = (*_LINES, *_PARQUET)
+# Those that may be one array of records.
+_ARRAYS = (".json", ".json.gz")
+_MARK = b"\xef\xbb\xbf"
 # Words that mean the same split.
 _WORDS = (
     {"train", "training"},
@@ -49,19 +53,41 @@ class TextFile:
         return self._rows(columns) if self.path.name.endswith(_PARQUET) else self._lines()
 
     def place(self, number: int) -> str:
-        """The place of a record for messages: `file:line`, or the row of a parquet file."""
-        return f"{self.name}: row {number}" if self.path.name.endswith(_PARQUET) else f"{self.name}:{number}"
+        """The place of a record for messages: `file:line`, or the number of the record where it has no own line."""
+        if self.path.name.endswith(_PARQUET):
+            return f"{self.name}: row {number}"
+        return f"{self.name}: record {number}" if self.path.name.endswith(_ARRAYS) else f"{self.name}:{number}"
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        number = 0
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        number, counts_records = 0, self.path.name.endswith(_ARRAYS)
         try:
             with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                for line_number, line in enumerate(file, 1):
+                    line = line.removeprefix(_MARK) if line_number == 1 else line
+                    if counts_records and number == 0 and line.lstrip().startswith(b"["):
+                        yield from self._entries(line + file.read())
+                        return
+                    if not counts_records:
+                        number = line_number
                     if line.strip():
+                        number += counts_records
                         yield number, line
         except (EOFError, gzip.BadGzipFile) as error:
             raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+
+    def _entries(self, content: bytes) -> Iterator[tuple[int, Any]]:
+        number = 0
+        try:
+            for number, entry in enumerate(entries_of_array(content.decode()), 1):
+                # `parsed` says what is wrong with an entry that is no object.
+                yield number, entry if isinstance(entry, Mapping) else json.dumps(entry)
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"{self.name} is not UTF-8 ({error})") from error
+        except json.JSONDecodeError as error:
+            told = f"not JSON ({error.msg} in line {error.lineno}, character {error.colno})"
+            raise BadRecord(f"{self.place(number + 1)}: {told}; needed is an array of objects") from error
+        except RecursionError as error:
+            raise BadRecord(f"{self.place(number + 1)}: nested too deeply") from error
 
     def _rows(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
@@ -98,7 +124,7 @@ def parsed(raw: Any) -> Mapping[str, Any]:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, Mapping):
-        raise ValueError(f"{json.dumps(record)[:60]} is no object; needed is one object per line")
+        raise ValueError(f"{json.dumps(record)[:60]} is no object; needed is one object per line or entry")
     return record
 
 

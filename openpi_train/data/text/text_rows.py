@@ -54,6 +54,9 @@ class TextCut:
             empty = store.last_target[texts] <= np.maximum(lengths - self.max_length, 0)
         else:
             empty = store.first_target[texts] >= np.minimum(lengths, self.max_length)
+        if store.kind == "prompt only":
+            # It has no targets. Its end must be kept, where the answer begins.
+            empty = (lengths > self.max_length) & (self.truncation == "keep_start")
         empty = empty.any(1) & ~long
         if long.any():
             logger.warning(

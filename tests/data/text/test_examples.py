@@ -14,6 +14,8 @@ OTHER = [{"role": "assistant", "content": "It is five."}]
     [
         ({"text": "a"}, "language modelling", False),
         ({"messages": chats.TWO}, "language modelling", True),
+        ({"prompt": "a", "answer": "b"}, "prompt only", False),
+        ({"prompt": USER, "label": None}, "prompt only", True),
         ({"prompt": "a", "completion": "b"}, "prompt/completion", False),
         ({"prompt": USER, "completion": ANSWER}, "prompt/completion", True),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", False),
@@ -67,7 +69,9 @@ def test_further_columns_have_their_meaning_and_others_none():
     ("record", "message"),
     [
         ({"question": "a", "answer": "b"}, r"\['answer', 'question'\] are of no known type.*--data.datasets.N.columns"),
-        ({"prompt": "a"}, "of no known type"),
+        ({"prompt": "a", "completion": None}, "of no known type"),
+        ({"prompt": "a", "chosen": "b"}, "of no known type"),
+        ({"prompt": ""}, "prompt is empty"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": USER, "completion": []}, "completion is empty"),
         ({"prompt": USER, "completion": [{"role": "assistant", "content": ""}]}, "completion is empty"),

@@ -239,6 +239,25 @@ def test_a_labelled_completion_is_one_text_with_its_label_as_segment(made):
         assert set(segments.tolist()) == {0, segment} and references[2 - segment] == 0
 
 
+def test_a_prompt_is_one_text_without_targets_whose_end_is_kept(made):
+    prompts = [{"prompt": record["prompt"], "answer": number} for number, record in enumerate(SUMS)]
+    config, data = made(prompts, kind="prompts", validation_fraction=0.0)
+    tokenizer = chats.tiny()
+    expected = [(*tokenizer.begin, *tokenizer.encode([record["prompt"]])[0].tokens) for record in SUMS]
+    assert [tokens for tokens, *_ in texts_in(rows_of(data.train))] == sorted(expected)
+    assert not rows_of(data.train)["weights"].any() and not config.check()
+    long = {"prompt": " ".join(WORDS)}
+    with pytest.raises(ValueError, match=r"set0\.jsonl:61: its prompt has \d+ tokens, which leaves no .* 24"):
+        made([*prompts, long], kind="prompts", max_length=24)
+    _, data = made([*prompts, long], kind="prompts", max_length=24, truncation="keep_end", validation_fraction=0.0)
+    ends = [tokens[-24:] for tokens in [*expected, (*tokenizer.begin, *tokenizer.encode([long["prompt"]])[0].tokens)]]
+    assert [tokens for tokens, *_ in texts_in(rows_of(data.train))] == sorted(ends)
+    with pytest.raises(ValueError, match=r"dataset of prompt only; this run takes language modelling or prompt/com"):
+        made(prompts)
+    for given in ({"packing": True}, {"targets": "all"}, {"reference_log_probs": True}):
+        assert len(dataclasses.replace(config, **given).check()) == 1
+
+
 def test_conversations_and_texts_mix_by_weight(made):
     talks = [{"messages": chats.TWO}, {"messages": chats.SYSTEM}, {"messages": chats.ONE}]
     _, data = made(SUMS, talks, weights=[3.0, 1.0], validation_fraction=0.0)

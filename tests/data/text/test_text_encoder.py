@@ -99,6 +99,15 @@ def test_a_preference_has_two_texts_with_one_prompt():
         np.testing.assert_array_equal(text.targets, other.targets)
 
 
+def test_a_prompt_alone_is_what_an_answer_is_generated_from():
+    (found,) = encoder().encode(example_of({"prompt": "What is two plus two?"}))
+    assert found.tokens.tolist() == ids("What is two plus two?") and not found.targets.any()
+    for template in (chats.CHATML, chats.HEADED, chats.TURNS):
+        (found,) = encoder(template).encode(example_of({"prompt": USER}))
+        (whole,) = encoder(template).encode(example_of({"prompt": USER, "completion": ANSWER}))
+        assert found.tokens.tolist() == whole.tokens[~whole.targets].tolist() and not found.targets.any()
+
+
 def test_tools_go_to_the_template_made_for_them():
     templates = {"default": chats.chat("no tools"), "tool_use": chats.chat("{{ tools | tojson }}")}
     of = TextEncoder(tokenizer=chats.tiny(), templates=templates)
@@ -114,6 +123,7 @@ def test_tools_go_to_the_template_made_for_them():
         (None, "auto", {"messages": chats.ONE}, "no chat template.*--data.chat-template"),
         (None, "assistant", {"text": "a"}, "assistant needs conversations"),
         (chats.CHATML, "completion", {"messages": chats.ONE}, "needs a prompt and a completion"),
+        (None, "all", {"prompt": "a"}, "--data.targets all: prompts have no targets"),
         (None, "all", {"prompt": "a", "chosen": "b", "rejected": "c"}, "targets of preferences"),
         (chats.CHATML, "assistant", {"messages": USER}, "no token of the conversation is the assistant's"),
         (chats.FORGETFUL, "assistant", {"messages": chats.TWO}, "does not preserve prefixes"),

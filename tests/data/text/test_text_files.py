@@ -80,7 +80,7 @@ def test_records_are_the_same_in_every_format(tmp_path, ending):
     ("line", "message"),
     [
         (b'{"text": "a"', r"not JSON \(Expecting ',' delimiter at character 13\)"),
-        (b"[1, 2]", r"\[1, 2\] is no object; needed is one object per line"),
+        (b"[1, 2]", r"\[1, 2\] is no object; needed is one object per line or entry"),
         (b"[", "not JSON .* one object per line"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
@@ -89,6 +89,64 @@ def test_records_are_the_same_in_every_format(tmp_path, ending):
 def test_what_is_wrong_with_a_line_is_said(line, message):
     with pytest.raises(ValueError, match=message):
         parsed(line)
+
+
+ARRAYS = {
+    "one line": json.dumps(RECORDS),
+    "indented": "\ufeff\n " + json.dumps(RECORDS, indent=2, ensure_ascii=False) + "\n\n",
+    "no space": json.dumps(RECORDS, separators=(",", ":")),
+}
+
+
+@pytest.mark.parametrize("ending", ["json", "json.gz"])
+@pytest.mark.parametrize("text", ARRAYS.values(), ids=ARRAYS)
+def test_a_file_may_be_one_array(tmp_path, text, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    (file,) = find_files(str(path))
+    found = list(file.records(["text", "n"]))
+    assert [parsed(raw) for _, raw in found] == RECORDS
+    assert [file.place(number) for number, _ in found] == [f"a.{ending}: record {n}" for n in (1, 2, 3)]
+
+
+def test_json_files_of_lines_and_empty_arrays_are_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("\n\n".join(json.dumps(record) for record in RECORDS))
+    assert [(number, parsed(raw)) for number, raw in TextFile(path, "a.json").records([])] == [*enumerate(RECORDS, 1)]
+    path.write_text("[ ]")
+    assert list(TextFile(path, "a.json").records([])) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[{"text": "a"}, {"text": }]',
+            r"record 2: not JSON \(Expecting value in line 1, character 26\); needed is an array",
+        ),
+        ('[{"text": "a"}\n {"text": "b"}]', r"record 2: not JSON \(Expecting ',' or '\]' in line 2, character 2\)"),
+        ('[{"text": "a"},]', r"record 2: not JSON \(Expecting an entry after ','"),
+        ('[{"text": "a"}', r"record 2: not JSON \(Expecting ',' or '\]'"),
+        ('[{"text": "a"}] x', r"record 2: not JSON \(Extra data after the array"),
+        ('[{"text": ' + "[" * 100_000, "record 1: nested too deeply"),
+    ],
+)
+def test_what_is_wrong_with_an_array_is_said(tmp_path, text, message):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(BadRecord, match=rf"a\.json: {message}"):
+        list(TextFile(path, "a.json").records([]))
+    path.write_bytes(b'[{"text": "\xff"}]')
+    with pytest.raises(BadRecord, match=r"a\.json is not UTF-8"):
+        list(TextFile(path, "a.json").records([]))
+
+
+def test_an_entry_that_is_no_object_is_a_bad_record(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('["{}", 3, null]')
+    for _, raw in TextFile(path, "a.json").records([]):
+        with pytest.raises(ValueError, match="is no object; needed is one object per line or entry"):
+            parsed(raw)
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -1,0 +1,108 @@
+"""Small runs on the embedded arithmetic task (`data/text/arithmetic.py`), written at first use: no download, no GPU.
+
+Supervised training imitates demonstrations of which most forget the carry; the reward model and DPO start from its
+result and learn from pairs of a right and a wrong answer. docs/language_runs.md has the commands in order.
+"""
+
+import dataclasses
+
+from openpi_train.data import places
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.evaluation.measure import Evaluations
+from openpi_train.experiment import Experiment
+from openpi_train.models.language import LanguageConfig
+from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reward import RewardConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.nn.lora import AdapterConfig
+from openpi_train.objectives.preference_pairs import PreferencePairs
+from openpi_train.objectives.reward_pairs import RewardPairs
+from openpi_train.objectives.supervised_text import SupervisedText
+from openpi_train.optim import AdamW, LRSchedule
+
+_TASK = places.datasets() / "arithmetic"
+_MODEL = LanguageConfig(
+    # Wavelengths for texts of at most 11 tokens.
+    sizes=DecoderSizes(
+        vocab_size=16, width=64, depth=2, mlp_dim=256, num_heads=4, num_kv_heads=4, head_dim=16, rope_base=100.0
+    ),
+    context_length=64,
+    dtype="float32",
+    remat="none",
+)
+
+arithmetic_sft = Experiment(
+    model=_MODEL,
+    objective=SupervisedText(),
+    data=TextData(
+        datasets=(TextDataset(path=str(_TASK / "demonstrations"), validation="test"),),
+        tokenizer=str(_TASK),
+        max_length=16,
+    ),
+    lr_schedule=LRSchedule(warmup_steps=30, peak_lr=3e-3, decay_steps=1500, decay_lr=3e-4),
+    optimizer=AdamW(b2=0.98),
+    ema_decay=None,
+    batch_size=256,
+    num_train_steps=1500,
+    num_workers=0,
+    log_interval=50,
+    save_interval=500,
+    keep_period=None,
+    eval=Evaluations(interval=500, num_rows=1_100),
+)
+"""A language model (0.13 M parameters) imitates the arithmetic task's demonstrations.
+
+Command: python -m openpi_train arithmetic_sft --exp-name x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+_PAIRS = dataclasses.replace(
+    arithmetic_sft.data,
+    datasets=(TextDataset(path=str(_TASK / "preferences"), validation="test"),),
+    kind="preferences",
+)
+
+arithmetic_reward = dataclasses.replace(
+    arithmetic_sft,
+    model=RewardConfig(language=_MODEL),
+    objective=RewardPairs(centering=0.01),
+    data=_PAIRS,
+    lr_schedule=LRSchedule(warmup_steps=10, peak_lr=1e-3, decay_steps=300, decay_lr=1e-4),
+    batch_size=128,
+    num_train_steps=300,
+    log_interval=25,
+    save_interval=100,
+    eval=Evaluations(interval=100, num_rows=1_100),
+)
+"""A reward model learns to tell right from wrong answers, from the weights of arithmetic_sft.
+
+Command: python -m openpi_train arithmetic_reward --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+arithmetic_dpo = dataclasses.replace(
+    arithmetic_reward,
+    model=ReferencedConfig(policy=_MODEL),
+    objective=PreferencePairs(nll_weight=1.0),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=2e-4, decay_steps=100, decay_lr=2e-4),
+    num_train_steps=100,
+    log_interval=10,
+    save_interval=50,
+    eval=Evaluations(interval=50, num_rows=1_100),
+)
+"""DPO with a likelihood term on the arithmetic task's pairs, from the weights of arithmetic_sft.
+
+Command: python -m openpi_train arithmetic_dpo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+arithmetic_dpo_lora = dataclasses.replace(
+    arithmetic_dpo,
+    model=dataclasses.replace(_MODEL, adapter=AdapterConfig(rank=8)),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=2e-3, decay_steps=100, decay_lr=2e-3),
+)
+"""The same with low-rank adapters: only these train, and the reference is the model without them.
+
+Command: python -m openpi_train arithmetic_dpo_lora --exp-name x  (start weights as for arithmetic_dpo)
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""

@@ -1,0 +1,95 @@
+"""A run that starts in a fraction of a transformer's time: for tests of processes, checkpoints and faults.
+
+On the command line it is `SMALL`, and its directory `runs/small/x`. `--data.pause-s 0.05` makes steps long without
+keeping a processor busy. `--data.fault` does harm to the process `--data.process`.
+"""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+from flax import nnx
+from runs import own_experiment
+
+from openpi_train.evaluation.measure import Evaluations
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.sharding.strategy import ShardingConfig
+
+SMALL = f"{Path(__file__).resolve()}:small"
+WIDTH = 256
+# The rows that are read before a fault.
+READ = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class PausingPoints(own_experiment.Points):
+    pause_s: float
+    fault: str
+    # Rows that were read.
+    read: list = dataclasses.field(default_factory=list)
+
+    def batch(self, positions):
+        time.sleep(self.pause_s)
+        self.read.extend(positions)
+        if len(self.read) > READ and self.fault == "raises":
+            raise RuntimeError("the camera is broken")
+        if len(self.read) > READ and self.fault == "hangs":
+            time.sleep(600)
+        return super().batch(positions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedPausingPoints(own_experiment.OpenedPoints):
+    pause_s: float
+    fault: str
+
+    def rows(self, first):
+        return PausingPoints(self.num_samples, first, self.pause_s, self.fault)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PausingPointData(own_experiment.PointData):
+    pause_s: float = 0.0
+    # "slow to open", "save fails", "raises", "hangs"
+    fault: str = ""
+    process: str = "1"
+
+    def open(self, request):
+        fault = self.fault if os.environ.get("RANK") == self.process else ""
+        if fault == "slow to open":
+            print("the dataset is being opened", flush=True)
+            time.sleep(600)
+        if fault == "save fails":
+
+            def fail(*arguments, **named):
+                raise OSError(5, "Input/output error")
+
+            ocp.AsyncCheckpointer.save = fail
+        return OpenedPausingPoints(num_samples=self.num_points, pause_s=self.pause_s, fault=fault)
+
+
+class WideClassifierConfig(ModelConfig):
+    """Large enough that halves of its parameters are told from the whole."""
+
+    def build(self, rngs):
+        module = own_experiment.Classifier(rngs)
+        module.inputs = nnx.Linear(own_experiment.INPUTS, WIDTH, rngs=rngs)
+        module.outputs = nnx.Linear(WIDTH, 1, rngs=rngs)
+        return module
+
+
+small = dataclasses.replace(
+    own_experiment.own,
+    model=WideClassifierConfig(),
+    data=PausingPointData(),
+    eval=Evaluations(interval=0, num_rows=8),
+    sharding=ShardingConfig(),
+    batch_size=8,
+    grad_accum=1,
+    num_train_steps=10,
+    save_interval=5,
+    ema_decay=0.99,
+)
+"""Points inside and outside of a ball."""
