@@ -297,14 +297,15 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """`serve <run>`: serve a policy to robots over openpi's websocket protocol."""
-    from openpi_train.command_line import parse
-    from openpi_train.serve.request import ServeRequest
+    """`serve <run>`: serve a policy to robots over openpi's websocket protocol, a language model over OpenAI's API."""
+    from openpi_train.command_line import Own, parse
+    from openpi_train.serve.request import ServeRequest, TextFlags
 
-    request = parse(ServeRequest, argv, "serve")
+    kind = tuple[Own[ServeRequest], Own[TextFlags]]
+    request, texts = parse(kind, argv, "serve", ServeRequest.__doc__)
     from openpi_train.serve import main
 
-    return main.replay(request, request.replay) if request.replay else main.run(request)
+    return main.replay(request, request.replay) if request.replay else main.run(request, texts)
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -7,7 +7,7 @@ every process knows all prompts and gets all completions. Read next: `token_rows
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -194,9 +194,7 @@ class Generator:
         for number, slot in enumerate(self._slots):
             if slot is not None and slot.request.id == id:
                 self._slots[number] = None
-                self._call(
-                    "free", lambda _, slots, rows: (None, token_rows.freed(slots, rows)), self._places([number], 1)[1]
-                )
+                self._free([number])
 
     def step(self) -> list[NewTokens]:
         """Give free rows to waiting requests, and make up to `chunk` tokens in all rows; what each request got."""
@@ -214,6 +212,16 @@ class Generator:
                     self._slots[number] = None
                     self._ids.remove(event.id)
         return events
+
+    def warm_up(self) -> int:
+        """Compile every program that requests may need, so that none waits for it; returns their number."""
+        for length in _powers(2, _LEAST_LENGTH, self.max_length):
+            for count in _powers(_ADMITTED_BY, 1, self.num_rows // self._groups):
+                self._take({}, count, length)
+            for with_top in (False, True):
+                self._decoded(length, with_top)
+        self._free([])
+        return len(self._programs)
 
     def complete(self, requests: Iterable[GenerationRequest]) -> list[NewTokens]:
         """The whole completions, in the order of the requests. Raises ValueError as `submit`."""
@@ -264,8 +272,10 @@ class Generator:
         longest = max(len(request.prompt) for request in taken.values()) - 1
         length = self._rounded(longest)
         most = max(collections.Counter(number // own for number in taken).values())
-        count = next(count for count in _powers(_ADMITTED_BY, 1, own) if count >= most)
+        self._take(taken, next(count for count in _powers(_ADMITTED_BY, 1, own) if count >= most), length)
 
+    def _take(self, taken: Mapping[int, GenerationRequest], count: int, length: int) -> None:
+        """Read the prompts of these rows, at most `count` per device and `length` tokens each."""
         numbers, places = self._places(taken, count)
         new = self._admission([taken.get(number) for number in numbers], length)
         new = dataclasses.replace(jax.tree.map(self._on_devices, new), slot=places)
@@ -274,6 +284,11 @@ class Generator:
             return None, token_rows.admitted(decoder, new, rows)
 
         self._call(("admit", count, length), program, new)
+
+    def _free(self, numbers: Sequence[int]) -> None:
+        """End the completion in at most one row."""
+        places = self._places(numbers, 1)[1]
+        self._call("free", lambda _, slots, rows: (None, token_rows.freed(slots, rows)), places)
 
     def _places(self, taken: Iterable[int], count: int) -> tuple[list[int], jax.Array]:
         """For `count` places per device the row in it, or `NONE`; and, on the devices, its number among their own rows.
@@ -329,7 +344,9 @@ class Generator:
     def _decode(self) -> NewRowTokens:
         running = [slot for slot in self._slots if slot is not None]
         slots = self._rounded(max(slot.length for slot in running) + self._chunk)
-        with_top = any(slot.request.num_top for slot in running)
+        return self._decoded(slots, any(slot.request.num_top for slot in running))
+
+    def _decoded(self, slots: int, with_top: bool) -> NewRowTokens:
         fixed = {"num_tokens": self._chunk, "num_slots": slots, "vocab_size": self._vocab_size, "with_top": with_top}
 
         def program(decoder: Decoder, _: None, rows: TokenRows) -> tuple[NewRowTokens, TokenRows]:

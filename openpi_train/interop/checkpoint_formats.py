@@ -123,6 +123,11 @@ def named(name: str) -> Format:
     raise UsageError(f"unknown format {name!r}; allowed: {', '.join(one.name for one in FORMATS)}")
 
 
+def recognised(place: Place) -> Format | None:
+    """The format of what is at a place; None if it is no checkpoint."""
+    return next((one for one in FORMATS if one.recognises(place)), None)
+
+
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:
     """Open the checkpoint at `where` (a path or an address) in the format `name`; None detects the format.
 
@@ -131,7 +136,7 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
     Raises CheckpointError if there is none, or it is damaged.
     """
     place = open_place(where)
-    form = next((one for one in FORMATS if one.recognises(place)), None) if name is None else named(name)
+    form = recognised(place) if name is None else named(name)
     if form is None:
         known = "\n".join(f"  {one.name}: {one.summary}" for one in FORMATS)
         raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. Supported formats:\n{known}")

@@ -96,6 +96,18 @@ def load_text_model(
     return TextGenerator(generator, words, templates_of(words, chat_template, today))
 
 
+def gives_texts(where: str | Path, experiment: str | None = None) -> bool:
+    """Whether a checkpoint is for `load_text_model`. The others are for `load_policy`, which says what is wrong."""
+    try:
+        place = checkpoint_formats.open_place(where)
+        form = checkpoint_formats.recognised(place)
+        if experiment is None and form is not None and form.name == "huggingface":
+            return True
+        return policy_of(open_run(where, experiment)[1].model) is not None
+    except (CheckpointError, UsageError):
+        return False
+
+
 def open_language_model(
     where: str | Path, experiment: str | Experiment | None = None
 ) -> tuple[Stored, LanguageConfig, Experiment | None]:

@@ -6,7 +6,7 @@ Read next: `server.py`.
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from websockets.asyncio.server import Server, ServerConnection
 from websockets.frames import Frame
@@ -21,20 +21,27 @@ _FRAMES_PER_S = 10.0
 _MOST_AHEAD_BYTES = 1 << 16
 
 
+@runtime_checkable
+class Opened(Protocol):
+    """A connection of any kind."""
+
+    transport: Any
+
+
 class Places:
     """The connected clients: at most `max_clients`, and at most `max_opening` connections in their handshake."""
 
     def __init__(self, max_clients: int, max_opening: int):
         self._max_clients, self._max_opening = max_clients, max_opening
-        self._clients: set[ServerConnection] = set()
-        self._opening: dict[ServerConnection, None] = {}
+        self._clients: set[Opened] = set()
+        self._opening: dict[Opened, None] = {}
 
     @property
     def num_clients(self) -> int:
         """Number of clients that have a place."""
         return len(self._clients)
 
-    def came(self, connection: ServerConnection) -> None:
+    def came(self, connection: Opened) -> None:
         """Register a connection. If too many are in their handshake, drop the oldest: real clients are faster."""
         self._opening[connection] = None
         if len(self._opening) > self._max_opening:
@@ -42,7 +49,7 @@ class Places:
             del self._opening[oldest]
             oldest.transport.abort()
 
-    def take(self, connection: ServerConnection) -> bool:
+    def take(self, connection: Opened) -> bool:
         """Give a client a place until `left`; returns False if there is none or the client is gone."""
         if len(self._clients) >= self._max_clients or connection not in self._opening:
             return False
@@ -50,7 +57,7 @@ class Places:
         self._clients.add(connection)
         return True
 
-    def left(self, connection: ServerConnection) -> None:
+    def left(self, connection: Opened) -> None:
         """Unregister a closed connection."""
         self._opening.pop(connection, None)
         self._clients.discard(connection)

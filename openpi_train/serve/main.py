@@ -1,4 +1,4 @@
-"""The `serve` command: load, bind, warm up, serve until SIGTERM. Read next: `server.py`."""
+"""The `serve` command: load, bind, warm up, serve until SIGTERM. Read next: `server.py`, `openai/text_server.py`."""
 
 import asyncio
 import contextlib
@@ -10,16 +10,23 @@ import signal
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from openpi_train.policy.loading import BATCH_SIZES, load_policy
 from openpi_train.policy.policy import Policy
+from openpi_train.policy.text_model import gives_texts
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
-from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest
+from openpi_train.serve.limits import limits_of
+from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest, TextFlags
+
+if TYPE_CHECKING:
+    from openpi_train.serve.openai.text_server import TextServer
+    from openpi_train.serve.server import PolicyServer
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +35,8 @@ logger = logging.getLogger(__name__)
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 1 << 20
 
 
-def run(flags: ServeRequest) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0."""
+def run(flags: ServeRequest, texts: TextFlags) -> int:
+    """Serve until SIGTERM or Ctrl-C: a robot policy or a language model, as the checkpoint is. Returns 0."""
     _start()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
@@ -41,6 +48,10 @@ def run(flags: ServeRequest) -> int:
         raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; create it first")
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
     with _bind(flags.host, flags.port) as listener:  # bound, not listening: clients are refused, and retry
+        if gives_texts(flags.checkpoint, flags.experiment):
+            return _serve_texts(flags, texts, listener, key, tls)
+        if given := texts.given():
+            raise UsageError(f"{flags.checkpoint} is no language model, so it has no {', '.join(given)}")
         return _serve(flags, listener, key, tls)
 
 
@@ -54,39 +65,63 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
     started = time.monotonic()
     logger.info("compiling for batches of %s", ", ".join(map(str, policy.sampler.sizes)))
     policy.warm_up()
-    limits = Limits(
-        max_batch=policy.sampler.sizes[-1],
-        max_queue=flags.max_queue,
-        max_clients=flags.max_clients,
-        max_message_bytes=flags.max_message_mib << 20,
-        batch_wait_s=flags.batch_wait_ms / 1e3,
-        idle_s=flags.idle_s,
-        drain_s=flags.drain_s,
-    )
+    limits = limits_of(Limits, flags, max_batch=policy.sampler.sizes[-1], batch_wait_s=flags.batch_wait_ms / 1e3)
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
 
-    async def serve() -> bool:
-        server = PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, server.stop)
-        host, port = _listen(listener)
-        logger.info(
-            "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
-            *(time.monotonic() - started, policy.checkpoint, "wss" if tls else "ws", host, port),
-            "with an API key" if key else "without authentication",
-        )
-        finished = await server.run(listener, tls)
-        logger.info("stopped; %s", server.measures.summary())
-        return finished
+    def server() -> PolicyServer:
+        return PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
 
+    ready = _Ready(time.monotonic() - started, policy.checkpoint, "ws", key)
     try:
-        finished = asyncio.run(serve())
+        finished = asyncio.run(_until_stopped(server, listener, tls, ready))
     finally:
         if recorder is not None:
             recorder.close()
     if not finished:
         end(BUG)  # Python would wait for the device's thread
     return DONE
+
+
+def _serve_texts(
+    flags: ServeRequest, texts: TextFlags, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None
+) -> int:
+    try:
+        from openpi_train.serve.openai.text_main import open_server
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve,text]'") from error
+    opened = open_server(flags, texts, key)
+    ready = _Ready(opened.compiled_s, opened.description, "http", key)
+    if not asyncio.run(_until_stopped(opened.make, listener, tls, ready)):
+        end(BUG)  # Python would wait for the device's thread
+    return DONE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """What the log says of a server that is ready."""
+
+    compiled_s: float
+    what: str
+    scheme: str
+    key: str | None
+
+
+async def _until_stopped(
+    make: "Callable[[], PolicyServer | TextServer]", listener: socket.socket, tls: ssl.SSLContext | None, ready: _Ready
+) -> bool:
+    """Run a server until SIGTERM or Ctrl-C; returns whether all requests were finished."""
+    server = make()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    host, port = _listen(listener)
+    logger.info(
+        "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
+        *(ready.compiled_s, ready.what, ready.scheme + ("s" if tls else ""), host, port),
+        "with an API key" if ready.key else "without authentication",
+    )
+    finished = await server.run(listener, tls)
+    logger.info("stopped; %s", server.measures.summary())
+    return finished
 
 
 def replay(flags: ServeRequest, file: str) -> int:

@@ -6,22 +6,26 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-_SECONDS = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+_SECONDS = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 60.0, 300.0, 600.0)
 _RECENT = 1000
 
 
 class Measures:
-    """Counters and timings of one server; the quantiles are exact, over the last `_RECENT` answers."""
+    """Counters and timings of one server; the quantiles are exact, over the last `_RECENT` answers.
 
-    def __init__(self, num_waiting: Callable[[], int], num_clients: Callable[[], int]):
-        self._registry = CollectorRegistry()
-        options = {"namespace": "openpi_train", "registry": self._registry}
+    Args: `longest_s` is the largest bucket of the times of requests.
+    """
+
+    def __init__(self, num_waiting: Callable[[], int], num_clients: Callable[[], int], longest_s: float = 10.0):
+        self.registry = CollectorRegistry()
+        options = {"namespace": "openpi_train", "registry": self.registry}
+        self.seconds = tuple(seconds for seconds in _SECONDS if seconds <= longest_s)
         self.requests = Counter("requests", "Requests by outcome.", ["outcome"], **options)
-        self._latency = Histogram("request_seconds", "Time from request to answer.", buckets=_SECONDS, **options)
+        self._latency = Histogram("request_seconds", "Time from request to answer.", buckets=self.seconds, **options)
         self._inference = Histogram(
             "inference_seconds",
             "Time of a batch on the device, until its results are on the host.",
-            buckets=_SECONDS,
+            buckets=self.seconds,
             **options,
         )
         self._batch = Histogram("batch_rows", "Requests in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), **options)
@@ -51,7 +55,7 @@ class Measures:
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def summary(self) -> str:
         """The latency's quantiles, for the log."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -10,6 +11,11 @@ from openpi_train.command_line import Request, one_word
 from openpi_train.fields import at_least
 
 API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
+# Flags that only a robot policy has.
+_OF_ROBOTS = (
+    *("dataset", "prompt", "num_sample_steps", "seed", "cut_prompts"),
+    *("reset_pose", "batch_wait_ms", "record", "replay"),
+)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -21,12 +27,12 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeRequest(Request):
-    """Serve a trained policy over openpi's websocket protocol, which works with an unmodified openpi-client.
+    """Serve a checkpoint: a robot policy over openpi's websocket protocol, a language model over OpenAI's HTTP API.
 
     The port opens once everything is compiled; SIGTERM finishes running requests and exits. See docs/serving.md.
     """
 
-    # A run's directory, the directory of a step in it, its `best`, or another checkpoint.
+    # A run's directory, the directory of a step in it, its `best`, or another checkpoint, such as hub:USER/NAME.
     checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
 
     # The run's experiment, needed if it has classes of your own.
@@ -62,11 +68,11 @@ class ServeRequest(Request):
     tls_cert: str | None = None
     # Its private key (PEM).
     tls_key: str | None = None
-    # Maximum number of requests in a batch.
+    # Maximum number of requests in a batch; of a language model, completions that are made together.
     max_batch: int = at_least(1, 16)
     # Maximum time that a batch waits for more requests.
     batch_wait_ms: float = 5.0
-    # Maximum number of waiting requests.
+    # Maximum number of waiting requests; of a language model, waiting completions.
     max_queue: int = at_least(1, 64)
     # Maximum number of open connections.
     max_clients: int = at_least(1, 64)
@@ -95,3 +101,39 @@ class ServeRequest(Request):
                 flag = name.replace("_", "-")
                 problems.append(f"--{flag} {getattr(self, name)} is not a valid time; give 0 or more")
         return problems
+
+    def only_of_robots(self) -> list[str]:
+        """The given flags that a language model does not have."""
+        return _given(self, _OF_ROBOTS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFlags(Request):
+    """Further flags of `serve` for language models."""
+
+    # The model's name for clients; None: the run's, or that of the folder.
+    model_name: str | None = None
+    # Maximum tokens of a prompt and its completion; None: the model's context, at most 2048.
+    max_length: int | None = at_least(2, None)
+    # A jinja file; None: the model's own chat template.
+    chat_template: str | None = None
+    # Maximum time that a request takes.
+    request_s: float = 600.0
+
+    def check(self) -> list[str]:
+        """A sentence for every conflict, with the flag to change."""
+        problems = []
+        if not 0 < self.request_s < math.inf:
+            problems.append(f"--request-s {self.request_s} is not a valid time; give more than 0")
+        if self.model_name == "":
+            problems.append("--model-name is empty; leave it out, or give the name that clients use")
+        return problems
+
+    def given(self) -> list[str]:
+        """The given flags, which a robot policy does not have."""
+        return _given(self, [field.name for field in dataclasses.fields(self)])
+
+
+def _given(request: Request, names: Sequence[str]) -> list[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(request)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(request, name) != defaults[name]]

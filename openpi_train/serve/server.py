@@ -13,9 +13,7 @@ Read next: `connection.py`, `batching.py`, `main.py`.
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
-import hmac
 import http
 import logging
 import socket
@@ -33,31 +31,16 @@ from websockets.http11 import Request, Response
 from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.record import RequestRecorder
+from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, Places
+from openpi_train.serve.limits import Limits
 from openpi_train.serve.measures import Measures
 
 logger = logging.getLogger(__name__)
 
 _GOING_AWAY, _POLICY_VIOLATION, _INTERNAL_ERROR = 1001, 1008, 1011
 _MOST_BAD_IN_A_ROW = 100
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a server; all times in seconds."""
-
-    max_batch: int = 16
-    max_queue: int = 64
-    max_clients: int = 64
-    max_opening: int = 128
-    max_message_bytes: int = 32 << 20
-    batch_wait_s: float = 0.005
-    idle_s: float = 3600.0
-    open_s: float = 10.0
-    ping_s: float = 20.0
-    send_s: float = 60.0
-    drain_s: float = 30.0
 
 
 @runtime_checkable
@@ -91,7 +74,7 @@ class PolicyServer:
         metadata: Mapping[str, Any] | None = None,
     ):
         self._policy, self._limits, self._recorder = policy, limits, recorder
-        self._api_key = None if api_key is None else f"Api-Key {api_key}".encode()
+        self._key = ApiKey(api_key, "Api-Key")
         self._metadata = wire.encode({**policy.metadata, **(metadata or {})})
         self._places = Places(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
@@ -160,11 +143,10 @@ class PolicyServer:
             return _respond(http.HTTPStatus.OK, self.measures.text(), "text/plain; version=0.0.4; charset=utf-8")
         if path != "/":
             return _respond(http.HTTPStatus.NOT_FOUND, b"there are /, /healthz and /metrics\n")
-        if self._api_key is not None:
-            given = request.headers.get_all("Authorization")
-            if len(given) != 1 or not hmac.compare_digest(given[0].encode("utf-8", "surrogateescape"), self._api_key):
-                self.measures.requests.labels("unauthorized").inc()
-                return _respond(http.HTTPStatus.UNAUTHORIZED, b"the header Authorization: Api-Key KEY is wrong\n")
+        given = request.headers.get_all("Authorization")
+        if not self._key.admits([one.encode("utf-8", "surrogateescape") for one in given]):
+            self.measures.requests.labels("unauthorized").inc()
+            return _respond(http.HTTPStatus.UNAUTHORIZED, b"the header Authorization: Api-Key KEY is wrong\n")
         if self._stopping.is_set() or not self._places.take(connection):
             self.measures.requests.labels("turned away").inc()
             number = self._places.num_clients

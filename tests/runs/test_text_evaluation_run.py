@@ -13,7 +13,7 @@ from openpi_train.tools import evaluate_policy, report
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, ReportRequest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-ANSWERS, PAIRS = (f"{ROOT}/tests/runs/evaluated_text_runs.py:{name}" for name in ("answers", "pairs"))
+ANSWERS, PAIRS = (f"{ROOT}/tests/runs/answer_runs.py:{name}" for name in ("answers", "pairs"))
 PROMPT = "Is {} < {} & <b>&amp;</b>?"
 
 

@@ -143,14 +143,15 @@ def serve(*words, talk=lambda server: None, load=LoadedStub, key=None):
             limits.append(self)
 
     def conversation():
-        said = re.compile(r"ready after .* s of compiling: .* on (wss?)://(.*):(\d+), ")
+        said = re.compile(r"ready after .* s of compiling: .* on (wss?|https?)://(.*):(\d+), ")
         started = None
         try:
             wait_for(lambda: over.is_set() or any(map(said.search, log)), seconds=60)
             found = next(filter(None, map(said.search, log)), None)
             if found is None:  # it ended before
                 return None
-            started = Started(found[1], found[2], int(found[3]), policies[0], limits[0], log)
+            own = (*(policies or [None]), *(limits or [None]))  # none of a language model
+            started = Started(found[1], found[2], int(found[3]), *own, log)
             return talk(started)
         finally:
             for policy in policies:

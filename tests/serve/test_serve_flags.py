@@ -61,6 +61,9 @@ GIVEN = {
     "record": ("file", "file"),
     "replay": ("file", "file"),
 }
+# Those of language models.
+TEXT_DEFAULTS = {"model_name": None, "max_length": None, "chat_template": None, "request_s": 600.0}
+TEXT_GIVEN = {"model_name": "m", "max_length": 64, "chat_template": "chat.jinja", "request_s": 1.5}
 AT_LEAST_ONE = ("max_batch", "max_queue", "max_clients", "max_message_mib")
 TIMES = ("batch_wait_ms", "idle_s", "drain_s")
 
@@ -69,12 +72,13 @@ TIMES = ("batch_wait_ms", "idle_s", "drain_s")
 def parsed(monkeypatch):
     """A function from a command line to the verb it becomes and the flags that this one is given."""
     found = []
-    monkeypatch.setattr(main, "run", lambda flags: found.append(("run", flags)) or 0)
-    monkeypatch.setattr(main, "replay", lambda flags, file: found.append(("replay", flags)) or 0)
+    monkeypatch.setattr(main, "run", lambda flags, texts: found.append(("run", flags, texts)) or 0)
+    monkeypatch.setattr(main, "replay", lambda flags, file: found.append(("replay", flags, None)) or 0)
 
     def parse(*words) -> tuple[str, ServeRequest]:
         assert cli.run(["serve", "checkpoint", *map(str, words)]) == 0
-        return found.pop()
+        *parsed, parse.texts = found.pop()
+        return tuple(parsed)
 
     return parse
 
@@ -114,6 +118,37 @@ def test_a_flag_that_is_given_changes_its_own_value_alone(parsed, name):
     verb, flags = parsed(*([word] if word.startswith("--") else [option(name), word]))
     assert vars(flags) == {"checkpoint": "checkpoint", **DEFAULTS, name: value}
     assert verb == ("replay" if name == "replay" else "run")
+
+
+@pytest.mark.parametrize("name", [None, *TEXT_GIVEN])
+def test_flags_of_language_models_are_their_own(parsed, name):
+    words = [] if name is None else [option(name), TEXT_GIVEN[name]]
+    assert vars(parsed(*words)[1]) == {"checkpoint": "checkpoint", **DEFAULTS}
+    assert vars(parsed.texts) == TEXT_DEFAULTS | ({} if name is None else {name: TEXT_GIVEN[name]})
+    assert parsed.texts.given() == ([] if name is None else [option(name)])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_flags_that_only_robots_have_are_known(parsed, name):
+    word, value = GIVEN[name]
+    _, flags = parsed(*([word] if word.startswith("--") else [option(name), word]))
+    shared = ("experiment", "dtype", "average", "merge_lora", "tokenizer", "host", "port", "api_key_file")
+    shared += (*AT_LEAST_ONE, "idle_s", "drain_s")
+    assert flags.only_of_robots() == ([] if name in shared else [option(name)])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--request-s=0",), "--request-s 0.0 is not a valid time"),
+        (("--request-s=nan",), "--request-s nan is not a valid time"),
+        (("--request-s=inf",), "--request-s inf is not a valid time"),
+        (("--max-length=1",), "--max-length 1 must be at least 2"),
+        (("--model-name=",), "--model-name is empty"),
+    ],
+)
+def test_flags_of_language_models_have_limits(refusal, words, says):
+    assert says in refusal(*words)
 
 
 @pytest.mark.parametrize("name", AT_LEAST_ONE)

@@ -9,8 +9,10 @@ import urllib.request
 
 import jax
 import numpy as np
+import openai
 import pytest
 from saved_runs import save_run
+from text_models import write_model
 
 from benchmarks import openpi_peer
 from benchmarks.serving import talk
@@ -83,6 +85,22 @@ def test_openpis_client_drives_it_and_what_was_recorded_is_answered_the_same_aga
     policy = load_policy(run.directory, devices=jax.devices()[:1], batch_sizes=(1, 2))
     replayed = policy.replay(record)
     assert (replayed.answers, replayed.different) == (11, ())
+
+
+def test_a_language_model_is_served_over_openais_api(tmp_path):
+    folder = write_model(tmp_path / "tiny")
+    with served(folder, "--max-length", "32", "--max-batch", "1") as (process, port):
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
+            first, second = (
+                client.completions.create(model="tiny", prompt="What is", max_tokens=6, seed=3) for _ in range(2)
+            )
+            stream = client.completions.create(model="tiny", prompt="What is", max_tokens=20, stream=True)
+            next(iter(stream))
+            process.send_signal(signal.SIGTERM)
+            assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")
+        assert process.wait(30) == 0
+    assert first.choices[0].text == second.choices[0].text and first.usage.completion_tokens > 0
 
 
 def test_another_policy_answers_otherwise_and_a_torn_record_is_told(run, tmp_path):

@@ -132,6 +132,10 @@ class TextTokenizer:
         """The text of tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
+    def piece(self, token: int) -> str:
+        """The token as the vocabulary spells it; nothing if it has no such token."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def _special(self, role: str) -> int | None:
         text = self.special_tokens.get(role)
         if text is None:
