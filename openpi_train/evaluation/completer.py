@@ -1,7 +1,7 @@
 """Completes a run's prompts with one set of parameters after the other. Read next: `completion_scores.py`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -56,7 +56,7 @@ class Completer:
     def __call__(self, params: Params) -> list[NewText]:
         """The completions of the first prompt, of the second, and so on. Raises StoppedError if a stop is requested."""
         texts = self._with(params)
-        parts: list[list[NewText]] = [[] for _ in range(len(self.prompts) * self._samples)]
+        parts: dict[Hashable, list[NewText]] = {row: [] for row in range(len(self.prompts) * self._samples)}
         for row in range(len(parts)):
             texts.submit(row, self.prompts[row // self._samples].tokens, self._settings, row=row)
         while texts.generator.num_running or texts.generator.num_waiting:
@@ -67,7 +67,8 @@ class Completer:
                 raise StoppedError
         texts.generator.release()
         return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own])) for own in parts
+            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
+            for own in parts.values()
         ]
 
     def _with(self, params: Params) -> TextGenerator:
