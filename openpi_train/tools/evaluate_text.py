@@ -69,7 +69,7 @@ class LoadedModel:
 
 
 def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
-    """A checkpoint and its run; of a folder in Hugging Face's form, a run without datasets (a reward model's: of pairs).
+    """A checkpoint and its run; of a folder in Hugging Face's form, a run without datasets (of pairs if it has scores).
 
     Raises CheckpointError or UsageError as `load_policy` does.
     """

@@ -81,6 +81,6 @@ def score_named(name: str) -> AnswerScore:
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{name!r} is no score: allowed are {', '.join(_KNOWN)} and file.py:function{meant}")
     found: Any = getattr(import_file(Path(file), "the file of the score"), function, None)
-    if not callable(found):
+    if not isinstance(found, Callable):
         raise ValueError(f"{name}: {file} has no function {function!r} of (prompt, completion, reference)")
     return AnswerScore(function, found)
