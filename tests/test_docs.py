@@ -27,7 +27,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.keys import row_keys
 from openpi_train.serve import main as serve_main
-from openpi_train.tools import convert_checkpoint, doctor, evaluate_policy, plan, report, stats
+from openpi_train.tools import convert_checkpoint, doctor, evaluate_policy, generate_text, plan, report, stats
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
 
@@ -110,6 +110,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
+    places |= {generate_text: ["main"]}
     places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
     for module, names in places.items():
         for name in names:
