@@ -39,6 +39,7 @@ class Format:
         write: writes one into a directory that does not exist yet; None if the format is read only.
         keeps: the parts of an opened checkpoint that the format can hold; None: all but the training state.
         lacks: a regular expression for published names that such a base checkpoint does not have.
+        part: the part of a model that such a checkpoint holds; default: all of it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Format:
     write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
     keeps: Callable[[Stored, ModelConfig], Stored] | None = None
     lacks: str | None = None
+    part: Callable[[ModelConfig], ModelConfig] = lambda model: model
 
     def kept(self, stored: Stored, model: ModelConfig) -> Stored:
         """The parts of the model's checkpoint that can be written in this format."""
@@ -111,6 +113,7 @@ FORMATS: tuple[Format, ...] = (
         recognises=huggingface.recognises,
         open=huggingface.open_checkpoint,
         write=huggingface.write,
+        part=huggingface.written_part,
     ),
 )
 
