@@ -17,9 +17,10 @@ _LOADING = {
         "uv run scripts/serve_policy.py policy:checkpoint --policy.config=CONFIG --policy.dir=DIRECTORY",
     ),
     "huggingface": ("transformers", None),
+    "peft": ("peft", None),
 }
 # By checkpoint format: the flag with which a run starts from it.
-_STARTS = {"huggingface": "--model.path"}
+_STARTS = {"huggingface": "--model.path", "peft": "--weight-loader.adapter-path"}
 # The hub's word for what a model does, by its config's class; of all others robotics.
 _TASKS = {
     "LanguageConfig": "text-generation",

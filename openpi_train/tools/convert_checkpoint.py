@@ -7,6 +7,7 @@ Read next: `interop/checkpoint_formats.py` (the forms), `interop/parity.py` (the
 import dataclasses
 import logging
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -111,7 +112,11 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     stored = form.kept(stored, model)
     left_out = sorted(found.keys() - (stored.train_state or {}).keys())
     wanted_model = form.part(model)
-    wanted = {path: stored.params[public] for path, public in openpi.parameter_names(wanted_model).items()}
+    wanted = {
+        path: stored.params[public]
+        for path, public in openpi.parameter_names(wanted_model).items()
+        if form.holds is None or re.fullmatch(form.holds, public)
+    }
     if request.merge_lora:
         if not any("lora" in path for path in params):
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
@@ -197,17 +202,19 @@ class CheckpointConversion:
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on the result. Raises CheckpointError if it does not read back as intended."""
         result = self.form.open(Place.of(draft), self.wanted_model)
-        params = checkpoint_formats.model_params(result, self.wanted_model)
+        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
+        others = {name: source[name] for name in self._parameters_left_out()}
+        whole = dataclasses.replace(result, params={**others, **result.params})
+        params = checkpoint_formats.model_params(whole, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:
             state = result.train_state or {}
             account(state, self.wanted.train_state, where=f"the training state in {draft}")
             _read_again(self.wanted.train_state, state, draft)
-        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
         unchanged = all(source.get(name) is leaf for name, leaf in self.wanted.params.items())
         return {
             "source": {"where": self.wanted.where, "format": self.wanted.format},
-            "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
+            "result": {"format": self.form.name, "parameters": len(result.params), "values": num_values(result.params)},
             "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": package_versions()},
             "parameters": again if unchanged else compare_leaves(source, result.params, draft),
             "merged_into_weights": sorted(source.keys() - result.params.keys() - set(self._parameters_left_out())),

@@ -141,6 +141,7 @@ def test_the_card_tells_of_the_run():
             "huggingface",
             ('pipeline_tag: text-classification\ntags:\n- "text-cl', "--model.path hub:me/x"),
         ),
+        ("LanguageConfig", "peft", ("library_name: peft", "--weight-loader.adapter-path hub:me/x")),
     ],
 )
 def test_the_card_of_a_language_model_says_how_it_is_used(kind, form, says):

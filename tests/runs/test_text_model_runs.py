@@ -14,6 +14,8 @@ from openpi_train.data.files import write_json
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import in_memory
+from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.policy.experiment_json import experiment_from_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 RUNS = f"{ROOT}/tests/runs/text_runs.py"
@@ -80,6 +82,25 @@ def test_it_is_written_back_with_all_that_came_with_it(base, tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").hidden_size == MODEL.sizes.width
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words.decode(words("It is four.")["input_ids"], skip_special_tokens=True) == "It is four."
+
+
+def test_an_adapter_is_written_for_peft_and_starts_a_run(base, tmp_path):
+    run = base / "runs" / "lora" / "x"
+    done = openpi_train("convert", run, tmp_path / "out", "--to", "peft")
+    check(done, 0, "10 parameters", "left out: 10 parameters that --to peft does not hold")
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 4, str(base / "published"))
+    assert json.loads((tmp_path / "out" / "parity.json").read_text())["parameters"]["bit_equal"] == 10
+    model = experiment_from_json(json.loads((run / "experiment.json").read_text())).model
+    loader = CheckpointWeightLoader(params_path=str(base / "published"), adapter_path=str(tmp_path / "out"))
+    found, trained = loader.load(model), CheckpointWeightLoader(params_path=str(run)).load(model)
+    assert found.keys() == trained.keys()
+    for path, leaf in found.items():
+        assert leaf.whole().tobytes() == trained[path].whole().tobytes(), path
+    assert trained["layers/mlp/down/lora_b"].whole().any()
+    # Into the weights, in Hugging Face's form.
+    check(openpi_train("convert", run, tmp_path / "merged", "--to", "huggingface", "--merge-lora"), 0)
+    assert tensors(tmp_path / "merged").keys() == tensors(base / "published").keys()
 
 
 def test_a_tokenizer_of_another_model_is_refused(base, tmp_path):
