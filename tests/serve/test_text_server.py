@@ -402,7 +402,7 @@ def test_a_request_takes_no_longer_than_it_may():
         assert told.value.status_code == 503 and told.value.code == "timeout"
         with pytest.raises(openai.APIError, match=r"took more than 0.4 s"):
             list(complete(client, "go on", max_tokens=50_000, stream=True))
-        assert texts.generator.num_running == 0
+        wait_for(lambda: texts.generator.num_running == 0)
         assert complete(client, "say x").choices[0].text == "x"
 
 
