@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -309,6 +310,13 @@ def test_only_who_has_the_key_is_answered():
             assert complete(client, "say x").choices[0].text == "x"
         assert get(server, "/healthz") == "OK\n"
         assert 'requests_total{outcome="unauthorized"} 3.0' in get(server, "/metrics")
+
+
+def test_no_page_of_a_browser_is_answered(server):
+    for path in ("/v1/models", "/healthz"):
+        asked = urllib.request.Request(f"{server.url}{path}", headers={"Origin": "http://evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(asked, timeout=10)
 
 
 def test_health_and_metrics_tell_of_requests_and_tokens():

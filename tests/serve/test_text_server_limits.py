@@ -16,6 +16,7 @@ from text_stub import NAME, rule_texts, serving
 
 from benchmarks import hostile_http
 from benchmarks.hostile_http import CHAT, COMPLETIONS, held_open, post, wait_until
+from openpi_train.serve.openai.http_connection import HttpConnection
 
 GOOD = json.dumps({"model": NAME, "prompt": "say yes", "max_tokens": 9}).encode()
 LONG = json.dumps({"model": NAME, "prompt": "go on", "max_tokens": 20_000, "stream": True}).encode()
@@ -148,16 +149,23 @@ def test_more_clients_than_allowed_are_turned_away_and_places_come_free():
                 assert answer(client)[0] == 200
 
 
-def test_a_slow_reader_holds_no_row_and_is_dropped_in_the_end():
-    texts = rule_texts(num_rows=1, max_length=100_000)
-    # More than the system's buffers take.
-    asked = {"model": NAME, "prompt": "go on", "max_tokens": 6_000, "stream": True, "logprobs": 20}
-    with serving(texts, limits={"send_s": 1.0}) as server, raw(server.port) as client:
+def test_a_slow_reader_holds_no_row_and_is_dropped_in_the_end(monkeypatch):
+    def connection_made(self, transport, made=HttpConnection.connection_made):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", connection_made)
+    texts = rule_texts(num_rows=1, max_length=2_000)
+    asked = {"model": NAME, "prompt": "go on", "max_tokens": 1_500, "stream": True, "logprobs": 20}
+    with serving(texts, limits={"send_s": 1.0}) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
         client.sendall(post(COMPLETIONS, json.dumps(asked).encode()))
-        wait_until(lambda: texts.generator.num_running == 1)
+        wait_until(lambda: texts.generator.most_running == 1)
         assert says_yes(server.port), "it waits for the only row, and gets it"
-        wait_until(lambda: metric(server.port, "openpi_train_clients 1.0"))
-        wait_until(lambda: metric(server.port, "openpi_train_clients 0.0"))
+        wait_until(lambda: metric(server.port, 'requests_total{outcome="left"} 1.0'))
+        assert metric(server.port, "openpi_train_clients 0.0")
+        assert texts.generator.num_running == 0
 
 
 def test_a_stream_does_not_hold_up_another():
