@@ -83,7 +83,7 @@ def test_ranges_hold_their_ends(value, is_taken):
 
 @pytest.mark.parametrize("value", [True, "1", [1], {}, 10**400, float("nan"), float("inf"), 1.0])
 def test_integers_are_integers(value):
-    with pytest.raises(ApiError, match="n .* must be an integer from 1 to 128"):
+    with pytest.raises(ApiError, match=r"n .* must be an integer from 1 to 128"):
         completion_request({**COMPLETION, "n": value})
 
 

@@ -168,7 +168,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _tokens(value: list[Any], place: str) -> list[int]:
-    if not all(is_integer(token) and 0 <= token <= _MOST_TOKENS for token in value):
+    if value and not (set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= _MOST_TOKENS):
         raise invalid(f"{place} must be a list of tokens, which are integers of at least 0", place)
     return value
 

@@ -102,7 +102,7 @@ class TextServer:
         Returns whether all running requests were finished, and the generator's thread ended.
         """
         config = uvicorn.Config(
-            _no_app, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+            _no_app, http="h11", ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
             timeout_keep_alive=math.ceil(self._limits.idle_s) + 1,
         )  # fmt: skip
         config.load()
@@ -151,6 +151,7 @@ class TextServer:
             try:
                 await self._route(connection, exchange)
             except ClientGone:
+                self.measures.requests.labels("left").inc()
                 exchange.drop()
             except ApiError as error:
                 self._count(error)
