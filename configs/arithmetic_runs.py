@@ -8,8 +8,9 @@ import dataclasses
 
 from openpi_train.data import places
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.evaluation.measure import Evaluations
+from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
+from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
@@ -31,6 +32,15 @@ _MODEL = LanguageConfig(
     remat="none",
 )
 
+# All held-out problems: val/exact_match is the share that is solved.
+_EVALUATIONS = TextEvaluations(
+    interval=500,
+    num_rows=1_100,
+    num_prompts=1_100,
+    sampling=SamplingSettings(temperature=0.0, max_new_tokens=8),
+    completions_per_device=256,
+)
+
 arithmetic_sft = Experiment(
     model=_MODEL,
     objective=SupervisedText(),
@@ -48,7 +58,7 @@ arithmetic_sft = Experiment(
     log_interval=50,
     save_interval=500,
     keep_period=None,
-    eval=Evaluations(interval=500, num_rows=1_100),
+    eval=_EVALUATIONS,
 )
 """A language model (0.13 M parameters) imitates the arithmetic task's demonstrations.
 
@@ -72,7 +82,7 @@ arithmetic_reward = dataclasses.replace(
     num_train_steps=300,
     log_interval=25,
     save_interval=100,
-    eval=Evaluations(interval=100, num_rows=1_100),
+    eval=TextEvaluations(interval=100, num_rows=1_100),
 )
 """A reward model learns to tell right from wrong answers, from the weights of arithmetic_sft.
 
@@ -88,7 +98,7 @@ arithmetic_dpo = dataclasses.replace(
     num_train_steps=100,
     log_interval=10,
     save_interval=50,
-    eval=Evaluations(interval=50, num_rows=1_100),
+    eval=dataclasses.replace(_EVALUATIONS, interval=50),
 )
 """DPO with a likelihood term on the arithmetic task's pairs, from the weights of arithmetic_sft.
 

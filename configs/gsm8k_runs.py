@@ -10,8 +10,9 @@ import dataclasses
 from openpi_train_configs.published_models import MODELS
 
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.evaluation.measure import Evaluations
+from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
+from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
@@ -32,6 +33,14 @@ _PAIRS = (
     ),
 )
 _ADAPTER = AdapterConfig(rank=16, alpha=32.0)
+_EVALUATIONS = TextEvaluations(
+    interval=250,
+    num_rows=512,
+    num_prompts=256,
+    scores=("number_match",),
+    sampling=SamplingSettings(temperature=0.0, max_new_tokens=320),
+    completions_per_device=64,
+)
 
 gsm8k_sft_smollm2_135m, gsm8k_sft_qwen25_05b, gsm8k_sft_llama32_1b, gsm8k_sft_gemma3_1b = (
     Experiment(
@@ -47,7 +56,7 @@ gsm8k_sft_smollm2_135m, gsm8k_sft_qwen25_05b, gsm8k_sft_llama32_1b, gsm8k_sft_ge
         log_interval=10,
         save_interval=250,
         keep_period=None,
-        eval=Evaluations(interval=250, num_rows=512),
+        eval=_EVALUATIONS,
     )
     for model, address in MODELS
 )
@@ -81,7 +90,7 @@ gsm8k_reward_smollm2_135m, gsm8k_reward_qwen25_05b, gsm8k_reward_llama32_1b, gsm
         data=dataclasses.replace(sft.data, datasets=_PAIRS, kind="preferences"),
         lr_schedule=dataclasses.replace(sft.lr_schedule, peak_lr=1e-5),
         num_epochs=1,
-        eval=Evaluations(interval=50, num_rows=256),
+        eval=TextEvaluations(interval=50, num_rows=256),
     )
     for sft, (model, _) in zip(_SFT, MODELS, strict=True)
 )
@@ -101,7 +110,7 @@ gsm8k_dpo_smollm2_135m, gsm8k_dpo_qwen25_05b, gsm8k_dpo_llama32_1b, gsm8k_dpo_ge
         data=dataclasses.replace(sft.data, datasets=_PAIRS, kind="preferences"),
         lr_schedule=dataclasses.replace(sft.lr_schedule, peak_lr=1e-6),
         num_epochs=1,
-        eval=Evaluations(interval=50, num_rows=256),
+        eval=dataclasses.replace(_EVALUATIONS, interval=50, num_rows=256),
     )
     for sft, (model, _) in zip(_SFT, MODELS, strict=True)
 )

@@ -1,7 +1,9 @@
 """Completes a run's prompts with one set of parameters after the other. Read next: `completion_scores.py`."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -17,6 +19,10 @@ from openpi_train.models.reference import policy_of
 from openpi_train.nn.params import Params
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 30.0
 
 
 class Completer:
@@ -56,10 +62,14 @@ class Completer:
     def __call__(self, params: Params) -> list[NewText]:
         """The completions of the first prompt, of the second, and so on. Raises StoppedError if a stop is requested."""
         texts = self._with(params)
-        parts: list[list[NewText]] = [[] for _ in range(len(self.prompts) * self._samples)]
+        parts: dict[Hashable, list[NewText]] = {row: [] for row in range(len(self.prompts) * self._samples)}
         for row in range(len(parts)):
             texts.submit(row, self.prompts[row // self._samples].tokens, self._settings, row=row)
-        while texts.generator.num_running or texts.generator.num_waiting:
+        said = time.monotonic()
+        while left := texts.generator.num_running + texts.generator.num_waiting:
+            if time.monotonic() - said > _REPORT_S:
+                said = time.monotonic()
+                logger.info("%d of %d completions are finished", len(parts) - left, len(parts))
             for new in texts.step():
                 parts[new.tokens.id].append(new)
             if self._running.stop_requested():
@@ -67,7 +77,8 @@ class Completer:
                 raise StoppedError
         texts.generator.release()
         return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own])) for own in parts
+            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
+            for own in parts.values()
         ]
 
     def _with(self, params: Params) -> TextGenerator:

@@ -26,7 +26,9 @@ from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reference import policy_of
+from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.runtime.exits import DataError, UsageError
@@ -67,22 +69,26 @@ class LoadedModel:
 
 
 def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
-    """A checkpoint and its run; of a folder in Hugging Face's form, a run without datasets.
+    """A checkpoint and its run; of a folder in Hugging Face's form, a run without datasets (of pairs if it has scores).
 
     Raises CheckpointError or UsageError as `load_policy` does.
     """
     place = checkpoint_formats.open_place(where)
     if experiment is not None or not huggingface.recognises(place):
         return open_run(where, experiment)
-    stored, model = checkpoint_formats.open_checkpoint(where), huggingface.read_model(place)
+    stored, language = checkpoint_formats.open_checkpoint(where), huggingface.read_model(place)
+    is_reward = SCORE in stored.params
     data = TextData(
         datasets=(),
         tokenizer=str(place),
-        max_length=min(model.context_length, _MAX_LENGTH),
+        kind="preferences" if is_reward else "texts",
+        max_length=min(language.context_length, _MAX_LENGTH),
         on_no_targets="drop",
         text_lengths=1,
     )
-    return stored, Experiment(model=model, objective=SupervisedText(), data=data, eval=TextEvaluations())
+    model = RewardConfig(language=language) if is_reward else language
+    objective = RewardPairs() if is_reward else SupervisedText()
+    return stored, Experiment(model=model, objective=objective, data=data, eval=TextEvaluations())
 
 
 def run(

@@ -174,15 +174,17 @@ def test_steps_tell_what_each_request_got_and_a_cancelled_one_leaves_its_row():
 
 def test_what_is_released_is_used_again():
     one, (_, params) = generator(), model()
-    held = jax.live_arrays()
+    held = len(jax.live_arrays())
     one.release()
-    assert len(jax.live_arrays()) < len(held) - len(params)
+    rows = 13  # arrays of `TokenRows`
+    assert len(jax.live_arrays()) <= held - rows
     one.use(params)
     assert [found.tokens for found in one.complete(requests())] == [found.tokens for found in greedy()]
     one.submit(requests()[0])
     one.step()
     with pytest.raises(RuntimeError, match="1 completions are not finished"):
         one.release()
+    one.cancel(0)
     one.cancel(0)
 
 

@@ -59,7 +59,8 @@ class Mutation:
 
 @functools.cache
 def groups() -> frozenset[str]:
-    """Every promise, objective, sampler, model family, optimizer, data format, measure, checkpoint path, launcher, flag.
+    """Every promise, objective, sampler, model family, optimizer, data format, measure, checkpoint path, launcher
+    and flag.
 
     Objectives, optimizers and serving flags are read from the product: a new one needs its mutations.
     """

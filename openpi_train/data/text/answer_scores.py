@@ -13,6 +13,7 @@ import difflib
 import math
 from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Any
 
 from openpi_train.data.text.answer_numbers import number_of
 from openpi_train.runtime.exits import UsageError
@@ -79,7 +80,7 @@ def score_named(name: str) -> AnswerScore:
         close = difflib.get_close_matches(name, _KNOWN, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{name!r} is no score: allowed are {', '.join(_KNOWN)} and file.py:function{meant}")
-    found = getattr(import_file(Path(file), "the file of the score"), function, None)
-    if not callable(found):
+    found: Any = getattr(import_file(Path(file), "the file of the score"), function, None)
+    if not isinstance(found, Callable):
         raise ValueError(f"{name}: {file} has no function {function!r} of (prompt, completion, reference)")
     return AnswerScore(function, found)

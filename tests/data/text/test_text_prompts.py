@@ -92,3 +92,9 @@ def test_undesirable_completions_are_no_references(prompts):
     ]
     (found,) = prompts(records, kind="unpaired")
     assert found.reference == " It is 2"
+
+
+def test_a_prompt_alone_has_no_reference(prompts):
+    (found,) = prompts([{"prompt": chats.ONE[:1]}], kind="prompts")
+    assert found.text.endswith("two plus two?<|im_end|>\n<|im_start|>assistant\n")
+    assert (found.reference, found.end) == ("", None)
