@@ -184,6 +184,21 @@ def test_a_client_that_is_reset_frees_its_row():
         assert says_yes(server.port)
 
 
+def test_nothing_is_kept_of_connections_that_are_gone():
+    def kept():
+        gc.collect()
+        return [one for one in gc.get_objects() if isinstance(one, HttpConnection)]
+
+    with serving() as server:
+        for then in ("read", "leave", "reset", "peek"):
+            for body in (GOOD, LONG, b"no JSON", GOOD[:-5]):
+                one = hostile_http.Hostile(post(COMPLETIONS, body, length=len(GOOD)), None, then)
+                if not (then == "read" and body in (LONG, GOOD[:-5])):
+                    hostile_http.send(server.port, then, one)
+        wait_until(lambda: not kept())
+        assert says_yes(server.port)
+
+
 def test_requests_that_come_together_get_no_more_room_than_there_is():
     texts = rule_texts(num_rows=2)
     with serving(texts, limits={"max_queue": 3}) as server:
