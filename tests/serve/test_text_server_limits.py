@@ -184,6 +184,26 @@ def test_a_client_that_is_reset_frees_its_row():
         assert says_yes(server.port)
 
 
+def test_nothing_is_kept_of_connections_that_are_gone():
+    def kept():
+        gc.collect()
+        return [one for one in gc.get_objects() if isinstance(one, HttpConnection)]
+
+    whole, half = post(COMPLETIONS, GOOD), post(COMPLETIONS, GOOD[:-5], length=len(GOOD))
+    stream, bad = post(COMPLETIONS, LONG), post(COMPLETIONS, b"no JSON")
+    with serving(rule_texts(max_length=100_000)) as server:
+        for then, all_data in {
+            "read": (whole, bad),
+            "peek": (whole, stream, bad),
+            "leave": (whole, stream, bad, half),
+            "reset": (whole, stream, bad, half),
+        }.items():
+            for data in all_data:
+                hostile_http.send(server.port, then, hostile_http.Hostile(data, None, then))
+        wait_until(lambda: not kept())
+        assert says_yes(server.port)
+
+
 def test_requests_that_come_together_get_no_more_room_than_there_is():
     texts = rule_texts(num_rows=2)
     with serving(texts, limits={"max_queue": 3}) as server:

@@ -66,6 +66,8 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # it would keep a connection that ended with an error
+            self.timeout_keep_alive_task.cancel()
         if self.transport.is_closing():  # what is not sent yet keeps it open
             self._allow(self._limits.send_s)
         elif self.conn.their_state is h11.SEND_BODY:

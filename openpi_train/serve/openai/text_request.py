@@ -181,7 +181,7 @@ def _message(value: Any, place: str) -> Message:
     if role not in _ROLES:
         raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
     found = {"role": role, "content": _content(fields)}
-    for name in ("name", "reasoning_content"):
+    for name in ("name", "reasoning_content", "tool_call_id"):
         if (text := fields.text(name)) is not None:
             found[name] = text
     for name in ("tool_calls", "function_call", "audio"):

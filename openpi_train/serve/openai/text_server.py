@@ -80,7 +80,10 @@ class TextServer:
         self._stopping, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._generation = GenerationThread(
-            texts, max_waiting=limits.max_queue, ran=lambda rows, s: self.measures.ran(rows, s), failed=self.stop
+            texts,
+            max_waiting=limits.max_queue,
+            ran=lambda rows, seconds: self.measures.ran(rows, seconds),
+            failed=self.stop,
         )
         self.measures = TextMeasures(
             lambda: self._generation.num_waiting,
