@@ -28,6 +28,8 @@ train: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks demo --out checkpoints/demo
+	$(BIN)/python -m openpi_train arithmetic_sft --exp-name demo --overwrite
+	$(BIN)/python -m openpi_train generate checkpoints/arithmetic_sft/demo --prompt '27+48=' --samples 8 --max-new-tokens 8
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

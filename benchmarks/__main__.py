@@ -21,6 +21,7 @@ BENCHMARKS = {
     "tabletop_dp": "a diffusion policy from images: success rate in held-out initial states, during training",
     "demo": "the same for a small pi0 with prompts (`make demo`)",
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
+    "language": "a language model on the arithmetic task: supervised, reward model, DPO; problems solved",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "serving_texts": "the text server under OpenAI's client: tokens/s, latency, and 1,000 hostile requests",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",

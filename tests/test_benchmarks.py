@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import closed_loop, faults, report, step_time, steps
+from benchmarks import closed_loop, faults, language, report, step_time, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +176,36 @@ def test_a_policy_that_fails_or_a_task_that_is_done_by_chance_is_a_failure(untra
     study = closed_loop.Study(experiment="demo", dataset="", tasks=(), episodes_per_task=1, target=0.6)
     found = closed_loop.failure(study, [{"success/all": untrained}, {"success/all": 0.0}, {"success/all": trained}])
     assert said in found and bool(said) == bool(found)
+
+
+@pytest.mark.slow
+def test_language_counts_problems_before_and_after_every_stage(quick):
+    found = rows(quick, "Language")
+    stages = [("supervised", "0"), ("supervised", "2"), ("DPO + likelihood", "0"), ("DPO + likelihood", "2")]
+    assert [(row["stage"], row["step"]) for row in found] == stages
+    assert all(0 <= row["solved"] <= 1 and row["held-out loss"] > 0 for row in found)
+    assert found[2]["solved"] == found[1]["solved"]  # DPO starts from its weights
+    assert [row["right answer preferred"] is None for row in found] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("solved", "said"),
+    [
+        ((0.5, 0.9, 0.76, 0.52), ""),
+        ((0.44, 0.9, 0.7, 0.44), "supervised training solves 44.0%; wanted: 45% to 60%"),
+        ((0.5, 0.84, 0.8, 0.5), "the reward model prefers 84.0% right answers; wanted: 85%"),
+        ((0.5, 0.9, 0.74, 0.5), "DPO adds 24.0%; wanted: 25%"),
+        ((0.5, 0.9, 0.8, 0.56), "more supervised training adds 6.0%; wanted: below 5%"),
+    ],
+)
+def test_what_post_training_does_not_reach_is_a_failure(solved, said):
+    stages = (language.SFT, language.REWARD, language.DPO, language.MORE)
+    names = (language.SOLVED, language.PREFERRED, language.SOLVED, language.SOLVED)
+    runs = [
+        language.Trained(stage, [{name: 0.0}, {name: value}], 1.0)
+        for stage, name, value in zip(stages, names, solved, strict=True)
+    ]
+    assert language.failure(*runs) == said
 
 
 @pytest.mark.slow
