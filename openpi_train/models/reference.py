@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language import LanguageConfig, PackedTexts
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.vocabulary import TokenScores
 
 POLICY, REFERENCE = "policy/", "reference/"
@@ -58,6 +59,16 @@ class ReferencedConfig(ModelConfig):
                 "a policy with an adapter is its own reference, without the adapter: train the "
                 f"{type(self.policy).__name__} itself"
             )
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """The policy's."""
+        return self.policy.sizes
+
+    @property
+    def context_length(self) -> int:
+        """The policy's."""
+        return self.policy.context_length
 
     @property
     def compute_dtype(self) -> Any:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language import LanguageConfig, PackedTexts
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
 
 DECODER, SCORE = "decoder/", "score/weight"
 
@@ -65,6 +66,16 @@ class RewardConfig(ModelConfig):
     def decoder(self) -> LanguageConfig:
         """The language model without a table that scores tokens."""
         return dataclasses.replace(self.language, sizes=dataclasses.replace(self.language.sizes, tied=True))
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """The language model's."""
+        return self.language.sizes
+
+    @property
+    def context_length(self) -> int:
+        """The language model's."""
+        return self.language.context_length
 
     @property
     def compute_dtype(self) -> Any:

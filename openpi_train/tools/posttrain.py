@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.hub import SCHEME
+from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.text.text_data import TextData
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
+from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
+from openpi_train.interop.place import Place
 from openpi_train.interop.posttraining.text_sources import TextSource, shares
 from openpi_train.interop.posttraining.training_flags import (
     DEFAULT_OUTPUT,
@@ -27,15 +29,15 @@ from openpi_train.interop.posttraining.yaml_file import read_yaml
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reference import ReferencedConfig, policy_of
 from openpi_train.models.reward import RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.policy.text_model import open_language_model
-from openpi_train.runtime.exits import CheckpointError, DataError, UsageError, reported_as
+from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.tools.requests import PosttrainRequest
 
 logger = logging.getLogger(__name__)
@@ -158,20 +160,27 @@ def _replaced(request: PosttrainRequest) -> dict[str, Any]:
 
 
 def _language_model(where: str) -> tuple[LanguageConfig, str]:
-    """The sizes of a model, and the place of its tokenizer."""
-    stored, language, run = open_language_model(where)
+    """The language model of a folder, a run or an address on the hub, and the place of its tokenizer. Reads no weights.
+
+    Raises CheckpointError, UsageError.
+    """
     if where.startswith(SCHEME):
-        return language, where
-    if stored.token_files is None:
-        raise CheckpointError(f"{where} has no tokenizer: give a folder of Hugging Face's form, or a run of texts")
-    # A run's own choice of types is not taken over.
-    language = language if run is None else dataclasses.replace(language, remat="auto")
-    return language, str(on_disk(stored.token_files))
+        config = hub_folder(where, repo_type="model", patterns=[huggingface.CONFIG])
+        return huggingface.read_model(Place.of(config)), where
+    place = checkpoint_formats.open_place(where)
+    if not ours.recognises(place):
+        return huggingface.read_model(place), where
+    recorded, tokens = ours.recorded_experiment(place)
+    run = experiment_from_json(recorded) if recorded else None
+    found = policy_of(run.model) if run else None
+    if found is None or tokens is None:
+        raise UsageError(f"{where} is no language model of ours: name a run of sft or dpo")
+    return found[0], str(on_disk(tokens))
 
 
 def _model_around(language: LanguageConfig, algorithm: Algorithm) -> tuple[ModelConfig, str]:
     """The model that the algorithm trains, and the prefix of the language model's flags in it."""
-    language = dataclasses.replace(language, dtype="float32")
+    language = dataclasses.replace(language, dtype="float32", remat="auto")
     if algorithm == "rm":
         return RewardConfig(language=language), "--model.language."
     if algorithm == "dpo" and not language.adapter.enabled:
