@@ -15,6 +15,7 @@ _STRATEGIES = ("ddp", "deepspeed", "auto")
 _ZERO = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _RULE = "by memory and speed (the tool's rule, by parameters: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
 _BATCH, _PER_DEVICE = "batch-size", "keep-effective-batch-size"
+_SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,16 +47,19 @@ class BesideDeepSpeed:
     def joined(self, file: YamlConfig) -> tuple[Flag, ...]:
         """The flags of both files, the YAML config's last.
 
-        Rates and the interval of log lines of the YAML config replace those of the DeepSpeed file, as in the tool, and
-        so does the strategy `auto`. Raises UsageError if the files differ in anything else.
+        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule replaces both
+        of the other's, and its interval of log lines the other's. So does the strategy `auto`. Raises UsageError if the
+        files differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
+        replaced = any(name.startswith(_SCHEDULE) and name != _RATE for name in own)
         for name in own.keys() & self.flags.keys() - {_BATCH, _PER_DEVICE}:
-            replaces = name.startswith("lr-schedule.") or name == "log-interval" or own[name][1:] == ("auto",)
+            replaces = name.startswith(_SCHEDULE) or name == "log-interval" or own[name][1:] == ("auto",)
             if not replaces and not _same(own[name], self.flags[name]):
                 keys = " and ".join(f"{key} is {file.values[key]}" for key in file.origin[name])
                 raise contradiction(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
-        return (*(flag for name, flag in self.flags.items() if name not in own), *own.values())
+        left_out = {name for name in self.flags if replaced and name.startswith(_SCHEDULE) and name != _RATE}
+        return (*(flag for name, flag in self.flags.items() if name not in own.keys() | left_out), *own.values())
 
 
 def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:

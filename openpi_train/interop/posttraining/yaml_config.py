@@ -89,9 +89,7 @@ class YamlConfig(ConfigFile):
         mine = SECTIONS[self.algorithm]
         others = [name for names in SECTIONS.values() for name in names if name not in mine]
         for section in (*others, *_OF_OTHERS):
-            for key in self.values:
-                if key.startswith(f"{section}."):
-                    self.note(key, f"for another algorithm than {self.algorithm}")
+            self.note_all(section, f"for another algorithm than {self.algorithm}")
 
 
 def contradiction(text: str) -> UsageError:
