@@ -83,7 +83,8 @@ def test_a_section_of_the_guide_becomes_flags(section, flags):
         # The section's rows are not those of the file that it names.
         (
             "less_memory_deepspeed",
-            "per_device_train_batch_size is 1, and configs/deepspeed/zero3.json gives --micro-batch-size 4: they",
+            "per_device_train_batch_size is 1, and configs/deepspeed/zero3.json gives --micro-batch-size 4; "
+            "gradient_accumulation_steps is 16, and configs/deepspeed/zero3.json gives --grad-accum 8: they",
         ),
         ("precision", "fp16 is true and bf16 is true: they contradict each other; keep one of them"),
     ],

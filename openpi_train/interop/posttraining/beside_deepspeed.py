@@ -14,7 +14,7 @@ _STAGE, _OFFLOAD = "deepspeed_zero_stage", "deepspeed_cpu_offload"
 _STRATEGIES = ("ddp", "deepspeed", "auto")
 _ZERO = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _RULE = "by memory and speed (the tool's rule, by parameters: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
-_BATCH, _PER_DEVICE = "batch-size", "keep-effective-batch-size"
+_BATCH = ("batch-size", "keep-effective-batch-size")
 _SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
 
 
@@ -29,7 +29,7 @@ class BesideDeepSpeed:
     @property
     def has_total(self) -> bool:
         """Whether it gives the rows of all devices together."""
-        return _BATCH in self.flags and _PER_DEVICE not in self.flags
+        return [name in self.flags for name in _BATCH] == [True, False]
 
     @property
     def rows(self) -> int | None:
@@ -47,17 +47,20 @@ class BesideDeepSpeed:
     def joined(self, file: YamlConfig) -> tuple[Flag, ...]:
         """The flags of both files, the YAML config's last.
 
-        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule replaces both
-        of the other's, and its interval of log lines the other's. So does the strategy `auto`. Raises UsageError if the
-        files differ in anything else.
+        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule replaces
+        both of the other's, its interval of log lines the other's; and so does the strategy `auto`. Raises UsageError if
+        the files differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
         replaced = any(name.startswith(_SCHEDULE) and name != _RATE for name in own)
-        for name in own.keys() & self.flags.keys() - {_BATCH, _PER_DEVICE}:
-            replaces = name.startswith(_SCHEDULE) or name == "log-interval" or own[name][1:] == ("auto",)
-            if not replaces and not _same(own[name], self.flags[name]):
+        differ = []
+        for name, flag in own.items():
+            replaces = name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] == ("auto",)
+            if name in self.flags and not replaces and not _same(flag, self.flags[name]):
                 keys = " and ".join(f"{key} is {file.values[key]}" for key in file.origin[name])
-                raise contradiction(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
+                differ.append(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
+        if differ:
+            raise contradiction("; ".join(differ))
         left_out = {name for name in self.flags if replaced and name.startswith(_SCHEDULE) and name != _RATE}
         return (*(flag for name, flag in self.flags.items() if name not in own.keys() | left_out), *own.values())
 
