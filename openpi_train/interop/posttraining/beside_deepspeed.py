@@ -47,9 +47,9 @@ class BesideDeepSpeed:
     def joined(self, file: YamlConfig) -> tuple[Flag, ...]:
         """The flags of both files, the YAML config's last.
 
-        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule replaces
-        both of the other's, its interval of log lines the other's; and so does the strategy `auto`. Raises UsageError if
-        the files differ in anything else.
+        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule both of the
+        other's, its interval of log lines the other's, and so does the strategy `auto`. Raises UsageError if the files
+        differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
         replaced = any(name.startswith(_SCHEDULE) and name != _RATE for name in own)
