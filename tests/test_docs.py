@@ -32,7 +32,16 @@ from openpi_train.keys import row_keys
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.serve import main as serve_main
-from openpi_train.tools import convert_checkpoint, doctor, evaluate_policy, generate_text, plan, posttrain, report, stats
+from openpi_train.tools import (
+    convert_checkpoint,
+    doctor,
+    evaluate_policy,
+    generate_text,
+    plan,
+    posttrain,
+    report,
+    stats,
+)
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
 
