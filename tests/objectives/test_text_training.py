@@ -27,9 +27,6 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import PreferenceBatch, TextBatch
 
-pytestmark = pytest.mark.skip(
-    reason="the CPU runtime aborted this process twice in sharded steps of language models; not understood yet"
-)
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 24
 SIZES = DecoderSizes(
