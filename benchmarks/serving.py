@@ -5,23 +5,19 @@ Read next: `serving_client.py`, `hostile.py`.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import hostile, openpi_peer
-from benchmarks.report import ROOT, Cell, Spread, Table
+from benchmarks.report import Cell, Spread, Table
+from benchmarks.server_process import ServerProcess, asked_for_health, running
 from benchmarks.untrained import save_untrained
 from openpi_train import registry
 from openpi_train.data.config import Dataset
@@ -72,7 +68,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         return [Table(_TITLE, COLUMNS, [], [f"not measured: {error}"])]
     with tempfile.TemporaryDirectory() as folder:
         run = flags.checkpoint or save_untrained(_experiment(flags.quick), Path(folder)).directory
-        with _server(run, max(clients)) as server:
+        with running(run, "--max-batch", str(max(clients))) as server:
             speed = _speed(server, clients, requests, rounds)
             return [speed, _survival(server, bad, longest_ms), _largest(server, rounds, longest_ms)]
 
@@ -96,77 +92,6 @@ def _experiment(quick: bool) -> Experiment:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Server:
-    port: int
-    process: subprocess.Popen[str]
-
-    def memory_mb(self) -> float:
-        """Its resident memory."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * 4096 / 1e6
-
-    def peak_mb(self) -> float:
-        """The peak of resident memory since `forget_peak`."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
-
-    def forget_peak(self) -> None:
-        """Reset the peak."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
-
-    def open_files(self) -> int:
-        """Its open files, sockets included."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
-
-    def health_ms(self) -> float:
-        """How long /healthz takes."""
-        started = time.perf_counter()
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=60) as response:
-            assert response.read() == b"OK\n"
-        return 1e3 * (time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _health(server: _Server) -> Iterator[list[float]]:
-    """Query /healthz continuously in the background; yields the list of latencies in ms."""
-    found: list[float] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            found.append(server.health_ms())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def _server(run: str | Path, max_batch: int) -> Iterator[_Server]:
-    """Start a server process and yield it when it is ready."""
-    command = [sys.executable, "-m", "openpi_train", "serve", str(run), "--port", "0", "--max-batch", str(max_batch)]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=errors, text=True)
-        try:
-            text = ""
-            while "ready after" not in text:
-                assert process.poll() is None, text
-                time.sleep(0.2)
-                errors.seek(0)
-                text = errors.read()
-            yield _Server(int(text.split("://127.0.0.1:")[1].split(",")[0]), process)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, "the server did not end in an orderly way"
-        finally:
-            process.kill()
-            process.wait()
-
-
 def talk(port: int, clients: int, requests: int, key: str = "") -> dict:
     """What `serving_client.py` prints; it runs with openpi's client alone. Raises `openpi_peer.Unavailable`."""
     program = Path(__file__).with_name("serving_client.py")
@@ -176,7 +101,7 @@ def talk(port: int, clients: int, requests: int, key: str = "") -> dict:
     return json.loads(done.stdout)
 
 
-def _speed(server: _Server, clients: Sequence[int], requests: int, rounds: int) -> Table:
+def _speed(server: ServerProcess, clients: Sequence[int], requests: int, rounds: int) -> Table:
     found: dict[int, list[dict]] = {count: [] for count in clients}
     health: list[float] = []
     for _ in range(rounds):
@@ -204,11 +129,11 @@ def _speed(server: _Server, clients: Sequence[int], requests: int, rounds: int) 
     return Table(_TITLE, COLUMNS, rows, notes)
 
 
-def _survival(server: _Server, count: int, longest_ms: float) -> Table:
+def _survival(server: ServerProcess, count: int, longest_ms: float) -> Table:
     hostile.attack(server.port, max(count // 10, 20))  # buffers and caches have their size after this
     before, files = server.memory_mb(), server.open_files()
     started = time.perf_counter()
-    with _health(server) as health:
+    with asked_for_health(server) as health:
         sent = hostile.attack(server.port, count)
     seconds = time.perf_counter() - started
     time.sleep(1.0)
@@ -235,7 +160,7 @@ def _survival(server: _Server, count: int, longest_ms: float) -> Table:
     return Table("Serving: bad messages", columns, [row], failure=failure)
 
 
-def _largest(server: _Server, rounds: int, longest_ms: float) -> Table:
+def _largest(server: ServerProcess, rounds: int, longest_ms: float) -> Table:
     """One client sends the largest messages that the server accepts, each kind in turn."""
     rows: list[Sequence[Cell]] = []
     wrong: list[str] = []
@@ -243,7 +168,7 @@ def _largest(server: _Server, rounds: int, longest_ms: float) -> Table:
         found: list[tuple[hostile.Answer, float, float]] = []
         for _ in range(rounds):
             before = server.memory_mb()
-            with _health(server) as health:
+            with asked_for_health(server) as health:
                 answer = hostile.send_large(server.port, make, server.forget_peak, times=3)
             found.append((answer, server.peak_mb() - before, max(health)))
         size, most, longest = found[0][0].size_mb, max(held for _, held, _ in found), max(ms for _, _, ms in found)

@@ -15,6 +15,7 @@ from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, 
 from openpi_train.runtime.world import find_world
 
 if TYPE_CHECKING:
+    from openpi_train.command_line import TrainFlags
     from openpi_train.experiment import Experiment
     from openpi_train.models.language import LanguageConfig
 
@@ -62,12 +63,57 @@ def train(name: str, argv: Sequence[str]) -> int:
     process, rest = parse_known(TrainFlags, argv, name, add_help=False)
     if not _wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         logs.configure(find_world(process, os.environ).process_index)
-    experiment = parse_experiment(name, rest)
+    return _run(parse_experiment(name, rest), process)
+
+
+def _run(experiment: "Experiment", process: "TrainFlags") -> int:
+    """Train, or with `--dry-run` say what it needs."""
     from openpi_train.training import prepare, start
 
     if process.dry_run:
         return prepare.dry_run(experiment, process, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
+
+
+def posttrain(argv: Sequence[str]) -> int:
+    """`posttrain --config FILE`: train a language model as a YAML config of a PyTorch post-training tool says."""
+    from openpi_train.command_line import Own, TrainFlags, parse_known
+    from openpi_train.tools.requests import PosttrainRequest
+
+    kind = tuple[Own[PosttrainRequest], Own[TrainFlags]]
+    (request, process), rest = parse_known(kind, argv, "posttrain", PosttrainRequest.__doc__)
+    logs.configure(find_world(process, os.environ).process_index)
+    from openpi_train.tools import posttrain as tool
+
+    def experiment_of(request: PosttrainRequest) -> "Experiment":
+        default, words = tool.experiment_of(request, rest)
+        return with_flags(default, words, "posttrain", "The experiment of a YAML config.")
+
+    if request.mode == "train":
+        return _run(experiment_of(request), process)
+    algorithms = tool.algorithms_of(request)
+    tool.prepare_data([experiment_of(dataclasses.replace(request, algorithm=one)) for one in algorithms])
+    return 0
+
+
+def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
+    """The experiment with the flags of `argv` applied.
+
+    Exits with code 2 on an unknown flag, naming the closest ones.
+    """
+    import tyro
+
+    from openpi_train.command_line import ManyFields, parse_known
+    from openpi_train.experiment import Experiment, of_one_length
+    from openpi_train.optim import named_optimizer
+
+    many, argv = parse_known(ManyFields, argv, name, add_help=False)
+    if many.dataset is not None or many.deepspeed is not None:
+        raise UsageError("--dataset and --deepspeed are for named experiments; --deepspeed-config names another file")
+    if many.optimizer is not None:
+        default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
+    default = of_one_length(default, argv)
+    return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
 
 
 def parse_experiment(name: str, argv: Sequence[str]):
@@ -311,6 +357,7 @@ def serve(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
+    "posttrain": posttrain,
     "stats": stats,
     "data": data,
     "convert": convert,

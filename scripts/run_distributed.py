@@ -3,6 +3,9 @@
 
     python scripts/run_distributed.py --mode manual --world-size 4 -- pi0_bridge_traj --exp-name x
     python scripts/run_distributed.py --mode create_slurm --num-nodes 2 --gpus-per-node 4 -- debug --exp-name x
+    python scripts/run_distributed.py --nproc_per_node 4 --config config_distributed_example.yaml --algorithm sft
+
+The last form is another tool's, for language models: `openpi_train/launch/posttraining.py`. Modes of the first:
 
 manual: without --rank it starts this host's processes and watches over them, as `launch local` (one host) and `launch
 manual` (several) do; with --rank it becomes that one process. Nothing is added to what follows "--".
@@ -19,7 +22,7 @@ from pathlib import Path
 # Also from a checkout that is not installed, like `python -m` from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from openpi_train.launch import forms
+from openpi_train.launch import forms, posttraining
 from openpi_train.launch.slurm import RANK_VARIABLES, resumed
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand, cpu_devices
 from openpi_train.runtime.world import in_slurm_step
@@ -30,8 +33,10 @@ _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
 def main(argv: list[str]) -> int:
     options, arguments = forms.split_arguments(argv)
-    given = _parser().parse_args(options)
     try:
+        if posttraining.is_meant(options):
+            return posttraining.main(options, arguments)
+        given = _parser().parse_args(options)
         if given.mode == "create_slurm":
             return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":

@@ -230,6 +230,15 @@ def test_serving_is_measured_under_openpis_client_and_survives_bad_messages(quic
 
 
 @pytest.mark.slow
+def test_serving_of_texts_is_measured_under_openais_client_and_survives_hostile_requests(quick):
+    found = rows(quick, "Serving texts: latency")
+    assert [row["clients"] for row in found] == [1, 2]
+    assert all(row["tokens/s"][0] > 0 and row["answer p50 ms"][0] >= row["first text p50 ms"][0] for row in found)
+    (survived,) = rows(quick, "Serving texts: hostile requests")
+    assert (survived["hostile requests"], survived["same answer after"]) == (60, "yes")
+
+
+@pytest.mark.slow
 def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
     found = rows(quick, "Start-up")
     assert [(row["processes"], row["compilation cache"]) for row in found] == [(1, "cold"), (1, "warm")]

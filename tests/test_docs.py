@@ -1,6 +1,7 @@
 """Every command line, path and Python block of README.md and docs/ is real: parsed, dry-run, looked up or executed."""
 
 import collections
+import dataclasses
 import fnmatch
 import os
 import re
@@ -19,15 +20,28 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
+from posttraining_project import write_project
 
 from openpi_train import cli, registry
 from openpi_train.data import opened
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.interop import huggingface
 from openpi_train.keys import row_keys
+from openpi_train.models.language import LanguageConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.serve import main as serve_main
-from openpi_train.tools import convert_checkpoint, doctor, evaluate_policy, plan, report, stats
+from openpi_train.tools import (
+    convert_checkpoint,
+    doctor,
+    evaluate_policy,
+    generate_text,
+    plan,
+    posttrain,
+    report,
+    stats,
+)
 from openpi_train.tools import data as data_tool
 from openpi_train.training import prepare, start
 
@@ -35,7 +49,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
 FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
+# What stands for every language model that the docs name.
+_NAMED = LanguageConfig(
+    sizes=DecoderSizes(vocab_size=16, width=8, depth=1, mlp_dim=8, num_heads=1, num_kv_heads=1, head_dim=8)
+)
 LAUNCHES = ("RANK=", "kind: Job", "#SBATCH ")  # what a dry run prints: command lines, a manifest, a batch script
+# Scripts that are another name of a command, and its words.
+SCRIPTS = {
+    "scripts/main.py": ["posttrain"],
+    "scripts/prepare_datasets.py": ["posttrain", "--mode", "data_process"],
+}
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HOSTS")
 
 
@@ -87,6 +110,7 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
         store.parent.mkdir(parents=True, exist_ok=True)
         store.symlink_to(ROOT / "tests" / "data" / "zarr" / "fixtures" / f"{fixture}.zarr")
     file.with_name("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32}')
+    write_project(file.parent)  # with the configs that docs/posttraining_yaml.md names
     registry.load(f"{file}:try7")
     yield sys.modules["my_runs"]
     sys.path.remove(str(file.parent))
@@ -110,7 +134,9 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
+    places |= {generate_text: ["main"], posttrain: ["prepare_data"]}
     places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
+    monkeypatch.setattr(huggingface, "named_model", lambda where: dataclasses.replace(_NAMED, path=where))
     for module, names in places.items():
         for name in names:
             monkeypatch.setattr(module, name, work)
@@ -169,6 +195,9 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
         check_program(words[3:], seen)
     elif words[0] == "openpi-train":
         check_program(words[1:], seen)
+    elif words[1:2] and words[1] in SCRIPTS:
+        assert f"{SCRIPTS[words[1]]}"[1:-1].replace("'", '"') in (ROOT / words[1]).read_text()
+        check_program([*SCRIPTS[words[1]], *words[2:]], seen)
     else:
         script = words[1] if words[0] == "python" else words[0]
         assert (ROOT / script).is_file(), f"{script} is not there"

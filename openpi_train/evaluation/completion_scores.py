@@ -100,7 +100,7 @@ class CompletionScores(Measure):
             raise UsageError(problems[0])
         scores = np.zeros((len(found), len(self._scores)))
         for number, part in enumerate(parts):
-            scores[number::count] = np.reshape(part["scores"], (-1, len(self._scores)))
+            scores[number::count] = np.reshape(part["scores"], (len(part["scores"]), len(self._scores)))
         return scores
 
     def _metrics(self, found: Sequence[NewText], scores: np.ndarray) -> dict[str, float]:

@@ -18,6 +18,7 @@ from openpi_train.interop import (
     openpi_torch,
     ours,
     paligemma_torch,
+    peft_adapter,
 )
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
@@ -39,6 +40,8 @@ class Format:
         write: writes one into a directory that does not exist yet; None if the format is read only.
         keeps: the parts of an opened checkpoint that the format can hold; None: all but the training state.
         lacks: a regular expression for published names that such a base checkpoint does not have.
+        part: the part of a model that such a checkpoint holds; default: all of it.
+        holds: a regular expression for the published names of the parameters that it holds of that part; None: all.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Format:
     write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
     keeps: Callable[[Stored, ModelConfig], Stored] | None = None
     lacks: str | None = None
+    part: Callable[[ModelConfig], ModelConfig] = lambda model: model
+    holds: str | None = None
 
     def kept(self, stored: Stored, model: ModelConfig) -> Stored:
         """The parts of the model's checkpoint that can be written in this format."""
@@ -111,6 +116,15 @@ FORMATS: tuple[Format, ...] = (
         recognises=huggingface.recognises,
         open=huggingface.open_checkpoint,
         write=huggingface.write,
+        part=huggingface.written_part,
+    ),
+    Format(
+        name="peft",
+        summary="a low-rank adapter of a language model, by PEFT: adapter_config.json, adapter_model.safetensors",
+        recognises=peft_adapter.recognises,
+        open=peft_adapter.open_checkpoint,
+        write=peft_adapter.write,
+        holds=peft_adapter.HELD,
     ),
 )
 

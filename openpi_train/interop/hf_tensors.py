@@ -18,6 +18,7 @@ _DIMS = {
     r"k_proj\+v_proj/bias": "k h -> (k h)",
     r"o_proj/weight": "n h d -> d (n h)",
     r"(gate_proj\+up_proj|down_proj)/weight": "i o -> o i",
+    r"score/weight": "o d -> o d",
 }
 
 

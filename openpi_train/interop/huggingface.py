@@ -17,6 +17,7 @@ from typing import Any
 
 from openpi_train.data.files import write_bytes, write_json
 from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.data.text.text_tokenizer import KEPT
 from openpi_train.interop import ours, safetensors_file
 from openpi_train.interop.hf_tensors import hf_layout
 from openpi_train.interop.openpi import published_params
@@ -24,30 +25,17 @@ from openpi_train.interop.openpi_torch import LORA, joined_params
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
 from openpi_train.interop.torch_names import TensorLayout, tensors_of
-from openpi_train.models.hf_config import FAMILIES, hf_config, sizes_of
+from openpi_train.models.hf_config import FAMILIES, hf_config, hf_reward_config, sizes_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reward import SCORE
+from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-# Files that belong to the weights: checkpoints of ours keep them, and they are written back unchanged.
-CARRIED = (
-    CONFIG,
-    "generation_config.json",
-    TOKENIZER,
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Keys that a generated config takes over from the one that came with the weights.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TABLE, _HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -57,10 +45,10 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 @dataclasses.dataclass(frozen=True)
 class CarriedFiles(Place):
-    """A model's folder that lists only the files that belong to the weights."""
+    """A model's folder that lists only the files that checkpoints of ours keep, and that are written back unchanged."""
 
     def names(self, below: str = "") -> list[str]:
-        return [name for name in CARRIED if name.startswith(below) and self.has(name)]
+        return [name for name in KEPT if name.startswith(below) and self.has(name)]
 
 
 def recognises(place: Place) -> bool:
@@ -133,9 +121,10 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and its tokenizer's. In one process.
 
-    Raises UsageError if the model cannot be written in this format.
+    A reward model's is for `AutoModelForSequenceClassification`. Raises UsageError if the model cannot be written.
     """
-    if not isinstance(model, LanguageConfig):
+    language = None if isinstance(model, ReferencedConfig) or model is None else language_of(model)
+    if language is None:
         raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
     if factors := [name for name in stored.params if "lora" in name]:
         raise UsageError(
@@ -144,25 +133,36 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
     try:
         config = hf_config(
-            model.family, model.sizes, model.context_length, dtypes.pop() if len(dtypes) == 1 else "float32"
+            language.family, language.sizes, language.context_length, dtypes.pop() if len(dtypes) == 1 else "float32"
         )
     except ValueError as error:
         raise UsageError(f"this model cannot be written for transformers: {error}") from error
+    if isinstance(model, RewardConfig):
+        config = hf_reward_config(config)
     directory.mkdir(parents=True)
     carried = stored.token_files
-    for name in CARRIED if carried is not None else ():
+    for name in KEPT if carried is not None else ():
         if carried is not None and carried.has(name):
             write_bytes(directory / name, carried.read(name))
     known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
-    if not _describes(known, model, config):
+    if not _describes(known, language, config):
         write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
     with tensors_of(stored.params, directory, hf_layout) as tensors:
         safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
 
 
+def written_part(model: ModelConfig) -> ModelConfig:
+    """What is written of a model: of a policy and its reference the policy, else all of it."""
+    return model.policy if isinstance(model, ReferencedConfig) else model
+
+
 def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[str, Any]) -> bool:
     """Whether the config that came with the weights still describes what is written."""
     if known.get("model_type") not in FAMILIES or sizes_of(known, CONFIG) != model.sizes:
+        return False
+    if known.get("architectures") != config["architectures"]:
+        return False
+    if "id2label" in config and len(known.get("id2label", ())) != len(config["id2label"]):
         return False
     said = known.get("dtype") or known.get("torch_dtype")
     return said in (None, config["torch_dtype"]) and known.get("max_position_embeddings") == model.context_length

@@ -16,6 +16,16 @@ _LOADING = {
         "openpi",
         "uv run scripts/serve_policy.py policy:checkpoint --policy.config=CONFIG --policy.dir=DIRECTORY",
     ),
+    "huggingface": ("transformers", None),
+    "peft": ("peft", None),
+}
+# By checkpoint format: the flag with which a run starts from it.
+_STARTS = {"huggingface": "--model.path", "peft": "--weight-loader.adapter-path"}
+# The hub's word for what a model does, by its config's class; of all others robotics.
+_TASKS = {
+    "LanguageConfig": "text-generation",
+    "ReferencedConfig": "text-generation",
+    "RewardConfig": "text-classification",
 }
 
 
@@ -47,15 +57,17 @@ def model_card(
         _metrics(results),
         _norm_stats(stored.norm_stats),
         f"## Use\n\n    python -m {_REPOSITORY} {experiment.get('name', 'EXPERIMENT')} --exp-name finetuned "
-        f"--weight-loader.params-path hub:{name}" + (f"\n    {loading.format(name=name)}" if loading else ""),
+        f"{_STARTS.get(form, '--weight-loader.params-path')} hub:{name}"
+        + (f"\n    {loading.format(name=name)}" if loading else ""),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _head(library: str, experiment: Mapping[str, Any]) -> str:
-    tags = ["robotics", _REPOSITORY, *([experiment["name"]] if "name" in experiment else [])]
+    task = _TASKS.get((experiment.get("model") or {}).get("__class__", ""), "robotics")
+    tags = [task, _REPOSITORY, *([experiment["name"]] if "name" in experiment else [])]
     listed = "\n".join(f"- {json.dumps(tag)}" for tag in tags)
-    return f"---\nlibrary_name: {library}\npipeline_tag: robotics\ntags:\n{listed}\n---"
+    return f"---\nlibrary_name: {library}\npipeline_tag: {task}\ntags:\n{listed}\n---"
 
 
 def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> str:
@@ -75,7 +87,7 @@ def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> s
 def _data(experiment: Mapping[str, Any]) -> str:
     rows = []
     for dataset in experiment.get("data", {}).get("datasets", ()):
-        source = dataset.get("source", {})
+        source = dataset.get("source", dataset)  # texts have their path without a source
         rows.append((source.get("path", "-"), dataset.get("weight", 1.0), dataset.get("robot", {}).get("name", "-")))
     return f"## Data\n\n{_table(('dataset', 'weight', 'robot'), rows)}" if rows else ""
 

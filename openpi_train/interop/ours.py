@@ -102,10 +102,21 @@ def _checked_state(step: Place) -> Leaves:
 
 def recorded_tokenizer(place: Place) -> str | None:
     """`tokens_fingerprint` of the run that saved one of our checkpoints; None if not recorded."""
-    if not recognises(place):
-        return None
-    step = next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)
-    return _meta(step).get("tokenizer")
+    return _meta(_described(place)).get("tokenizer") if recognises(place) else None
+
+
+def recorded_experiment(place: Place) -> tuple[Mapping[str, Any] | None, Place | None]:
+    """The experiment (its JSON) that saved one of our checkpoints, and the folder of its tokenizer's files, if there.
+
+    Reads no arrays and starts no device. Raises CheckpointError if a run has no checkpoint yet.
+    """
+    step = _described(place)
+    return _meta(step).get("experiment"), token_files_of(step)
+
+
+def _described(place: Place) -> Place:
+    """The step, or the newest step of a run."""
+    return next((folder for folder in _steps(place) if folder.has(META)), None) or _newest(place)
 
 
 def _meta(step: Place) -> dict[str, Any]:

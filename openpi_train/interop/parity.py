@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language_part import language_of
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.nn.params import merge_module
 
@@ -27,10 +27,16 @@ def _velocity(model: Any, batch: Any) -> jax.Array:
     return model.velocity(batch.observation, batch.actions[:, None], times)
 
 
+def _one_text(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions and segments of rows of one text each."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
+
+
 # Probe for each capability (`ModelConfig.provides`): (the built module, inputs) -> outputs.
 PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "velocity": _velocity,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
+    "rewards": lambda model, tokens: model.rewards(tokens, *_one_text(tokens), num_segments=1),
     "token_scores": lambda model, tokens: model.scores(model(tokens), jnp.roll(tokens, -1, axis=1)).log_prob,
 }
 
@@ -104,8 +110,8 @@ def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params:
 def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
     """The inputs of a model's probes; None for a kind of model that has none."""
     random = np.random.default_rng(0)
-    if isinstance(model, LanguageConfig):
-        return jnp.asarray(random.integers(0, model.sizes.vocab_size, (_ROWS, _TOKENS)), jnp.int32)
+    if (language := language_of(model)) is not None:
+        return jnp.asarray(random.integers(0, language.sizes.vocab_size, (_ROWS, _TOKENS)), jnp.int32)
     if not isinstance(model, PolicyConfig):
         return None
     vocab_size = model.vocab_size

@@ -5,12 +5,15 @@ import dataclasses
 import logging
 from collections.abc import Collection
 
+from openpi_train.interop import peft_adapter
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.ours import recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reward import SCORE
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -49,23 +52,53 @@ class CheckpointWeightLoader(WeightLoader):
     params_path: str = ""
     # Also restore its training state: step, optimizer and average; for our checkpoints and those of openpi's trainer.
     continue_training: bool = False
+    # A low-rank adapter by PEFT on that language model: a folder, or hub:USER/NAME. A run's adapter starts from it;
+    # without one it is added to the weights.
+    adapter_path: str = ""
 
     def load(self, model: ModelConfig) -> Leaves:
         """All parameters of the checkpoint, by our paths."""
         if not self.params_path:
+            if self.adapter_path:
+                raise UsageError(
+                    "--weight-loader.adapter-path needs the weights that the adapter is added to: "
+                    "--weight-loader.params-path"
+                )
             logger.warning(
                 "start weights: none, every parameter is randomly initialised; "
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
         stored = open_checkpoint(self.params_path, model.base or model)
+        if stored.format == "peft":
+            raise UsageError(
+                f"--weight-loader.params-path {self.params_path} is an adapter, without the weights that it is added "
+                "to: give it as --weight-loader.adapter-path, and its base model here"
+            )
         may_miss = named(stored.format).lacks or r".*lora.*"
-        if model.base is None or _has_own(stored.params, model, model.base):
-            params = model_params(stored, model, may_miss)
-        else:
-            params = model.from_base(model_params(stored, model.base, may_miss))
+        own = model.base is None or _has_own(stored.params, model, model.base)
+        part = model if own or model.base is None else model.base
+        params = model_params(stored, part, may_miss)
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
-        return params
+        if self.adapter_path:
+            return self._adapted(model, part, params)
+        return params if own else model.from_base(params)
+
+    def _adapted(self, model: ModelConfig, part: ModelConfig, params: Leaves) -> Leaves:
+        """The start of `model` from the parameters of `part`, itself or its base, with the adapter added to them."""
+        if isinstance(part, ReferencedConfig):
+            raise UsageError(
+                f"--weight-loader.adapter-path {self.adapter_path}: {self.params_path} has a reference beside the "
+                "policy, and an adapter is added to a language model: convert it with --to huggingface first"
+            )
+        adapter = peft_adapter.open_adapter(open_place(self.adapter_path), model)
+        found = adapter.onto(part, params)
+        logger.info("start weights: with the adapter %s of rank %d", adapter.where, adapter.settings.rank)
+        if part is model:
+            return found
+        # A reward model's adapter has its score, which a language model lacks.
+        score = {path: leaf for path, leaf in adapter.leaves.items() if path == SCORE}
+        return {**model.from_base(found), **score}
 
     def tokenizer(self) -> str | None:
         """The fingerprint in one of our checkpoints; None for other formats."""

@@ -23,6 +23,8 @@ _CLASSES: Mapping[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+# Of reward models, where another ending is not all.
+_SCORING = {"gemma3_text": "Gemma3TextForSequenceClassification"}
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
 # Defaults of transformers for missing keys.
 _DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
@@ -161,6 +163,17 @@ def hf_config(family: Family, sizes: DecoderSizes, context_length: int, dtype: s
         names = [name for name in vars(sizes) if getattr(again, name) != getattr(sizes, name)]
         raise ValueError(f"no {family} model has these {', '.join(names)}; --model.family must be another")
     return config
+
+
+def hf_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json (`hf_config`) of a reward model on this language model: one for classification with one label."""
+    family = config["model_type"]
+    return {
+        **config,
+        "architectures": [_SCORING.get(family, _CLASSES[family].replace("ForCausalLM", "ForSequenceClassification"))],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
 
 
 def _as_read(config: Mapping[str, Any]) -> DecoderSizes:

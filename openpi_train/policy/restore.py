@@ -17,6 +17,7 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.device_limits import memory_bytes
 from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -96,9 +97,14 @@ def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -
 
 
 def _plan(devices: list[Any], leaves: Leaves) -> Plan:
-    """Replicate all parameters if they fit on each device, else shard them over all devices."""
+    """Replicate all parameters if they fit on each device, else shard them over all devices.
+
+    If the devices are those of several processes, all of these must call it.
+    """
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    fits = size <= _MOST_OF_MEMORY * memory_bytes(devices[0])
-    if fits or len(devices) == 1:
+    available = memory_bytes(next(device for device in devices if device.process_index == jax.process_index()))
+    if len({device.process_index for device in devices}) > 1:
+        available = min(agree.gather("memory of a device", available))
+    if size <= _MOST_OF_MEMORY * available or len(devices) == 1:
         return Plan(mesh=make_mesh(1, devices), strategy="replicated")
     return Plan(mesh=make_mesh(len(devices), devices), strategy="zero3", min_shard_mib=_MIN_SHARD_MIB)

@@ -159,7 +159,7 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
         )
     coordinator = None
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        coordinator = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        coordinator = f"{environ['MASTER_ADDR']}:{_free_port(environ)}"
     local_index, local_count = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     if local_index is None:
         local_index, local_count = _place_on_host(coordinator, rank, size)
@@ -171,6 +171,13 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
         coordinator=coordinator,
         source="environment",
     )
+
+
+def _free_port(environ: Mapping[str, str]) -> str:
+    """MASTER_PORT, or the port after it under torchrun, which listens on MASTER_PORT itself."""
+    port = environ["MASTER_PORT"]
+    is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal()
+    return str(int(port) + 1) if is_taken else port
 
 
 def _from_slurm(environ: Mapping[str, str]) -> World | None:

@@ -7,6 +7,7 @@ Read next: `interop/checkpoint_formats.py` (the forms), `interop/parity.py` (the
 import dataclasses
 import logging
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 REPORT = "parity.json"
 # Memory per parameter for the comparison of outputs: in float32, and half as much for all else.
 _OUTPUTS_BYTES = 6
-# Fields of a model that a run may settle for itself; they do not change what it computes.
-_OF_THE_RUN = ("remat", "attention")
+# Fields of a model, or of the language model in it, that do not change what it computes.
+_OF_THE_RUN = ("remat", "attention", "path")
 
 
 def main(
@@ -110,12 +111,16 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
         stored = dataclasses.replace(stored, train_state=None)
     stored = form.kept(stored, model)
     left_out = sorted(found.keys() - (stored.train_state or {}).keys())
-    paths = {public: path for path, public in openpi.parameter_names(model).items()}
-    wanted_model, wanted = model, {paths[public]: leaf for public, leaf in stored.params.items()}
+    wanted_model = form.part(model)
+    wanted = {
+        path: stored.params[public]
+        for path, public in openpi.parameter_names(wanted_model).items()
+        if form.holds is None or re.fullmatch(form.holds, public)
+    }
     if request.merge_lora:
         if not any("lora" in path for path in params):
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
-        wanted_model, wanted = model.without_lora(), merged_lora(model, params)
+        wanted_model, wanted = wanted_model.without_lora(), merged_lora(model, params)
     if request.dtype is not None:
         wanted = {path: leaf.cast(_dtype(request.dtype)) for path, leaf in wanted.items()}
     published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
@@ -170,7 +175,16 @@ class CheckpointConversion:
         ]
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
+        if others := self._parameters_left_out():
+            lines.append(
+                f"left out: {len(others)} parameters that --to {self.form.name} does not hold ({others[0]}, ...)"
+            )
         return "\n".join(lines)
+
+    def _parameters_left_out(self) -> list[str]:
+        """The published names of parameters that the form does not hold, and that are not merged into others."""
+        names = (self.model.public_name(path) for path in self.params)
+        return [name for name in names if name not in self.wanted.params and "lora" not in name]
 
     def into(self, target: Path) -> "CheckpointConversion":
         """The same conversion with its result in `target`."""
@@ -188,20 +202,23 @@ class CheckpointConversion:
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on the result. Raises CheckpointError if it does not read back as intended."""
         result = self.form.open(Place.of(draft), self.wanted_model)
-        params = checkpoint_formats.model_params(result, self.wanted_model)
+        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
+        others = {name: source[name] for name in self._parameters_left_out()}
+        whole = dataclasses.replace(result, params={**others, **result.params})
+        params = checkpoint_formats.model_params(whole, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:
             state = result.train_state or {}
             account(state, self.wanted.train_state, where=f"the training state in {draft}")
             _read_again(self.wanted.train_state, state, draft)
-        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
         unchanged = all(source.get(name) is leaf for name, leaf in self.wanted.params.items())
         return {
             "source": {"where": self.wanted.where, "format": self.wanted.format},
-            "result": {"format": self.form.name, "parameters": len(params), "values": num_values(params)},
+            "result": {"format": self.form.name, "parameters": len(result.params), "values": num_values(result.params)},
             "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": package_versions()},
             "parameters": again if unchanged else compare_leaves(source, result.params, draft),
-            "merged_into_weights": sorted(source.keys() - result.params.keys()),
+            "merged_into_weights": sorted(source.keys() - result.params.keys() - set(self._parameters_left_out())),
+            "parameters_left_out": sorted(self._parameters_left_out()),
             "training_state": {"leaves": len(result.train_state or {}), "left_out": self.left_out},
             "norm_stats": sorted(result.norm_stats),
             "outputs": self._outputs(params),
@@ -250,7 +267,11 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
     if stored.experiment is None:
         return
     changed = changed_fields(stored.experiment["model"], as_json(model))
-    changed = {name: values for name, values in changed.items() if name not in {*_OF_THE_RUN, *retired(type(model))}}
+    changed = {
+        name: values
+        for name, values in changed.items()
+        if name.rpartition(".")[2] not in _OF_THE_RUN and name not in retired(type(model))
+    }
     if changed:
         listing = "\n".join(
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()

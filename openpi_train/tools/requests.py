@@ -292,3 +292,38 @@ class ReportRequest(Request):
     def check(self) -> list[str]:
         """A sentence if no run is named."""
         return [] if self.runs else ["RUN is missing: name the directory of a run, <base>/<experiment>/<name>"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PosttrainRequest(Request):
+    """Train a language model as a YAML config of the PyTorch post-training tool says.
+
+    The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
+    posttrain --config config.yaml --algorithm sft --batch-size 64. More: docs/posttraining_yaml.md
+    """
+
+    # The YAML config.
+    config: str = "config.yaml"
+    # train; data_process: only encode the datasets.
+    mode: Literal["train", "data_process", "eval"] = "train"
+    # sft, rm (or reward) or dpo; None: as the config says. ppo and grpo are not built yet.
+    algorithm: str | None = None
+    # Parent of the run directories, in place of the config's.
+    output_dir: str | None = None
+    # The run's name, in place of the config's; None and none there: the config's file name.
+    experiment_name: str | None = None
+    # A checkpoint to continue from, in place of the config's.
+    resume_from_checkpoint: str | None = None
+    # A DeepSpeed JSON config, in place of the config's.
+    deepspeed_config: str | None = None
+    # Given by launchers of torch and DeepSpeed; the variable LOCAL_RANK is used.
+    local_rank: int | None = None
+
+    def check(self) -> list[str]:
+        """A sentence for the mode that other verbs have."""
+        if self.mode != "eval":
+            return []
+        return [
+            "--mode eval: the loss on validation files is measured during training (eval_steps); `generate RUN --file "
+            "prompts.jsonl --out FILE` completes prompts with the trained model"
+        ]

@@ -67,7 +67,7 @@ def halves(batch):
 def measured(config, objective, batch):
     """What a run with these held-out rows measures of large random weights and of their halves; and the module."""
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
-    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective)
+    trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective, ema=None)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, config, trainer.optimizer, config.frozen, False, 7)
         params = {path: leaf * 8 for path, leaf in state.params.items()}

@@ -126,3 +126,26 @@ def test_the_card_tells_of_the_run():
     assert "| batch_size | 8 |" in card and "| /data/bridge | 2.0 | bridge |" in card
     assert "| eval/loss (step 40) | 0.25 |" in card and "| train/loss | 0.5 |" in card
     assert "--weight-loader.params-path hub:me/x" in card and "On 2 x cpu, zero3." in card
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "says"),
+    [
+        (
+            "ReferencedConfig",
+            "huggingface",
+            ("library_name: transformers\npipeline_tag: text-generation", "--model.path"),
+        ),
+        (
+            "RewardConfig",
+            "huggingface",
+            ('pipeline_tag: text-classification\ntags:\n- "text-cl', "--model.path hub:me/x"),
+        ),
+        ("LanguageConfig", "peft", ("library_name: peft", "--weight-loader.adapter-path hub:me/x")),
+    ],
+)
+def test_the_card_of_a_language_model_says_how_it_is_used(kind, form, says):
+    texts = {"datasets": [{"path": "hub:me/texts", "weight": 1.0}]}
+    experiment = {"name": "sft", "exp_name": "x", "model": {"__class__": kind}, "data": texts}
+    card = model_card(Stored(where="run/2", format="ours", params={}, experiment=experiment), form, "me/x")
+    assert all(part in card for part in says) and "| hub:me/texts | 1.0 | - |" in card

@@ -17,6 +17,7 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_failure_policy_rule import JobsetV1alpha2FailurePolicyRule
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from runs.command import ROOT, environment, places
+from small_runs import SMALL
 
 from openpi_train.launch import forms, kubernetes
 from openpi_train.launch.kubernetes import Kubernetes, manifest
@@ -336,7 +337,7 @@ def pod(tmp_path):
 @pytest.mark.multiprocess
 def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_path):
     start, started = pod
-    run = ("debug", *places(tmp_path), "--resume")
+    run = (SMALL, *places(tmp_path), "--resume")
     spec = Kubernetes(
         name="run", image="x", arguments=run, num_nodes=2, gpus_per_node=0, port=free_port(), form="jobset"
     )
@@ -348,8 +349,8 @@ def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_pat
     outputs = [tmp_path / f"output_{index}" for index in (1, 0)]
     codes = [process.wait(timeout=600) for process in started]
     assert codes == [0, 0], "\n".join(output.read_text()[-3000:] for output in outputs)
-    results = json.loads((tmp_path / "runs" / "debug" / "x" / "results.json").read_text())
-    environment_json = json.loads((tmp_path / "runs" / "debug" / "x" / "environment.json").read_text())
+    results = json.loads((tmp_path / "runs" / "small" / "x" / "results.json").read_text())
+    environment_json = json.loads((tmp_path / "runs" / "small" / "x" / "environment.json").read_text())
     (begin,) = environment_json["starts"]
     assert results["summary"]["checkpoints"] and begin["process_count"] == 2
     assert begin["collectives"]["devices"] == 2

@@ -31,6 +31,7 @@ SAMPLERS = ("flow", "real-time chunking", "ensembling", "ddpm", "ddim", "tokens"
 MODELS = ("pi0", "pi05", "pi0_fast", "paligemma", "diffusion_policy", "language")
 FORMATS = ("rlds", "lerobot", "zarr")
 CHECKPOINT_PATHS = ("save", "restore", "local tier", "start weights", "openpi", "torch")
+SERVERS = ("texts",)
 LAUNCHERS = ("local", "manual", "ssh", "slurm", "kubernetes", "supervisor")
 MEASURES = ("texts",)
 NUM_PROMISES = 10
@@ -87,6 +88,7 @@ def groups() -> frozenset[str]:
             *(f"measure {name}" for name in MEASURES),
             *(f"checkpoint {name}" for name in CHECKPOINT_PATHS),
             *(f"launcher {name}" for name in LAUNCHERS),
+            *(f"server {name}" for name in SERVERS),
             *(f"serve {flag}" for flag in flags),
         ]
     )

@@ -20,7 +20,7 @@ from openpi_train.experiment import EvalConfig
 from openpi_train.models.diffusion_policy import UnetSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.policy import loading
+from openpi_train.policy import restore
 from openpi_train.policy.observation import ObservationError, stack_history
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import CheckpointError
@@ -149,8 +149,8 @@ def test_parameters_that_do_not_fit_one_device_are_cut_over_all(tmp_path, monkey
     run = save_run(pi05(None), tmp_path)
     rows = [one_device(run).prepare(run.observation(row))[0] for row in range(NUM_ROWS)]
     expected = one_device(run).sampler.sample(rows, range(NUM_ROWS))
-    monkeypatch.setattr(loading, "memory_bytes", lambda device: 1)
-    monkeypatch.setattr(loading, "_MIN_SHARD_MIB", 0.0)
+    monkeypatch.setattr(restore, "memory_bytes", lambda device: 1)
+    monkeypatch.setattr(restore, "_MIN_SHARD_MIB", 0.0)
     policy = load_policy(run.directory, batch_sizes=(1,), devices=jax.devices()[:2])
     assert policy.sampler.sizes == (2,)
     held = sum(leaf.addressable_shards[0].data.size for leaf in policy.sampler.params.values())

@@ -10,7 +10,7 @@ from saved_runs import save_run
 
 from openpi_train import load_policy, registry
 from openpi_train.data.tokenizer import train_tokenizer
-from openpi_train.policy import loading
+from openpi_train.policy import restore
 from openpi_train.policy.observation import ObservationError
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -124,7 +124,7 @@ def test_the_example_in_the_docs_runs(run, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "debug" / "x").symlink_to(run.directory)
     monkeypatch.chdir(tmp_path)
     first = jax.devices()[:1]
-    monkeypatch.setattr(loading.jax, "local_devices", lambda: first)
+    monkeypatch.setattr(restore.jax, "local_devices", lambda: first)
     seen = run.observation(0)
     names = {"image": seen["observation/image_0"], "state": seen["state"]}
     exec(example, names)

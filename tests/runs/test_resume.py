@@ -10,6 +10,7 @@ import time
 
 import pytest
 from command import ROOT, environment, losses, train
+from small_runs import SMALL
 
 pytestmark = [pytest.mark.slow]
 # Steps long enough that there is time for the kill between the first checkpoint and the end.
@@ -44,7 +45,9 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
         sys.executable,
         "-m",
         "openpi_train",
-        "debug",
+        SMALL,
+        "--data.pause-s",
+        "0.05",
         "--num-train-steps",
         "100000",
         "--save-interval",
@@ -57,7 +60,7 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    metrics = tmp_path / "runs" / "debug" / "x" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "small" / "x" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
         time.sleep(0.05)
@@ -67,29 +70,20 @@ def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):
     took = r"(\S+) s after the request \((\S+) s to the end of the step, \S+ s to save\)"
     shown = re.search(rf"stopped after step \d+ of 100000 with a good checkpoint, {took}; continue", output)
     assert shown, output[-3000:]
-    results = json.loads((tmp_path / "runs" / "debug" / "x" / "results.json").read_text())
+    results = json.loads((tmp_path / "runs" / "small" / "x" / "results.json").read_text())
     recorded = results["summary"]["stop_request"]
     assert recorded["until_stopped_s"] == pytest.approx(float(shown[2]), abs=0.06)  # one digit is shown
     # The line is written a little later than the file, which is flushed to the disk in between.
     assert recorded["until_stopped_s"] < recorded["until_saved_s"] <= float(shown[1]) + 0.06
     assert "but after 0 s the processes are killed" in output and "raise --stop-before-s" in output
-    steps = losses(tmp_path)
-    assert (tmp_path / "runs" / "debug" / "x" / str(max(steps)) / "manifest.json").exists()
+    steps = losses(tmp_path, "small")
+    assert (tmp_path / "runs" / "small" / "x" / str(max(steps)) / "manifest.json").exists()
 
 
 def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
     # Nearly all of the time goes into evaluations, so that is where the signal arrives.
-    evaluate = (
-        "--eval.interval",
-        "1",
-        "--eval.num-rows",
-        "200",
-        "--data.validation-fraction",
-        "0.5",
-        "--batch-size",
-        "2",
-    )
-    many = ("debug", *evaluate, "--save-interval", "100000", "--num-train-steps", "100000")
+    evaluate = ("--eval.interval", "1", "--eval.num-rows", "400", "--batch-size", "2")
+    many = (SMALL, *evaluate, "--save-interval", "100000", "--num-train-steps", "100000")
     flags = ("--exp-name", "x", "--checkpoint-base-dir", tmp_path / "runs", "--assets-base-dir", tmp_path / "assets")
     process = subprocess.Popen(
         [sys.executable, "-m", "openpi_train", *many, *map(str, flags)],
@@ -103,7 +97,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(480) == 75
-    last = max(losses(tmp_path))
+    last = max(losses(tmp_path, "small"))
     assert evaluations(tmp_path)[-1] in (last - 1, last)
     train(tmp_path, *many[:-1], str(last + 1), "--resume")
     assert evaluations(tmp_path) == list(range(last + 2))
@@ -111,6 +105,6 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
 
 def evaluations(base):
     """The steps with held-out results."""
-    metrics = base / "runs" / "debug" / "x" / "metrics.jsonl"
+    metrics = base / "runs" / "small" / "x" / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [line["step"] for line in map(json.loads, lines) if "val/loss" in line]

@@ -44,6 +44,19 @@ def place(world):
         (WorldFlags(), TORCH, ("environment", 5, 8, 0, 1), "10.0.0.1:29500"),
         (WorldFlags(), {**TORCH, "MASTER_ADDR": "127.0.0.1"}, ("environment", 5, 8, 5, 8), "127.0.0.1:29500"),
         (WorldFlags(), {**TORCH, "LOCAL_RANK": "1"}, ("environment", 5, 8, 1, None), "10.0.0.1:29500"),
+        # torchrun's own store is on MASTER_PORT.
+        (
+            WorldFlags(),
+            {**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            ("environment", 5, 8, 0, 1),
+            "10.0.0.1:29501",
+        ),
+        (
+            WorldFlags(),
+            {**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            ("environment", 5, 8, 0, 1),
+            "10.0.0.1:29500",
+        ),
         (
             WorldFlags(),
             {**TORCH, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **SLURM_STEP},

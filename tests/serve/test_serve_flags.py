@@ -130,7 +130,7 @@ def test_flags_of_language_models_are_their_own(parsed, name):
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_flags_that_only_robots_have_are_known(parsed, name):
-    word, _ = GIVEN[name]
+    word = GIVEN[name][0]
     _, flags = parsed(*([word] if word.startswith("--") else [option(name), word]))
     shared = ("experiment", "dtype", "average", "merge_lora", "tokenizer", "host", "port", "api_key_file")
     shared += (*AT_LEAST_ONE, "idle_s", "drain_s")

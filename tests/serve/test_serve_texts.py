@@ -11,6 +11,7 @@ from text_models import write_model
 from benchmarks import hostile_http
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.policy.text_model import gives_texts, load_text_model
+from openpi_train.registry import UnknownName
 from openpi_train.serve.openai import text_main
 
 SETTINGS = SamplingSettings(max_new_tokens=12, seed=3)
@@ -84,7 +85,7 @@ def test_no_request_waits_for_a_program(folder, load_once):
     def talk(server):
         programs = set(loaded(str(folder), num_rows=8, max_length=64).generator._programs)
         with client_of(server) as client:
-            for prompt in ("a", "go on and on and on " * 6, ["What"] * 8):
+            for prompt in ("a", "go on and on and on " * 2, ["What"] * 8):
                 client.completions.create(model="tiny", prompt=prompt, max_tokens=3, logprobs=2)
                 client.completions.create(model="tiny", prompt=prompt, max_tokens=3)
         return set(loaded(str(folder), num_rows=8, max_length=64).generator._programs) - programs
@@ -118,4 +119,5 @@ def test_flags_of_the_other_kind_are_refused(folder, capsys):
 def test_what_gives_texts_is_known_before_it_is_loaded(folder, tmp_path):
     assert gives_texts(folder)
     assert not gives_texts(tmp_path / "nothing") and not gives_texts(tmp_path)
-    assert not gives_texts(folder, "no such experiment")
+    with pytest.raises(UnknownName, match="no such experiment"):
+        gives_texts(folder, "no such experiment")

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -311,6 +312,13 @@ def test_only_who_has_the_key_is_answered():
         assert 'requests_total{outcome="unauthorized"} 3.0' in get(server, "/metrics")
 
 
+def test_no_page_of_a_browser_is_answered(server):
+    for path in ("/v1/models", "/healthz"):
+        asked = urllib.request.Request(f"{server.url}{path}", headers={"Origin": "http://evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(asked, timeout=10)
+
+
 def test_health_and_metrics_tell_of_requests_and_tokens():
     texts = rule_texts()
     with serving(texts) as server, client_of(server) as client:
@@ -402,7 +410,7 @@ def test_a_request_takes_no_longer_than_it_may():
         assert told.value.status_code == 503 and told.value.code == "timeout"
         with pytest.raises(openai.APIError, match=r"took more than 0.4 s"):
             list(complete(client, "go on", max_tokens=50_000, stream=True))
-        assert texts.generator.num_running == 0
+        wait_for(lambda: texts.generator.num_running == 0)
         assert complete(client, "say x").choices[0].text == "x"
 
 

@@ -16,6 +16,7 @@ from text_stub import NAME, rule_texts, serving
 
 from benchmarks import hostile_http
 from benchmarks.hostile_http import CHAT, COMPLETIONS, held_open, post, wait_until
+from openpi_train.serve.openai.http_connection import HttpConnection
 
 GOOD = json.dumps({"model": NAME, "prompt": "say yes", "max_tokens": 9}).encode()
 LONG = json.dumps({"model": NAME, "prompt": "go on", "max_tokens": 20_000, "stream": True}).encode()
@@ -107,31 +108,22 @@ def test_half_requests_are_closed_in_time_and_do_not_hold_up_others():
             with held_open(server.port, 3, data) as clients:
                 assert says_yes(server.port)
                 assert all(gone(client) for client in clients)
-        with raw(server.port) as client:  # each byte in time, and the whole never
-            with contextlib.suppress(ConnectionError):
-                for byte in head[:60]:
-                    client.sendall(bytes([byte]))
-                    time.sleep(0.02)
-            assert gone(client)
         wait_until(lambda: metric(server.port, "openpi_train_clients 0.0"))
 
 
 def test_an_idle_connection_is_closed_and_the_next_request_has_its_own_time():
-    with (
-        serving(limits={"idle_s": 0.3, "open_s": 0.3}) as server,
-        raw(server.port) as client,
-        raw(server.port) as other,
-    ):
+    with serving(limits={"idle_s": 0.3, "open_s": 60.0}) as server, raw(server.port) as client:
         client.sendall(post(COMPLETIONS, GOOD))
         assert answer(client)[0] == 200
         assert gone(client)
-        other.sendall(post(COMPLETIONS, GOOD))
-        assert answer(other)[0] == 200
+    with serving(limits={"idle_s": 60.0, "open_s": 0.3}) as server, raw(server.port) as client:
+        client.sendall(post(COMPLETIONS, GOOD))
+        assert answer(client)[0] == 200
         with contextlib.suppress(ConnectionError):
-            for byte in post(COMPLETIONS, GOOD)[:100]:
-                other.sendall(bytes([byte]))
+            for byte in post(COMPLETIONS, GOOD)[:60]:  # each byte in time, and the whole never
+                client.sendall(bytes([byte]))
                 time.sleep(0.02)
-        assert gone(other)
+        assert gone(client)
 
 
 def test_of_too_many_idle_connections_the_oldest_go_and_requests_are_answered():
@@ -157,15 +149,23 @@ def test_more_clients_than_allowed_are_turned_away_and_places_come_free():
                 assert answer(client)[0] == 200
 
 
-def test_a_slow_reader_holds_no_row_and_is_dropped_in_the_end():
-    texts = rule_texts(num_rows=1, max_length=100_000)
-    with serving(texts, limits={"send_s": 1.0}) as server:
-        with raw(server.port) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-            client.sendall(post(COMPLETIONS, LONG.replace(b"20000", b"90000")))
-            wait_until(lambda: texts.generator.num_running == 1)
-            assert says_yes(server.port), "it waits for the only row, and gets it"
-            wait_until(lambda: metric(server.port, "openpi_train_clients 0.0"))
+def test_a_slow_reader_holds_no_row_and_is_dropped_in_the_end(monkeypatch):
+    def connection_made(self, transport, made=HttpConnection.connection_made):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", connection_made)
+    texts = rule_texts(num_rows=1, max_length=2_000)
+    asked = {"model": NAME, "prompt": "go on", "max_tokens": 1_500, "stream": True, "logprobs": 20}
+    with serving(texts, limits={"send_s": 1.0}) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(post(COMPLETIONS, json.dumps(asked).encode()))
+        wait_until(lambda: texts.generator.most_running == 1)
+        assert says_yes(server.port), "it waits for the only row, and gets it"
+        wait_until(lambda: metric(server.port, 'requests_total{outcome="left"} 1.0'))
+        assert metric(server.port, "openpi_train_clients 0.0")
+        assert texts.generator.num_running == 0
 
 
 def test_a_stream_does_not_hold_up_another():
@@ -181,6 +181,26 @@ def test_a_client_that_is_reset_frees_its_row():
     texts = rule_texts(num_rows=1, max_length=100_000, seconds=0.005)
     with serving(texts) as server:
         hostile_http.send(server.port, "reset", hostile_http.Hostile(post(COMPLETIONS, LONG), None, "peek"))
+        assert says_yes(server.port)
+
+
+def test_nothing_is_kept_of_connections_that_are_gone():
+    def kept():
+        gc.collect()
+        return [one for one in gc.get_objects() if isinstance(one, HttpConnection)]
+
+    whole, half = post(COMPLETIONS, GOOD), post(COMPLETIONS, GOOD[:-5], length=len(GOOD))
+    stream, bad = post(COMPLETIONS, LONG), post(COMPLETIONS, b"no JSON")
+    with serving(rule_texts(max_length=100_000)) as server:
+        for then, all_data in {
+            "read": (whole, bad),
+            "peek": (whole, stream, bad),
+            "leave": (whole, stream, bad, half),
+            "reset": (whole, stream, bad, half),
+        }.items():
+            for data in all_data:
+                hostile_http.send(server.port, then, hostile_http.Hostile(data, None, then))
+        wait_until(lambda: not kept())
         assert says_yes(server.port)
 
 

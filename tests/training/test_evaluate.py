@@ -185,7 +185,8 @@ LOSSES = {
 
 def token_accuracy(model, rows, every_token=False):
     best = np.asarray(model.logits(rows.observation)).argmax(-1)
-    hits, counts = best == rows.observation.prompt_tokens[:, 1:], np.asarray(rows.observation.token_loss_mask)[:, 1:]
+    said, counts = (np.asarray(rows.observation.prompt_tokens), np.asarray(rows.observation.token_loss_mask)[:, 1:])
+    hits = best == said[:, 1:]
     if every_token:
         return hits[counts].mean()
     return np.mean([one[mask].mean() for one, mask in zip(hits, counts, strict=True) if mask.any()])

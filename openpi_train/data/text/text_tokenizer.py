@@ -18,8 +18,11 @@ from openpi_train.data.hub import SCHEME, hub_folder
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL, _TEMPLATE, _OLD_TEMPLATE = "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
-# What is read of the folder, and kept in checkpoints.
+# What is read of the folder.
 FILES = (TOKENIZER, CONFIG, _SPECIAL, _TEMPLATE, _OLD_TEMPLATE)
+# What is kept in checkpoints: also files that other programs read of a published model.
+_OF_THE_MODEL = ("config.json", "generation_config.json")
+KEPT = (*FILES, *_OF_THE_MODEL, "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
 _PROBE = "a"
 _HOW = "--data.tokenizer takes a folder with a tokenizer.json, or hub:USER/NAME"
 
@@ -33,7 +36,7 @@ class Pieces:
 
 
 class TextTokenizer:
-    """A tokenizer from the content of its files by name. Picklable; `name` is for messages.
+    """A tokenizer from the content of its files by name. Picklable, with those that are read; `name` is for messages.
 
     Raises ValueError if a file is damaged.
     """
@@ -50,7 +53,7 @@ class TextTokenizer:
         self.config = {**self._json(_SPECIAL), **self._json(CONFIG)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TextTokenizer, (self.files, self.name)
+        return TextTokenizer, ({file: content for file, content in self.files.items() if file in FILES}, self.name)
 
     def __repr__(self) -> str:
         return f"TextTokenizer({self.name!r}, {self.num_tokens} tokens)"
@@ -161,10 +164,10 @@ def load_text_tokenizer(name: str, *, offline: bool = False) -> TextTokenizer:
     Raises FileNotFoundError if there is none, DataError if the hub does not give it, ValueError if it is damaged.
     """
     if name.startswith(SCHEME):
-        folder = hub_folder(name, repo_type="model", patterns=FILES, offline=offline)
+        folder = hub_folder(name, repo_type="model", patterns=KEPT, offline=offline)
     else:
         folder = Path(name).expanduser()
         folder = folder.parent if folder.name == TOKENIZER else folder
     if not (folder / TOKENIZER).is_file():
         raise FileNotFoundError(f"no {TOKENIZER} in {name or 'the empty path'}: {_HOW}")
-    return TextTokenizer({file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}, name)
+    return TextTokenizer({file: (folder / file).read_bytes() for file in KEPT if (folder / file).is_file()}, name)

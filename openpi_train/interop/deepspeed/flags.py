@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.interop.deepspeed.config_file import ConfigFile, Flag, words
+from openpi_train.interop.config_file import ConfigFile, Flag, words
 from openpi_train.interop.deepspeed.optimizer import translate_optimizer, translate_schedule
+from openpi_train.interop.deepspeed.unmapped import UNMAPPED
 from openpi_train.runtime.exits import UsageError
 
 _STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -93,7 +94,7 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
     Args: `num_devices` is the number of devices, None if unknown.
     Raises UsageError for unknown keys (with the closest ones), invalid values, and contradictory numbers.
     """
-    file = ConfigFile(config)
+    file = ConfigFile(config, UNMAPPED, "DeepSpeed", open_word="auto")
     _batch(file, num_devices and num_devices // _tensor_devices(file))
     _zero(file)
     _offload(file)

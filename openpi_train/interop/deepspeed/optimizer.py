@@ -4,7 +4,7 @@ DeepSpeed uses the schedule's first value for two steps, so its rate at a step i
 ends one step earlier.
 """
 
-from openpi_train.interop.deepspeed.config_file import ConfigFile
+from openpi_train.interop.config_file import ConfigFile
 from openpi_train.runtime.exits import UsageError
 
 # DeepSpeed's optimizer types, in lower case, and ours.

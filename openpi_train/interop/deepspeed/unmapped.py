@@ -110,9 +110,3 @@ _KEYS: Mapping[str, str] = {
 }
 
 UNMAPPED: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
-
-
-def reason(key: str) -> str | None:
-    """Why `key` has no flag; None if neither it nor a key above it is in the table."""
-    parts = key.split(".")
-    return next((UNMAPPED[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in UNMAPPED), None)

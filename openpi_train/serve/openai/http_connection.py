@@ -17,9 +17,9 @@ from openpi_train.serve.limits import Limits
 
 # Received data is parsed in slices: a request that is refused unread ends with its slice.
 _SLICE_BYTES = 1 << 14
-# What is read and thrown away after an answer to a request that was not read to its end, besides one more body: a
-# client that sends must finish before it reads the answer.
-_MORE_BYTES = 1 << 16
+# After an answer to a request that was not read to its end so many bytes, times the largest body, are thrown away: most
+# clients read the answer when they have sent everything.
+_MOST_UNREAD = 4
 
 Handle = Callable[["HttpConnection", Any, Any, Any], Awaitable[None]]
 
@@ -55,8 +55,10 @@ class HttpConnection(H11Protocol):
         if not self._has_begun:
             self._has_begun = True
             self._allow(self._limits.open_s)
+        if self._is_too_much(len(data)):
+            return self.transport.abort()
         for start in range(0, len(data), _SLICE_BYTES):
-            if self._is_deaf or self._is_too_much(len(data)):
+            if self._is_deaf:
                 return
             self._feed(data[start : start + _SLICE_BYTES])
             if self.transport.is_closing():
@@ -64,6 +66,8 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # it would keep a connection that ended with an error
+            self.timeout_keep_alive_task.cancel()
         if self.transport.is_closing():  # what is not sent yet keeps it open
             self._allow(self._limits.send_s)
         elif self.conn.their_state is h11.SEND_BODY:
@@ -106,10 +110,7 @@ class HttpConnection(H11Protocol):
         if not self._is_idle or self.conn.their_state is not h11.SEND_BODY:
             return False
         self._unread_bytes += size
-        if self._unread_bytes <= self._limits.max_message_bytes + _MORE_BYTES:
-            return False
-        self.transport.abort()
-        return True
+        return self._unread_bytes > _MOST_UNREAD * self._limits.max_message_bytes
 
     def _allow(self, seconds: float) -> None:
         """Drop the connection after this time, unless a request comes."""

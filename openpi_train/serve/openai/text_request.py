@@ -168,7 +168,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _tokens(value: list[Any], place: str) -> list[int]:
-    if not all(is_integer(token) and 0 <= token <= _MOST_TOKENS for token in value):
+    if value and not (set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= _MOST_TOKENS):
         raise invalid(f"{place} must be a list of tokens, which are integers of at least 0", place)
     return value
 
@@ -181,7 +181,7 @@ def _message(value: Any, place: str) -> Message:
     if role not in _ROLES:
         raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
     found = {"role": role, "content": _content(fields)}
-    for name in ("name", "reasoning_content"):
+    for name in ("name", "reasoning_content", "tool_call_id"):
         if (text := fields.text(name)) is not None:
             found[name] = text
     for name in ("tool_calls", "function_call", "audio"):

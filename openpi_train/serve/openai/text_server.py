@@ -80,7 +80,10 @@ class TextServer:
         self._stopping, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._generation = GenerationThread(
-            texts, max_waiting=limits.max_queue, ran=lambda rows, s: self.measures.ran(rows, s), failed=self.stop
+            texts,
+            max_waiting=limits.max_queue,
+            ran=lambda rows, seconds: self.measures.ran(rows, seconds),
+            failed=self.stop,
         )
         self.measures = TextMeasures(
             lambda: self._generation.num_waiting,
@@ -102,7 +105,7 @@ class TextServer:
         Returns whether all running requests were finished, and the generator's thread ended.
         """
         config = uvicorn.Config(
-            _no_app, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+            _no_app, http="h11", ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
             timeout_keep_alive=math.ceil(self._limits.idle_s) + 1,
         )  # fmt: skip
         config.load()
@@ -151,6 +154,7 @@ class TextServer:
             try:
                 await self._route(connection, exchange)
             except ClientGone:
+                self.measures.requests.labels("left").inc()
                 exchange.drop()
             except ApiError as error:
                 self._count(error)

@@ -3,9 +3,9 @@
 import datetime
 import pickle
 
+import chats
 import numpy as np
 import pytest
-from data.text import chats
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 

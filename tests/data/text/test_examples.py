@@ -1,7 +1,7 @@
 """Which dataset type a record is, and what is wrong with records of none."""
 
+import chats
 import pytest
-from data.text import chats
 
 from openpi_train.data.text.examples import Example, ExampleType, example_of
 

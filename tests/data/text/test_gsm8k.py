@@ -2,9 +2,9 @@
 
 import json
 
+import chats
 import numpy as np
 import pytest
-from data.text import chats
 
 from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset

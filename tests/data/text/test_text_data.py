@@ -7,11 +7,11 @@ import pickle
 import subprocess
 import sys
 
+import chats
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from data.text import chats
 from flax import nnx
 
 from openpi_train.data.interface import OpeningRequest

@@ -1,8 +1,8 @@
 """Tokens and targets of examples, compared with transformers' tokens of the same texts."""
 
+import chats
 import numpy as np
 import pytest
-from data.text import chats
 from transformers import PreTrainedTokenizerFast
 
 from openpi_train.data.text.examples import example_of

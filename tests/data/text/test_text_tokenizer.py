@@ -3,8 +3,8 @@
 import json
 import pickle
 
+import chats
 import pytest
-from data.text import chats
 from transformers import PreTrainedTokenizerFast
 
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer

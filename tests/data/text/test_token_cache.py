@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import chats
 import numpy as np
 import pytest
-from data.text import chats
 
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text import encoded_parts

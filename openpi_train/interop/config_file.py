@@ -1,11 +1,13 @@
-"""Values of a DeepSpeed config by dotted key, and how each was translated. Read next: `flags.py`."""
+"""Values of another tool's config by dotted key, and the flag that each becomes, or the reason why there is none.
+
+Read next: `deepspeed/flags.py`, `posttraining/training_flags.py`.
+"""
 
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from openpi_train.interop.deepspeed.unmapped import UNMAPPED, reason
 from openpi_train.runtime.exits import UsageError
 
 Flag = tuple[str, ...]
@@ -15,12 +17,19 @@ class ConfigFile:
     """A config during its translation, which reads every key and records its result.
 
     `flags` are the flags so far, `missing` the reasons, by flag, for values that the file does not determine.
+
+    Args:
+        unmapped: why keys have no flag, by key; a key includes all keys below it.
+        owner: the tool, for messages.
+        open_word: a value that stands for the experiment's own; None: there is none.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], unmapped: Mapping[str, str], owner: str, open_word: str | None):
+        self._unmapped, self._owner, self._open_word = unmapped, owner, open_word
+        self._or_open = f', or "{open_word}"' if open_word else ""
         self.flags: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
-        self.values = dict(_flatten(config))
+        self.values = dict(flatten(config))
         self._meaning: dict[str, list[str]] = {}
         self._asked: set[str] = set()
 
@@ -29,14 +38,14 @@ class ConfigFile:
         return any(key == section or key.startswith(section + ".") for key in self.values)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number; the default if the key is absent or null, None if it is "auto"."""
+        """A number; the default if the key is absent or null, None if it is the open word."""
         return self._get(key, default, (int, float), "a number")
 
     def count(self, key: str, default: int | None = None) -> int | None:
         """An integer of at least 1, as `number`."""
         value = self.number(key, default)
         if value is not None and (value < 1 or not float(value).is_integer()):
-            raise UsageError(f'{key} is {value}; it must be a whole number of at least 1, or "auto"')
+            raise UsageError(f"{key} is {value}; it must be a whole number of at least 1{self._or_open}")
         return None if value is None else int(value)
 
     def boolean(self, key: str, default: bool | None = None) -> Any:
@@ -59,11 +68,11 @@ class ConfigFile:
         value = self.values.get(key)
         if value is None:
             return default
-        if value == "auto":
-            self.note(key, "auto: the experiment's own value")
+        if value == self._open_word:
+            self.note(key, f"{value}: the experiment's own value")
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f'{key} is {json.dumps(value)}; it must be {in_words}, or "auto"')
+            raise UsageError(f"{key} is {json.dumps(value)}; it must be {in_words}{self._or_open}")
         return value
 
     def flag(self, name: str, value: Any, *keys: str) -> None:
@@ -85,30 +94,51 @@ class ConfigFile:
         if key in self.values:
             self._meaning.setdefault(key, []).append(text)
 
+    def expect(self, *keys: str) -> None:
+        """Name keys that the file may have, for the advice on unknown ones."""
+        self._asked.update(keys)
+
     def note_all(self, section: str, text: str) -> None:
         """`note` for all keys of a section that have no record yet."""
         for key in self.values:
-            if key.startswith(section + ".") and key not in self._meaning and reason(key) is None:
+            if key.startswith(section + ".") and not self.is_known(key):
                 self.note(key, text)
+
+    def is_known(self, key: str) -> bool:
+        """Whether there is a record for the key so far, or a reason why it has no flag."""
+        return key in self._meaning or self._reason(key) is not None
 
     def lines(self) -> tuple[str, ...]:
         """One line per translated key, then one per reason for the others.
 
-        Raises UsageError for keys that DeepSpeed does not have.
+        Raises UsageError for keys that the tool does not have.
         """
-        unknown = [key for key in self.values if key not in self._meaning and reason(key) is None]
+        unknown = [key for key in self.values if not self.is_known(key)]
         if unknown:
-            known = sorted({*UNMAPPED, *self._asked})
-            raise UsageError("\n".join(_unknown(key, known) for key in unknown))
+            known = sorted({*self._unmapped, *self._asked})
+            raise UsageError("\n".join(self._unknown(key, known) for key in unknown))
         entries = {key: f"{key}: {json.dumps(value)}" for key, value in self.values.items()}
         width = max((len(entries[key]) for key in self._meaning), default=0)
         without: dict[str | None, list[str]] = {}
         for key in entries.keys() - self._meaning.keys():
-            without.setdefault(reason(key), []).append(entries[key])
+            without.setdefault(self._reason(key), []).append(entries[key])
         return (
             *(f"{entries[key]:<{width}}  {', '.join(self._meaning[key])}" for key in entries if key in self._meaning),
             *(f"no flag for {', '.join(sorted(keys))}\n    {text}" for text, keys in sorted(without.items(), key=str)),
         )
+
+    def _reason(self, key: str) -> str | None:
+        """Why `key` has no flag; None if neither it nor a key above it is in the table."""
+        parts = key.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((self._unmapped[name] for name in above if name in self._unmapped), None)
+
+    def _unknown(self, key: str, known: list[str]) -> str:
+        section, _, name = key.rpartition(".")
+        beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
+        close = [f"{section}.{one}" if section else one for one in difflib.get_close_matches(name, beside, n=1)]
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.9)
+        return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else f"{self._owner} has no such key")
 
 
 def words(name: str, value: Any) -> Flag:
@@ -119,17 +149,10 @@ def words(name: str, value: Any) -> Flag:
     return f"--{name}", str(value)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries of nested mappings by dotted key."""
     for key, value in config.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    section, _, name = key.rpartition(".")
-    beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
-    close = [f"{section}.{one}" if section else one for one in difflib.get_close_matches(name, beside, n=1)]
-    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.9)
-    return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else "DeepSpeed has no such key")

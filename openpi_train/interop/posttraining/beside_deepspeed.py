@@ -1,0 +1,108 @@
+"""The strategy of a YAML config, and the DeepSpeed file beside it. Read next: `deepspeed/flags.py`."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from openpi_train.interop.config_file import Flag, words
+from openpi_train.interop.deepspeed.flags import translate_file
+from openpi_train.interop.posttraining.yaml_config import YamlConfig, contradiction
+from openpi_train.runtime.exits import UsageError
+
+_STRATEGY, _SAME_STRATEGY = "distributed_strategy", "hardware.distributed.strategy"
+_FILE, _SAME_FILE = "deepspeed.config_path", "deepspeed_config"
+_STAGE, _OFFLOAD = "deepspeed_zero_stage", "deepspeed_cpu_offload"
+_STRATEGIES = ("ddp", "deepspeed", "auto")
+_ZERO = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
+_RULE = "by memory and speed (the tool's rule, by parameters: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
+_BATCH = ("batch-size", "keep-effective-batch-size")
+_SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BesideDeepSpeed:
+    """The flags of the DeepSpeed file at `path` by the field that they set; no flags without a file."""
+
+    path: str = ""
+    flags: Mapping[str, Flag] = dataclasses.field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    @property
+    def has_total(self) -> bool:
+        """Whether it gives the rows of all devices together."""
+        return [name in self.flags for name in _BATCH] == [True, False]
+
+    @property
+    def rows(self) -> int | None:
+        """The rows of a micro-batch on a device, if it gives them."""
+        return self._number("micro-batch-size")
+
+    @property
+    def accum(self) -> int | None:
+        """The micro-batches of a step, if it gives them."""
+        return self._number("grad-accum")
+
+    def _number(self, name: str) -> int | None:
+        return int(self.flags[name][1]) if name in self.flags else None
+
+    def joined(self, file: YamlConfig) -> tuple[Flag, ...]:
+        """The flags of both files, the YAML config's last.
+
+        As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule both of the
+        other's, its interval of log lines the other's, and so does the strategy `auto`. Raises UsageError if the files
+        differ in anything else.
+        """
+        own = {name: words(name, value) for name, value in file.flags.items()}
+        replaced = any(name.startswith(_SCHEDULE) and name != _RATE for name in own)
+        differ = []
+        for name, flag in own.items():
+            replaces = name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] == ("auto",)
+            if name in self.flags and not replaces and not _same(flag, self.flags[name]):
+                keys = " and ".join(f"{key} is {file.values[key]}" for key in file.origin[name])
+                differ.append(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
+        if differ:
+            raise contradiction("; ".join(differ))
+        left_out = {name for name in self.flags if replaced and name.startswith(_SCHEDULE) and name != _RATE}
+        return (*(flag for name, flag in self.flags.items() if name not in own.keys() | left_out), *own.values())
+
+
+def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
+    """Translate the keys of the strategy, and the DeepSpeed file that they name. Raises UsageError."""
+    keys, paths = (_STRATEGY, _SAME_STRATEGY), (_FILE, _SAME_FILE)
+    strategy, path = file.agreed(YamlConfig.word, *keys, allowed=_STRATEGIES), file.agreed(YamlConfig.text, *paths)
+    stage, offload = file.whole(_STAGE), file.boolean(_OFFLOAD)
+    if stage is not None and stage not in _ZERO:
+        raise UsageError(f"{_STAGE} is {stage}; allowed: 0, 1, 2, 3")
+    if strategy == "ddp" and (beside := [key for key in (*paths, _STAGE, _OFFLOAD) if key in file.values]):
+        raise contradiction(f"{_STRATEGY} is ddp and {beside[0]} is {file.values[beside[0]]}")
+    if file.boolean("distributed") is False and strategy in ("ddp", "deepspeed"):
+        raise contradiction(f"distributed is false and {_STRATEGY} is {strategy}")
+    file.note("distributed", "on all devices of the processes that are started")
+    if strategy in ("ddp", "auto"):
+        file.flag("sharding.strategy", "replicated" if strategy == "ddp" else "auto", *keys)
+        file.note(_STAGE, "auto chooses")
+    else:
+        file.flag("sharding.strategy", _ZERO.get(stage), _STAGE)
+        file.note_present(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
+    if strategy == "auto":
+        file.note_present(_RULE, *keys)
+    file.flag("sharding.offload", {None: None, True: "optimizer", False: "none"}[offload], _OFFLOAD)
+    file.note_present("translated below", *paths)
+    if path is None:
+        return BesideDeepSpeed()
+    translated = translate_file(path)
+    flags = {_name(flag): flag for flag in translated.flags}
+    return BesideDeepSpeed(path=path, flags=flags, lines=(f"{path}:", *translated.lines))
+
+
+def _name(flag: Flag) -> str:
+    """The name of the field that a flag sets."""
+    head, _, last = flag[0].removeprefix("--").rpartition(".")
+    last = last.removeprefix("no-") if len(flag) == 1 else last
+    return f"{head}.{last}" if head else last
+
+
+def _same(one: Flag, other: Flag) -> bool:
+    try:
+        return float(one[-1]) == float(other[-1])
+    except ValueError:
+        return one == other

@@ -1,0 +1,289 @@
+"""Translates a YAML config of the PyTorch post-training tool to our flags. Read next: `without_flag.py`.
+
+The keys are those of `TrainingArguments` of transformers, as far as the tool has them, with a DeepSpeed file beside
+them. Absent keys keep the values of `tools/posttrain.py`.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from openpi_train.interop.config_file import Flag
+from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
+from openpi_train.interop.posttraining.text_sources import TextSource, missing_sources, text_sources
+from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
+from openpi_train.runtime.exits import UsageError
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_WRITERS = ("tensorboard", "wandb")
+_NO_CLIPPING = 1e9
+# Rows of a device if neither file says how many.
+DEFAULT_ROWS = 4
+# Parent of the runs.
+DEFAULT_OUTPUT = "./output"
+_MODEL, _BASE_MODEL = ("model.model_name_or_path", "model.name_or_path"), "model.name"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatedConfig:
+    """A translated file: what is trained on what, flags of an experiment, a line per key.
+
+    `model` is a folder or an address; flags of the model are those of the language model itself.
+    """
+
+    algorithm: Algorithm
+    model: str
+    sources: tuple[TextSource, ...]
+    flags: tuple[Flag, ...]
+    lines: tuple[str, ...]
+
+    def report(self) -> str:
+        """A report of every key and its result."""
+        return "\n".join([*self.lines, f"together: {' '.join(word for flag in self.flags for word in flag)}"])
+
+
+def translate_config(
+    config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any] | None = None
+) -> TranslatedConfig:
+    """Translate a YAML config for an algorithm; `given` are values by key that replace the file's.
+
+    Reads the DeepSpeed file that it names. Raises UsageError for unknown keys (with the closest ones), invalid values,
+    and values that contradict each other.
+    """
+    file = YamlConfig(config, algorithm, given or {})
+    file.note("algorithm", f"this run is {algorithm}")
+    deepspeed = translate_strategy(file)
+    _length(file)
+    _batch(file, deepspeed)
+    _schedule(file)
+    _optimizer(file)
+    _precision(file)
+    _saving(file)
+    _logging(file)
+    _evaluation(file)
+    _data(file)
+    _objective(file)
+    sources, model = text_sources(file), _model(file)
+    _resume(file)
+    file.leave_others()
+    lines = file.lines()
+    if model is None:
+        raise UsageError(f"no model: give {_MODEL[0]}, a folder or a name on the hub")
+    if not sources:
+        raise missing_sources(algorithm)
+    flags, lines = deepspeed.joined(file), (*lines, *deepspeed.lines)
+    return TranslatedConfig(algorithm=algorithm, model=model, sources=sources, flags=flags, lines=lines)
+
+
+def _length(file: YamlConfig) -> None:
+    epochs, steps = ("num_epochs", "num_train_epochs"), "max_steps"
+    num_steps = file.number(steps)
+    if num_steps is not None and num_steps > 0:
+        if num_epochs := file.agreed(YamlConfig.count, *epochs):
+            raise contradiction(f"{steps} is {num_steps} and num_epochs is {num_epochs}")
+        file.becomes(steps, "num-train-steps", YamlConfig.count)
+        return
+    file.note(steps, "not above 0: the length is in epochs")
+    file.spelled("num-epochs", YamlConfig.count, *epochs)
+
+
+def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
+    rows_keys, accum_key = ("per_device_train_batch_size", "dataloader.batch_size"), "gradient_accumulation_steps"
+    rows = file.spelled("micro-batch-size", YamlConfig.count, *rows_keys)
+    accum = file.spelled("grad-accum", YamlConfig.count, accum_key)
+    if (rows or accum) and not deepspeed.has_total:
+        # Of one device: the number of devices is not known yet.
+        rows, accum = rows or deepspeed.rows or DEFAULT_ROWS, accum or deepspeed.accum or 1
+        file.flag("batch-size", rows * accum, *rows_keys, accum_key)
+        file.flag("keep-effective-batch-size", False, *rows_keys, accum_key)
+    file.spelled("num-workers", YamlConfig.whole, "dataloader_num_workers", "dataloader.num_workers")
+    file.spelled("seed", YamlConfig.whole, "seed")
+
+
+def _schedule(file: YamlConfig) -> None:
+    kind = file.word("lr_scheduler_type", tuple(_SCHEDULES))
+    steps, ratio = file.whole("warmup_steps"), file.number("warmup_ratio")
+    if steps and ratio:
+        raise contradiction(f"warmup_steps is {steps} and warmup_ratio is {ratio}")
+    if kind == "constant" and (steps or ratio):
+        raise UsageError(
+            f"lr_scheduler_type constant has no warm-up, and {'warmup_steps' if steps else 'warmup_ratio'} is "
+            f"{steps or ratio}: use constant_with_warmup, or remove it"
+        )
+    file.becomes("learning_rate", "lr-schedule.peak-lr", YamlConfig.number)
+    file.flag("lr-schedule.kind", None if kind is None else _SCHEDULES[kind], "lr_scheduler_type")
+    if ratio:
+        file.flag("lr-schedule.warmup-ratio", ratio, "warmup_ratio")
+        file.note("warmup_steps", "warmup_ratio is used")
+    else:
+        file.flag("lr-schedule.warmup-steps", steps if ratio is None else steps or 0, "warmup_steps", "warmup_ratio")
+
+
+def _optimizer(file: YamlConfig) -> None:
+    bound = file.number("max_grad_norm")
+    file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
+    names = {"weight_decay": "weight-decay", "adam_beta1": "b1", "adam_beta2": "b2", "adam_epsilon": "eps"}
+    for key, field in names.items():
+        file.becomes(key, f"optimizer.{field}", YamlConfig.number)
+
+
+def _precision(file: YamlConfig) -> None:
+    mixed = file.word("mixed_precision", tuple(_DTYPES))
+    switches = {name: file.boolean(name) for name in ("fp16", "bf16")}
+    on = [name for name, value in switches.items() if value]
+    if len(on) > 1:
+        raise contradiction("fp16 is true and bf16 is true")
+    for name, value in switches.items():
+        if mixed is not None and value is not None and value != (mixed == name):
+            raise contradiction(f"mixed_precision is {mixed!r} and {name} is {str(value).lower()}")
+    chosen = mixed or next(iter(on), "no")
+    if mixed is not None or any(value is not None for value in switches.values()):
+        file.flag("model.dtype", _DTYPES[chosen], "mixed_precision", *switches)
+    recomputes = file.boolean("gradient_checkpointing")
+    file.flag("model.remat", None if recomputes is None else "full" if recomputes else "none", "gradient_checkpointing")
+
+
+def _saving(file: YamlConfig) -> None:
+    file.spelled("exp-name", YamlConfig.text, "experiment_name")
+    file.spelled("checkpoint-base-dir", YamlConfig.text, "output_dir")
+    file.becomes("save_steps", "save-interval", YamlConfig.count)
+    file.becomes("save_total_limit", "keep-last", YamlConfig.count)
+    file.word("save_strategy", ("steps",))
+    file.note("save_strategy", "every save_steps, and at the end")
+
+
+def _logging(file: YamlConfig) -> None:
+    file.becomes("logging_steps", "log-interval", YamlConfig.count)
+    asked, own = "report_to", "logging.tensorboard"
+    value, tensorboard = file.values.get(asked), file.boolean(own)
+    if value is not None:
+        names = [value] if isinstance(value, str) else file.entries(asked)
+        allowed = (*_WRITERS, "all", "none")
+        for name in names:
+            if name not in allowed:
+                raise UsageError(f"{asked} has {name!r}; allowed: {', '.join(allowed)}")
+        written = set(_WRITERS) if "all" in names else set(names) & set(_WRITERS)
+        if tensorboard is not None and tensorboard != ("tensorboard" in written):
+            raise contradiction(f"{asked} is {names} and {own} is {str(tensorboard).lower()}")
+        tensorboard = "tensorboard" in written
+        file.flag("wandb-enabled", "wandb" in written, asked)
+    file.flag("tensorboard", tensorboard, asked, own)
+
+
+def _evaluation(file: YamlConfig) -> None:
+    strategies = ("eval_strategy", "evaluation_strategy")
+    strategy = file.agreed(YamlConfig.word, *strategies, allowed=("steps", "no"))
+    if strategy == "no":
+        file.flag("eval.interval", 0, *strategies)
+        file.note("eval_steps", "eval_strategy is no")
+        return
+    file.note_present("every eval_steps", *strategies)
+    file.becomes("eval_steps", "eval.interval", YamlConfig.count)
+
+
+def _data(file: YamlConfig) -> None:
+    file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))
+    file.becomes("data.cache_dir", "data.cache-dir", YamlConfig.text)
+    sides = file.own("truncation_side")
+    side = file.agreed(YamlConfig.word, *sides, allowed=("left", "right"))
+    kept = {None: None, "left": "keep_end", "right": "keep_start"}
+    file.flag("data.truncation", kept[side], *sides)
+    if file.algorithm == "sft":
+        file.spelled("data.packing", YamlConfig.boolean, *file.own("packing"))
+
+
+def _objective(file: YamlConfig) -> None:
+    if file.algorithm == "dpo":
+        file.spelled("objective.beta", YamlConfig.number, *file.own("beta"))
+        kinds = ("sigmoid", "hinge", "ipo")
+        file.spelled("objective.variant", YamlConfig.word, *file.own("loss_type"), allowed=kinds)
+        file.spelled("objective.label-smoothing", YamlConfig.number, *file.own("label_smoothing"))
+        free = file.own("reference_free")
+        if file.agreed(YamlConfig.boolean, *free):
+            raise UsageError(
+                "reference_free is true: losses without a reference are --objective.variant simpo and orpo; remove it"
+            )
+        file.note_present("the reference is the start weights", *free)
+    if file.algorithm == "rm":
+        for name, only in (("loss_type", "ranking"), ("ranking_loss_type", "log_sigmoid")):
+            keys = file.own(name)
+            file.agreed(YamlConfig.word, *keys, allowed=(only,))
+            file.note_present("-log sigmoid of the difference of rewards", *keys)
+        for name, instead in (("margin", "margins are a column `margin` of the pairs"), ("label_smoothing", "none")):
+            keys = file.own(name)
+            if value := file.agreed(YamlConfig.number, *keys):
+                raise UsageError(f"{name} is {value}; allowed: 0 ({instead})")
+            file.note_present("0: no effect", *keys)
+        freezes = file.own("freeze_base_model")
+        if file.agreed(YamlConfig.boolean, *freezes):
+            file.flag("freeze", "decoder/.*", *freezes)
+        file.note_present("the score head trains", *freezes)
+
+
+def _model(file: YamlConfig) -> str | None:
+    """The folder or the address of the model; None if there is none."""
+    path, base = file.agreed(YamlConfig.text, *_MODEL), file.text(_BASE_MODEL)
+    found = path or base
+    if found is None:
+        return None
+    model = model_place(found)
+    file.note_present(f"weights, sizes and tokenizer of {model}", *(_MODEL if path else (_BASE_MODEL,)))
+    if path:
+        file.note(_BASE_MODEL, "tokenizer and sizes are those of the weights")
+    reference = file.own("reference_model_path")
+    for key in reference if file.algorithm == "dpo" else ():
+        other = file.text(key)
+        if other is not None and model_place(other) != model:
+            raise contradiction(f"{key} is {other} and the model is {found}; the reference is the start weights")
+        file.note(key, "the start weights")
+    return model
+
+
+def model_place(name: str) -> str:
+    """The folder of this name, or else the address of a model on the hub. Raises UsageError if it is neither."""
+    if name.startswith("hub:") or "://" in name or Path(name).expanduser().is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UsageError(
+            f"no model at {name}: give a folder (of Hugging Face's form, or one of our runs), or USER/NAME on the hub"
+        )
+    return f"hub:{name}"
+
+
+def _resume(file: YamlConfig) -> None:
+    """Continue the run itself from its newest checkpoint, or start a new run from the state of another one."""
+    key = "resume_from_checkpoint"
+    value = file.values.get(key)
+    if value in (None, False, ""):
+        file.note(key, "a new run")
+        return
+    if value in (True, "true", "latest", "auto"):
+        file.flag("resume", True, key)
+        return
+    path = PurePath(file.text(key))
+    while path.name in ("latest", "checkpoints"):
+        path = path.parent
+    whole, folders = _absolute(path), _own_folders(file)
+    if whole in folders:
+        file.flag("resume", True, key)
+    elif any(folder in whole.parents for folder in folders):
+        raise UsageError(
+            f"{key} is {value}: a run continues from its newest good checkpoint (give {folders[0]}/latest); to go back "
+            "to an older one, start another run from it: change experiment_name"
+        )
+    else:
+        file.flag("weight-loader.params-path", str(path), key)
+        file.flag("weight-loader.continue-training", True, key)
+
+
+def _own_folders(file: YamlConfig) -> Sequence[PurePath]:
+    """The run's folder, as it is here and as the tool has it."""
+    base, name = file.flags.get("checkpoint-base-dir", DEFAULT_OUTPUT), file.flags.get("exp-name")
+    return [_absolute(PurePath(base, file.algorithm, name)), _absolute(PurePath(base, name))] if name else []
+
+
+def _absolute(path: PurePath) -> PurePath:
+    return PurePath(os.path.abspath(Path(path).expanduser()))

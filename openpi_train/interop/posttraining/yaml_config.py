@@ -1,0 +1,114 @@
+"""A YAML config during its translation: keys with several spellings, and values that contradict each other.
+
+Keys of `training` are named without it: `training.seed` and a `seed` at the top are the same key. Read next:
+`training_flags.py`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from openpi_train.interop.config_file import ConfigFile, flatten
+from openpi_train.interop.posttraining.without_flag import WITHOUT_FLAG
+from openpi_train.runtime.exits import UsageError
+
+Algorithm = Literal["sft", "rm", "dpo"]
+# The sections of hyperparameters that belong to an algorithm, by its name.
+SECTIONS: Mapping[str, tuple[str, ...]] = {"sft": ("sft",), "rm": ("reward", "rm"), "dpo": ("dpo",)}
+_OF_OTHERS = ("ppo", "grpo", "rlhf")
+_TRAINING = "training"
+
+
+class YamlConfig(ConfigFile):
+    """The keys of a YAML config, for one algorithm.
+
+    Args: `given` are values by key that were given on the command line: they replace those of the file.
+
+    Raises UsageError if a key stands in `training` and at the top with two values.
+    """
+
+    def __init__(self, config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any]):
+        super().__init__(_one_level({**config}), WITHOUT_FLAG, "the tool", open_word=None)
+        self.algorithm: Algorithm = algorithm
+        self.values |= given
+        # The keys that gave each flag.
+        self.origin: dict[str, tuple[str, ...]] = {}
+
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """An integer of at least 0; the default if the key is absent."""
+        value = self.number(key, default)
+        if value is not None and (value < 0 or not float(value).is_integer()):
+            raise UsageError(f"{key} is {value}; it must be a whole number of at least 0")
+        return None if value is None else int(value)
+
+    def entries(self, key: str) -> Any:
+        """A list; None if the key is absent."""
+        return self._get(key, None, list, "a list")
+
+    def word(self, key: str, allowed: tuple[str, ...]) -> str | None:
+        """A word among `allowed`, in any case; None if the key is absent."""
+        value = self.text(key)
+        if value is not None and value.lower() not in allowed:
+            raise UsageError(f"{key} is {value!r}; allowed: {', '.join(allowed)}")
+        return None if value is None else value.lower()
+
+    def agreed(self, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+        """The value of a thing with several spellings; None if it has none. Raises UsageError if two differ.
+
+        Args: `read` is one of the methods that read a key, `how` its further arguments.
+        """
+        found = {key: value for key in keys if (value := read(self, key, **how)) is not None}
+        for key, value in list(found.items())[1:]:
+            first = next(iter(found))
+            if value != found[first]:
+                raise contradiction(f"{first} is {_shown(found[first])} and {key} is {_shown(value)}")
+        return next(iter(found.values()), None)
+
+    def spelled(self, name: str, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+        """Record that any of `keys` gives `--name`; returns its value. Raises as `agreed`."""
+        value = self.agreed(read, *keys, **how)
+        self.flag(name, value, *keys)
+        return value
+
+    def own(self, *names: str) -> tuple[str, ...]:
+        """The keys of the algorithm's own hyperparameters: in `training`, at the top, or in its section."""
+        return (*names, *(f"{section}.{name}" for section in SECTIONS[self.algorithm] for name in names))
+
+    def flag(self, name: str, value: Any, *keys: str) -> None:
+        super().flag(name, value, *keys)
+        if value is not None:
+            self.origin[name] = tuple(key for key in keys if key in self.values)
+
+    def note_present(self, text: str, *keys: str) -> None:
+        """`note` for each of the keys."""
+        for key in keys:
+            self.note(key, text)
+
+    def leave_others(self) -> None:
+        """Note the sections that belong to other algorithms."""
+        mine = SECTIONS[self.algorithm]
+        others = [name for names in SECTIONS.values() for name in names if name not in mine]
+        for section in (*others, *_OF_OTHERS):
+            self.note_all(section, f"for another algorithm than {self.algorithm}")
+
+
+def contradiction(text: str) -> UsageError:
+    """The error for two values of which only one can be meant."""
+    return UsageError(f"{text}: they contradict each other; keep one of them, or make them equal")
+
+
+def _one_level(config: dict[str, Any]) -> dict[str, Any]:
+    """All entries by dotted key, those of `training` without it."""
+    training = config.pop(_TRAINING, {})
+    if not isinstance(training, Mapping):
+        raise UsageError(f"{_TRAINING} is {_shown(training)}; it must hold keys, such as `seed: 42`")
+    found = dict(flatten(config))
+    for key, value in flatten(training):
+        if key in found and found[key] != value:
+            raise contradiction(f"{_TRAINING}.{key} is {_shown(value)} and {key} is {_shown(found[key])}")
+        found[key] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,73 @@
+"""The launcher of the PyTorch post-training tool: its options as those of `launch local` and `launch manual`.
+
+Read next: `local.py`, `manual.py`.
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from openpi_train.launch import forms
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
+
+_OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
+
+
+def is_meant(options: Sequence[str]) -> bool:
+    """Whether these are options of that tool's launcher."""
+    return any(word.partition("=")[0] in _OPTIONS for word in options)
+
+
+def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
+    """Start the processes of this host; `arguments` go to `posttrain`. Returns the exit code.
+
+    Raises LaunchError if an option is missing.
+    """
+    given = _parser().parse_args(list(options))
+    words: list[object] = ["posttrain", "--config", given.config, "--mode", "train"]
+    words += ["--algorithm", given.algorithm] if given.algorithm else []
+    words += [*shlex.split(given.extra_args), *arguments]
+    return forms.main([*map(str, [*_launch(given), "--", *words])])
+
+
+def _launch(given: argparse.Namespace) -> list[object]:
+    # A process without GPUs of its own uses all of its host.
+    processes = given.nproc_per_node or 1
+    if given.nnodes == 1:
+        words: list[object] = ["local", "--processes", processes]
+        words += ["--port", given.master_port] if given.master_port else []
+    else:
+        if given.master_addr is None:
+            raise LaunchError(f"{given.nnodes} hosts need --master_addr, the address of the first")
+        words = ["manual", "--node-rank", given.node_rank, "--num-nodes", given.nnodes]
+        words += ["--processes-per-node", processes, "--master-addr", given.master_addr]
+        words += ["--master-port", given.master_port or DEFAULT_PORT]
+    words += ["--devices-per-process", given.devices_per_process] if given.devices_per_process else []
+    words += ["--log-dir", given.log_dir] if given.log_dir else []
+    return [*words, *(["--dry-run"] if given.dry_run else [])]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="run_distributed.py", description="Train a language model by a YAML config, on several GPUs or hosts."
+    )
+    parser.add_argument("--config", required=True, help="the YAML config")
+    parser.add_argument("--algorithm", help="sft, rm or dpo (default: as the config says)")
+    _add(parser, "nproc_per_node", type=int, help="processes on this host, a GPU each (default: one with all GPUs)")
+    _add(parser, "nnodes", type=int, default=1, help="number of hosts (%(default)s)")
+    _add(parser, "node_rank", type=int, default=0, help="this host (%(default)s)")
+    _add(parser, "master_addr", help="address of host 0")
+    _add(parser, "master_port", type=int, help=f"a free port there ({DEFAULT_PORT} for several hosts)")
+    _add(parser, "use_torchrun", action="store_true", help="no effect: there is one launcher")
+    _add(parser, "backend", choices=["nccl", "gloo"], help="no effect: NCCL on GPUs, gloo on CPUs")
+    _add(parser, "extra_args", default="", help="further options of `posttrain`, in one word")
+    _add(parser, "devices_per_process", type=int, help="make so many CPU devices in each process")
+    _add(parser, "log_dir", help="folder for the processes' output (default: a temporary one)")
+    _add(parser, "dry_run", action="store_true", help="print the command lines, start nothing")
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, **settings: object) -> None:
+    """An option with underscores, as the tool has it, or with dashes."""
+    flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    parser.add_argument(*flags, **settings)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,192 @@
+"""The `posttrain` verb: an experiment on a language model from a YAML config of the PyTorch post-training tool.
+
+Values for absent keys are those of the tool's own example: 3 epochs, 4 rows per device, AdamW at 5e-5 falling linearly
+to 0, float32. Read next: `interop/posttraining/training_flags.py`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.data.text.text_data import TextData
+from openpi_train.evaluation.measure import Evaluations
+from openpi_train.experiment import Experiment
+from openpi_train.interop import checkpoint_formats, huggingface, ours
+from openpi_train.interop.checkpoint_tokenizer import on_disk
+from openpi_train.interop.place import Place
+from openpi_train.interop.posttraining.text_sources import TextSource, shares
+from openpi_train.interop.posttraining.training_flags import (
+    DEFAULT_OUTPUT,
+    DEFAULT_ROWS,
+    TranslatedConfig,
+    translate_config,
+)
+from openpi_train.interop.posttraining.yaml_config import Algorithm
+from openpi_train.interop.posttraining.yaml_file import read_yaml
+from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.language import LanguageConfig
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.reference import ReferencedConfig, policy_of
+from openpi_train.models.reward import RewardConfig
+from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.preference_pairs import PreferencePairs
+from openpi_train.objectives.reward_pairs import RewardPairs
+from openpi_train.objectives.supervised_text import SupervisedText
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.tools.requests import PosttrainRequest
+
+logger = logging.getLogger(__name__)
+
+_OBJECTIVES: Mapping[Algorithm, type[Objective]] = {"sft": SupervisedText, "rm": RewardPairs, "dpo": PreferencePairs}
+_LONGEST_TEXT = 2048
+# Values of --algorithm.
+_NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo"}
+_LATER = ("ppo", "grpo")
+_LENGTHS = ("--num-train-steps", "--num-epochs")
+
+
+def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Experiment, list[str]]:
+    """The experiment of a config, and flags that are still to be applied to it: the config's, then the `given` ones.
+
+    Logs what became of every key. Reads the model's sizes and a record of each dataset. Raises RunError, saying what to
+    do.
+    """
+    config = read_yaml(request.config)
+    translated = translate_config(config, _algorithm(request, config), _replaced(request))
+    logger.info("%s, key by key:\n%s", request.config, translated.report())
+    experiment, prefix = _built(translated, Path(request.config).stem)
+    names = {word.partition("=")[0].replace("_", "-") for word in given}
+    # A length on the command line replaces the config's, in steps or in epochs.
+    left_out = () if names.isdisjoint(_LENGTHS) else _LENGTHS
+    kept = [flag for flag in translated.flags if flag[0] not in left_out]
+    return experiment, [*(word.replace("--model.", prefix, 1) for flag in kept for word in flag), *given]
+
+
+def _built(translated: TranslatedConfig, exp_name: str) -> tuple[Experiment, str]:
+    """The experiment without its flags, and the prefix of the flags of its language model.
+
+    Args: `exp_name` is the run's name if the config has none.
+    """
+    language, tokenizer = _language_model(translated.model)
+    model, prefix = _model_around(language, translated.algorithm)
+    with reported_as(DataError):
+        datasets = tuple(source.dataset() for source in translated.sources)
+    if len(datasets) > 1:
+        logger.info("%s", shares(datasets))
+    experiment = Experiment(
+        name=translated.algorithm,
+        exp_name=exp_name,
+        model=model,
+        objective=_OBJECTIVES[translated.algorithm](),
+        data=TextData(
+            datasets=datasets,
+            tokenizer=tokenizer,
+            kind="texts" if translated.algorithm == "sft" else "preferences",
+            max_length=min(_LONGEST_TEXT, language.context_length),
+            validation_fraction=0.0,
+        ),
+        weight_loader=CheckpointWeightLoader(params_path=translated.model),
+        lr_schedule=LRSchedule(
+            kind="linear", warmup_steps=0, warmup_lr=0.0, peak_lr=5e-5, decay_steps=None, decay_lr=0.0
+        ),
+        optimizer=AdamW(b2=0.999, weight_decay=0.0),
+        ema_decay=None,
+        batch_size=DEFAULT_ROWS,
+        keep_effective_batch_size=False,
+        num_epochs=3,
+        log_interval=10,
+        save_interval=500,
+        keep_period=None,
+        keep_last=3,
+        eval=Evaluations(interval=500 if _holds_out(translated.sources) else 0),
+        checkpoint_base_dir=DEFAULT_OUTPUT,
+    )
+    return experiment, prefix
+
+
+def prepare_data(experiments: Sequence[Experiment]) -> None:
+    """Encode the datasets of the experiments into the token cache, which runs read."""
+    for experiment in experiments:
+        opened = experiment.open_data()
+        logger.info("%s: %d training samples are ready", experiment.name, opened.num_samples)
+
+
+def algorithms_of(request: PosttrainRequest) -> tuple[Algorithm, ...]:
+    """The algorithms of --mode data_process: the one that is given, or all whose datasets the config has."""
+    if request.algorithm is not None:
+        return (_algorithm(request, {}),)
+    config = read_yaml(request.config)
+    found: list[Algorithm] = []
+    for algorithm in dict.fromkeys(_NAMES.values()):
+        try:
+            translate_config(config, algorithm, _replaced(request))
+        except UsageError as error:
+            reason = error
+        else:
+            found.append(algorithm)
+    if not found:
+        raise reason
+    return tuple(found)
+
+
+def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorithm:
+    training = config.get("training", {})
+    said = training.get("algorithm") if isinstance(training, Mapping) else None
+    name = request.algorithm or said or config.get("algorithm")
+    allowed = f"allowed: {', '.join(_NAMES)}"
+    if name is None:
+        raise UsageError(f"no algorithm: give --algorithm, or training.algorithm in {request.config}; {allowed}")
+    if name in _LATER:
+        raise UsageError(
+            f"--algorithm {name} is not built yet: it comes with the next issue of this package; {allowed}"
+        )
+    if name not in _NAMES:
+        raise UsageError(f"--algorithm {name}: {allowed}")
+    return _NAMES[name]
+
+
+def _replaced(request: PosttrainRequest) -> dict[str, Any]:
+    """The options that replace keys of the config."""
+    names = ("output_dir", "experiment_name", "resume_from_checkpoint")
+    found = {name: value for name in names if (value := getattr(request, name)) is not None}
+    if request.deepspeed_config is not None:
+        found |= dict.fromkeys(("deepspeed.config_path", "deepspeed_config"), request.deepspeed_config)
+    return found
+
+
+def _language_model(where: str) -> tuple[LanguageConfig, str]:
+    """The language model of a folder, a run or an address on the hub, and the place of its tokenizer. Reads no weights.
+
+    Raises CheckpointError, UsageError.
+    """
+    if where.startswith(SCHEME):
+        config = hub_folder(where, repo_type="model", patterns=[huggingface.CONFIG])
+        return huggingface.read_model(Place.of(config)), where
+    place = checkpoint_formats.open_place(where)
+    if not ours.recognises(place):
+        return huggingface.read_model(place), where
+    recorded, tokens = ours.recorded_experiment(place)
+    run = experiment_from_json(recorded) if recorded else None
+    found = policy_of(run.model) if run else None
+    if found is None or tokens is None:
+        raise UsageError(f"{where} is no language model of ours: name a run of sft or dpo")
+    return found[0], str(on_disk(tokens))
+
+
+def _model_around(language: LanguageConfig, algorithm: Algorithm) -> tuple[ModelConfig, str]:
+    """The model that the algorithm trains, and the prefix of the language model's flags in it."""
+    language = dataclasses.replace(language, dtype="float32", remat="auto")
+    if algorithm == "rm":
+        return RewardConfig(language=language), "--model.language."
+    if algorithm == "dpo" and not language.adapter.enabled:
+        return ReferencedConfig(policy=language), "--model.policy."
+    return language, "--model."
+
+
+def _holds_out(sources: Sequence[TextSource]) -> bool:
+    return any(source.validation is not None for source in sources)
