@@ -25,7 +25,7 @@ MANIFEST = "prepared.json"
 def missing(path: str | Path, names: Collection[str]) -> str | None:
     """The one of `names` that stands for the missing dataset in `places.datasets()` that a path belongs to, or None."""
     name = places.dataset_name(path)
-    return name if name in names and not (places.datasets() / name).exists() else None
+    return name if name is not None and name in names and not (places.datasets() / name).exists() else None
 
 
 def written(root: Path, arguments: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
