@@ -25,7 +25,6 @@ from openpi_train.training.devices import Devices
 from openpi_train.training.init import create_state
 from openpi_train.types import pytree
 
-
 ROWS, LENGTH = 8, 40
 SIZES = DecoderSizes(
     vocab_size=40,
