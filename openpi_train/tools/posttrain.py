@@ -141,7 +141,7 @@ def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorith
         raise UsageError(f"no algorithm: give --algorithm, or training.algorithm in {request.config}; {allowed}")
     if name in _LATER:
         raise UsageError(
-            f"--algorithm {name} is not built yet: it comes with the next issue of this package; {allowed}"
+            f"--algorithm {name} is reinforcement learning, which is not built yet; {allowed}"
         )
     if name not in _NAMES:
         raise UsageError(f"--algorithm {name}: {allowed}")
