@@ -98,7 +98,8 @@ def _built(translated: TranslatedConfig, exp_name: str) -> tuple[Experiment, str
         optimizer=AdamW(b2=0.999, weight_decay=0.0),
         ema_decay=None,
         batch_size=DEFAULT_ROWS,
-        keep_effective_batch_size=False,
+        # The rows of a device, unless the files give those of all devices together.
+        keep_effective_batch_size=any(flag[0] == "--batch-size" for flag in translated.flags),
         num_epochs=3,
         log_interval=10,
         save_interval=500,
@@ -140,9 +141,7 @@ def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorith
     if name is None:
         raise UsageError(f"no algorithm: give --algorithm, or training.algorithm in {request.config}; {allowed}")
     if name in _LATER:
-        raise UsageError(
-            f"--algorithm {name} is reinforcement learning, which is not built yet; {allowed}"
-        )
+        raise UsageError(f"--algorithm {name} is reinforcement learning, which is not built yet; {allowed}")
     if name not in _NAMES:
         raise UsageError(f"--algorithm {name}: {allowed}")
     return _NAMES[name]
