@@ -151,6 +151,11 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     whole = model if isinstance(model, RewardConfig) else language
     layouts = _layouts(with_language(whole, dataclasses.replace(language, adapter=settings)))
     expected = {name: one.tensor_shape for one in layouts.values() for name in one.tensors.values()}
+    if others := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{place}/{FILE} holds {others[0]} ({len(others)} such tensors): ours adapt the weights of attention and "
+            "feed-forward layers, not tables or heads, and not of other models; merge it into its base model by PEFT"
+        )
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
     account(found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=_explain)
     has = {
@@ -249,9 +254,8 @@ def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> N
 
 
 def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-    del missing
-    advice = ["ours adapt the weights of attention and feed-forward layers, not tables or heads"] if extra else []
-    return advice + (["it is an adapter of a model of other sizes: give its base model"] if misshapen else [])
+    del missing, extra
+    return ["it is an adapter of a model of other sizes: give its base model"] if misshapen else []
 
 
 def _is_adapted(published: str, adapter: AdapterConfig) -> bool:
@@ -267,9 +271,8 @@ def _tell_absent(
     parts = [part for part, on in ((".self_attn.", used.attention), (".mlp.", used.mlp)) if on]
     absent = {_module(name) for name in expected if name not in found and any(part in name for part in parts)}
     if ours.enabled and absent:
-        logger.warning(
-            "%s adapts not all %s: those without an addition get none, and stay so", place, ", ".join(sorted(absent))
-        )
+        names = ", ".join(sorted(absent))
+        logger.warning("%s leaves out %s, in some layers or in all: they get no addition in this run", place, names)
 
 
 def _module(tensor: str) -> str:
