@@ -76,15 +76,11 @@ _HEADS = {"score", "classifier"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An opened adapter: its settings, its leaves by published name, and the name of its base model, if it says one.
-
-    A reward model's has its score, too.
-    """
+    """An opened adapter: its settings, and its leaves by published name; a reward model's has its score, too."""
 
     where: str
     settings: AdapterConfig
     leaves: Leaves
-    base: str | None
 
     def onto(self, model: ModelConfig, params: Leaves) -> dict[str, StoredLeaf]:
         """The parameters of `model` by path, with this adapter: as its factors, or folded into the weights if it has
@@ -156,6 +152,11 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
             f"{place}/{FILE} holds {others[0]} ({len(others)} such tensors): ours adapt the weights of attention and "
             "feed-forward layers, not tables or heads, and not of other models; merge it into its base model by PEFT"
         )
+    partners = {
+        name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A") for name in found
+    }
+    if alone := sorted(partners - found.keys()):
+        raise CheckpointError(f"{place}/{FILE} lacks {alone[0]}, the other factor of one that it holds; fetch it again")
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
     account(found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=_explain)
     has = {
@@ -166,11 +167,10 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     leaves = {}
     for name, one in layouts.items():
         there = [tensor for tensor in one.tensors.values() if tensor in found]
-        asked = there or (name != SCORE and _is_adapted(name, language.adapter or settings))
-        if asked:
+        if there or (name != SCORE and _is_adapted(name, language.adapter)):
             zeros = {tensor: _zeros(one.tensor_shape) for tensor in one.tensors.values() if tensor not in found}
             leaves[name] = one.joined({**found, **zeros})
-    return Adapter(where=str(place), settings=settings, leaves=leaves, base=said.get("base_model_name_or_path") or None)
+    return Adapter(where=str(place), settings=settings, leaves=leaves)
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:

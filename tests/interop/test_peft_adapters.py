@@ -199,6 +199,14 @@ def test_tensors_that_are_not_of_layers_or_of_other_sizes_are_named(folder):
         start(folder)
 
 
+def test_a_factor_without_the_other_is_named(folder):
+    lost = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    rest = {name: in_memory(values) for name, values in tensors(folder).items() if name != lost}
+    safetensors_file.write_file(folder / peft_adapter.FILE, rest)
+    with pytest.raises(CheckpointError, match=rf"lacks {lost}, the other factor of one that it holds; fetch it again"):
+        start(folder)
+
+
 def test_a_pickled_adapter_is_refused(folder):
     (folder / peft_adapter.FILE).rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"only adapter_model.bin, which is not read: save it as safetensors"):
