@@ -76,15 +76,11 @@ _HEADS = {"score", "classifier"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An opened adapter: its settings, its leaves by published name, and the name of its base model, if it says one.
-
-    A reward model's has its score, too.
-    """
+    """An opened adapter: its settings, and its leaves by published name; a reward model's has its score, too."""
 
     where: str
     settings: AdapterConfig
     leaves: Leaves
-    base: str | None
 
     def onto(self, model: ModelConfig, params: Leaves) -> dict[str, StoredLeaf]:
         """The parameters of `model` by path, with this adapter: as its factors, or folded into the weights if it has
@@ -151,6 +147,16 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     whole = model if isinstance(model, RewardConfig) else language
     layouts = _layouts(with_language(whole, dataclasses.replace(language, adapter=settings)))
     expected = {name: one.tensor_shape for one in layouts.values() for name in one.tensors.values()}
+    if others := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{place}/{FILE} holds {others[0]} ({len(others)} such tensors): ours adapt the weights of attention and "
+            "feed-forward layers, not tables or heads, and not of other models; merge it into its base model by PEFT"
+        )
+    partners = {
+        name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A") for name in found
+    }
+    if alone := sorted(partners - found.keys()):
+        raise CheckpointError(f"{place}/{FILE} lacks {alone[0]}, the other factor of one that it holds; fetch it again")
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
     account(found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=_explain)
     has = {
@@ -161,11 +167,10 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     leaves = {}
     for name, one in layouts.items():
         there = [tensor for tensor in one.tensors.values() if tensor in found]
-        asked = there or (name != SCORE and _is_adapted(name, language.adapter or settings))
-        if asked:
+        if there or (name != SCORE and _is_adapted(name, language.adapter)):
             zeros = {tensor: _zeros(one.tensor_shape) for tensor in one.tensors.values() if tensor not in found}
             leaves[name] = one.joined({**found, **zeros})
-    return Adapter(where=str(place), settings=settings, leaves=leaves, base=said.get("base_model_name_or_path") or None)
+    return Adapter(where=str(place), settings=settings, leaves=leaves)
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
@@ -249,9 +254,8 @@ def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> N
 
 
 def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-    del missing
-    advice = ["ours adapt the weights of attention and feed-forward layers, not tables or heads"] if extra else []
-    return advice + (["it is an adapter of a model of other sizes: give its base model"] if misshapen else [])
+    del missing, extra
+    return ["it is an adapter of a model of other sizes: give its base model"] if misshapen else []
 
 
 def _is_adapted(published: str, adapter: AdapterConfig) -> bool:
@@ -267,9 +271,8 @@ def _tell_absent(
     parts = [part for part, on in ((".self_attn.", used.attention), (".mlp.", used.mlp)) if on]
     absent = {_module(name) for name in expected if name not in found and any(part in name for part in parts)}
     if ours.enabled and absent:
-        logger.warning(
-            "%s adapts not all %s: those without an addition get none, and stay so", place, ", ".join(sorted(absent))
-        )
+        names = ", ".join(sorted(absent))
+        logger.warning("%s leaves out %s, in some layers or in all: they get no addition in this run", place, names)
 
 
 def _module(tensor: str) -> str:

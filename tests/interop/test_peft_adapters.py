@@ -182,7 +182,7 @@ def test_parts_that_the_run_does_not_adapt_are_named(folder):
 
 def test_weights_without_an_addition_are_logged(caplog):
     start(GENUINE / "adapters" / "two_weights", "llama", AdapterConfig(rank=2, alpha=3.0, rslora=True))
-    assert "adapts not all down_proj, gate_proj, k_proj, o_proj, up_proj: those without an addition" in caplog.text
+    assert "leaves out down_proj, gate_proj, k_proj, o_proj, up_proj, in some layers or in all" in caplog.text
 
 
 def test_tensors_that_are_not_of_layers_or_of_other_sizes_are_named(folder):
@@ -193,7 +193,17 @@ def test_tensors_that_are_not_of_layers_or_of_other_sizes_are_named(folder):
     safetensors_file.write_file(
         folder / peft_adapter.FILE, {name: in_memory(one.whole()) for name, one in more.items()}
     )
-    with pytest.raises(CheckpointError, match=r"(?s)unknown to the model.*embed_tokens.*not tables or heads"):
+    with pytest.raises(
+        CheckpointError, match=r"embed_tokens.lora_embedding_A \(1 such tensors\): ours adapt.*not tables or heads"
+    ):
+        start(folder)
+
+
+def test_a_factor_without_the_other_is_named(folder):
+    lost = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    rest = {name: in_memory(values) for name, values in tensors(folder).items() if name != lost}
+    safetensors_file.write_file(folder / peft_adapter.FILE, rest)
+    with pytest.raises(CheckpointError, match=rf"lacks {lost}, the other factor of one that it holds; fetch it again"):
         start(folder)
 
 

@@ -106,9 +106,21 @@ def test_it_is_written_back_bit_for_bit(tmp_path):
     assert report["merged_into_weights"] == report["parameters_left_out"] == []
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "llama", "qwen2", "qwen3", "mistral"])
+# By family the name of the class in transformers 5.23.
+CLASSES = {
+    "gemma": "GemmaForSequenceClassification",
+    "gemma2": "Gemma2ForSequenceClassification",
+    "gemma3": "Gemma3TextForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+    "qwen2": "Qwen2ForSequenceClassification",
+    "qwen3": "Qwen3ForSequenceClassification",
+    "mistral": "MistralForSequenceClassification",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_config_of_ours_says_a_reward_model_of_each_family(tmp_path, name):
-    """With the class's name in transformers; it reads back as the model that was written."""
+    """It reads back as the model that was written."""
     language = huggingface.read_model(Place.of(GENUINE.parent / name), dtype="float32", remat="none")
     model = RewardConfig(language=language)
     names = parameter_names(model)
@@ -118,8 +130,7 @@ def test_a_config_of_ours_says_a_reward_model_of_each_family(tmp_path, name):
     huggingface.write(tmp_path / "out", stored, model)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert config.num_labels == 1 and config.pad_token_id == 0
-    (written,) = config.architectures
-    assert written.endswith("ForSequenceClassification") and written in transformers.__all__
+    assert config.architectures == [CLASSES[name]]
     found = open_checkpoint(tmp_path / "out", model)
     assert found.params.keys() == params.keys()
 
