@@ -29,7 +29,7 @@ install_import_hook("openpi_train", "typechecker.check")
 import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE: here, and not in the first test that sets it
 import jax
 
-from openpi_train.runtime import logs, phases, xla_flags
+from openpi_train.runtime import compile_cache, logs, phases, xla_flags
 
 # The suite's programs run for milliseconds and compile for seconds: LLVM need not try, and XLA's older emitters, which
 # do without MLIR, take a third of the time (jaxlib 0.10.2). A later one may not know them: that flag is asked about.
@@ -39,6 +39,7 @@ if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = LITTLE_EFFORT if xla_flags.rejected(QUICK_TO_COMPILE) else QUICK_TO_COMPILE
 
 jax.config.update("jax_num_cpu_devices", 8)
+compile_cache.fit_for_cpus()  # programs of several devices that were loaded may end the process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ Values for absent keys are those of the tool's own example: 3 epochs, 4 rows per
 to 0, float32. Read next: `interop/posttraining/training_flags.py`.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
-from openpi_train.interop.posttraining.text_sources import TextSource, shares
+from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, shares
 from openpi_train.interop.posttraining.training_flags import (
     DEFAULT_OUTPUT,
     DEFAULT_ROWS,
@@ -123,14 +124,11 @@ def algorithms_of(request: PosttrainRequest) -> tuple[Algorithm, ...]:
     config = read_yaml(request.config)
     found: list[Algorithm] = []
     for algorithm in dict.fromkeys(_NAMES.values()):
-        try:
+        with contextlib.suppress(NoSourcesError):
             translate_config(config, algorithm, _replaced(request))
-        except UsageError as error:
-            reason = error
-        else:
             found.append(algorithm)
     if not found:
-        raise reason
+        raise NoSourcesError("sft")
     return tuple(found)
 
 

@@ -27,10 +27,6 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import PreferenceBatch, TextBatch
 
-pytestmark = pytest.mark.skip(
-    reason="the CPU runtime aborted this process twice in sharded steps of language models; not understood yet"
-)
-
 ROWS, LENGTH, VOCABULARY = 16, 16, 24
 SIZES = DecoderSizes(
     vocab_size=VOCABULARY, width=16, depth=2, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, tied=True

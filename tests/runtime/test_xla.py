@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from openpi_train.runtime import compile_cache, xla, xla_flags
+from openpi_train.runtime import xla, xla_flags
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World
 
@@ -153,8 +153,3 @@ def test_the_first_platform_is_the_kind(platforms, kind):
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-8932f937", 1)])
 def test_visible_gpus_are_counted(visible, count):
     assert xla.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
-
-
-def test_the_compilation_cache_is_the_users_or_one_per_kind_of_machine():
-    assert compile_cache.compilation_cache_dir({"JAX_COMPILATION_CACHE_DIR": "/x"}) == "/x"
-    assert compile_cache.compilation_cache_dir({"XDG_CACHE_HOME": "/y"}).startswith("/y/openpi_train/compiled/")

@@ -81,7 +81,7 @@ def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
         file.flag("sharding.strategy", "replicated" if strategy == "ddp" else "auto", *keys)
         file.note(_STAGE, "auto chooses")
     else:
-        file.flag("sharding.strategy", _ZERO.get(stage), _STAGE)
+        file.flag("sharding.strategy", None if stage is None else _ZERO[stage], _STAGE)
         file.note_present(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
     if strategy == "auto":
         file.note_present(_RULE, *keys)

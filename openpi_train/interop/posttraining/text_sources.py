@@ -31,6 +31,16 @@ _BY_SIZE = "concat"
 _MIXING = (_BY_SIZE, "weighted_sampling", "balanced")
 
 
+class NoSourcesError(UsageError):
+    """The config names no training files for the algorithm."""
+
+    def __init__(self, algorithm: Algorithm):
+        super().__init__(
+            f"no training data for {algorithm}: give data.datasets.{_KINDS[algorithm][0]}.train_files, a list of "
+            "files, or data.train_file"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSource:
     """A file of training texts. `weight` None: as many rows as it has records. `validation` is a file, or None."""
@@ -113,14 +123,6 @@ def _leave_other_kinds(file: YamlConfig) -> None:
 
 def _sections(kinds: Sequence[str]) -> list[str]:
     return [f"{above}.{kind}" for kind in kinds for above in ("data.datasets", "data")]
-
-
-def missing_sources(algorithm: Algorithm) -> UsageError:
-    """The error for a config that names no training files."""
-    return UsageError(
-        f"no training data for {algorithm}: give data.datasets.{_KINDS[algorithm][0]}.train_files, a list of files, or "
-        "data.train_file"
-    )
 
 
 def _held_out_files(file: YamlConfig, section: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from openpi_train.interop.config_file import Flag
 from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
-from openpi_train.interop.posttraining.text_sources import TextSource, missing_sources, text_sources
+from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
 from openpi_train.runtime.exits import UsageError
 
@@ -51,7 +51,7 @@ def translate_config(
     """Translate a YAML config for an algorithm; `given` are values by key that replace the file's.
 
     Reads the DeepSpeed file that it names. Raises UsageError for unknown keys (with the closest ones), invalid values,
-    and values that contradict each other.
+    and values that contradict each other; NoSourcesError if it has no data for the algorithm.
     """
     file = YamlConfig(config, algorithm, given or {})
     file.note("algorithm", f"this run is {algorithm}")
@@ -73,7 +73,7 @@ def translate_config(
     if model is None:
         raise UsageError(f"no model: give {_MODEL[0]}, a folder or a name on the hub")
     if not sources:
-        raise missing_sources(algorithm)
+        raise NoSourcesError(algorithm)
     flags, lines = deepspeed.joined(file), (*lines, *deepspeed.lines)
     return TranslatedConfig(algorithm=algorithm, model=model, sources=sources, flags=flags, lines=lines)
 
@@ -84,7 +84,7 @@ def _length(file: YamlConfig) -> None:
     if num_steps is not None and num_steps > 0:
         if num_epochs := file.agreed(YamlConfig.count, *epochs):
             raise contradiction(f"{steps} is {num_steps} and num_epochs is {num_epochs}")
-        file.becomes(steps, "num-train-steps", YamlConfig.count)
+        file.spelled("num-train-steps", YamlConfig.count, steps)
         return
     file.note(steps, "not above 0: the length is in epochs")
     file.spelled("num-epochs", YamlConfig.count, *epochs)
@@ -113,7 +113,7 @@ def _schedule(file: YamlConfig) -> None:
             f"lr_scheduler_type constant has no warm-up, and {'warmup_steps' if steps else 'warmup_ratio'} is "
             f"{steps or ratio}: use constant_with_warmup, or remove it"
         )
-    file.becomes("learning_rate", "lr-schedule.peak-lr", YamlConfig.number)
+    file.spelled("lr-schedule.peak-lr", YamlConfig.number, "learning_rate")
     file.flag("lr-schedule.kind", None if kind is None else _SCHEDULES[kind], "lr_scheduler_type")
     if ratio:
         file.flag("lr-schedule.warmup-ratio", ratio, "warmup_ratio")
@@ -127,7 +127,7 @@ def _optimizer(file: YamlConfig) -> None:
     file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
     names = {"weight_decay": "weight-decay", "adam_beta1": "b1", "adam_beta2": "b2", "adam_epsilon": "eps"}
     for key, field in names.items():
-        file.becomes(key, f"optimizer.{field}", YamlConfig.number)
+        file.spelled(f"optimizer.{field}", YamlConfig.number, key)
 
 
 def _precision(file: YamlConfig) -> None:
@@ -149,14 +149,14 @@ def _precision(file: YamlConfig) -> None:
 def _saving(file: YamlConfig) -> None:
     file.spelled("exp-name", YamlConfig.text, "experiment_name")
     file.spelled("checkpoint-base-dir", YamlConfig.text, "output_dir")
-    file.becomes("save_steps", "save-interval", YamlConfig.count)
-    file.becomes("save_total_limit", "keep-last", YamlConfig.count)
+    file.spelled("save-interval", YamlConfig.count, "save_steps")
+    file.spelled("keep-last", YamlConfig.count, "save_total_limit")
     file.word("save_strategy", ("steps",))
     file.note("save_strategy", "every save_steps, and at the end")
 
 
 def _logging(file: YamlConfig) -> None:
-    file.becomes("logging_steps", "log-interval", YamlConfig.count)
+    file.spelled("log-interval", YamlConfig.count, "logging_steps")
     asked, own = "report_to", "logging.tensorboard"
     value, tensorboard = file.values.get(asked), file.boolean(own)
     if value is not None:
@@ -181,12 +181,12 @@ def _evaluation(file: YamlConfig) -> None:
         file.note("eval_steps", "eval_strategy is no")
         return
     file.note_present("every eval_steps", *strategies)
-    file.becomes("eval_steps", "eval.interval", YamlConfig.count)
+    file.spelled("eval.interval", YamlConfig.count, "eval_steps")
 
 
 def _data(file: YamlConfig) -> None:
     file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))
-    file.becomes("data.cache_dir", "data.cache-dir", YamlConfig.text)
+    file.spelled("data.cache-dir", YamlConfig.text, "data.cache_dir")
     sides = file.own("truncation_side")
     side = file.agreed(YamlConfig.word, *sides, allowed=("left", "right"))
     kept = {None: None, "left": "keep_end", "right": "keep_start"}

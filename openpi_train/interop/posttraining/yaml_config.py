@@ -30,7 +30,7 @@ class YamlConfig(ConfigFile):
     def __init__(self, config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any]):
         super().__init__(_one_level({**config}), WITHOUT_FLAG, "the tool", open_word=None)
         self.algorithm: Algorithm = algorithm
-        self.values |= given
+        self.values.update(given)
         # The keys that gave each flag.
         self.origin: dict[str, tuple[str, ...]] = {}
 

@@ -75,3 +75,13 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         load_text_tokenizer(str(folder))
     with pytest.raises(ValueError, match=r"eos_token '<none>' .* is not in the vocabulary"):
         _ = chats.tiny(eos_token="<none>").eos
+
+
+def test_files_that_belong_to_the_model_are_kept_and_stay_in_the_main_process(tmp_path):
+    folder = chats.write(tmp_path / "tiny")
+    for name in ("generation_config.json", "vocab.json", "config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    found = load_text_tokenizer(str(folder))
+    read = {"tokenizer.json", "tokenizer_config.json"}
+    assert found.files.keys() == read | {"generation_config.json", "vocab.json", "config.json"}
+    assert pickle.loads(pickle.dumps(found)).files.keys() == read
