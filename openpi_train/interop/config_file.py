@@ -117,7 +117,7 @@ class ConfigFile:
         if unknown:
             known = sorted({*self._unmapped, *self._asked})
             raise UsageError("\n".join(self._unknown(key, known) for key in unknown))
-        entries = {key: f"{key}: {json.dumps(value)}" for key, value in self.values.items()}
+        entries = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in self.values.items()}
         width = max((len(entries[key]) for key in self._meaning), default=0)
         without: dict[str | None, list[str]] = {}
         for key in entries.keys() - self._meaning.keys():

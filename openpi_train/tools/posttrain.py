@@ -58,9 +58,11 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
     do.
     """
     config = read_yaml(request.config)
-    translated = translate_config(config, _algorithm(request, config), _replaced(request))
+    translated = translate_config(
+        config, _algorithm(request, config), _replaced(request), name=Path(request.config).stem
+    )
     logger.info("%s, key by key:\n%s", request.config, translated.report())
-    experiment, prefix = _built(translated, Path(request.config).stem)
+    experiment, prefix = _built(translated)
     names = {word.partition("=")[0].replace("_", "-") for word in given}
     # A length on the command line replaces the config's, in steps or in epochs.
     left_out = () if names.isdisjoint(_LENGTHS) else _LENGTHS
@@ -68,11 +70,8 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
     return experiment, [*(word.replace("--model.", prefix, 1) for flag in kept for word in flag), *given]
 
 
-def _built(translated: TranslatedConfig, exp_name: str) -> tuple[Experiment, str]:
-    """The experiment without its flags, and the prefix of the flags of its language model.
-
-    Args: `exp_name` is the run's name if the config has none.
-    """
+def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
+    """The experiment without its flags, and the prefix of the flags of its language model."""
     language, tokenizer = _language_model(translated.model)
     model, prefix = _model_around(language, translated.algorithm)
     with reported_as(DataError):
@@ -81,7 +80,6 @@ def _built(translated: TranslatedConfig, exp_name: str) -> tuple[Experiment, str
         logger.info("%s", shares(datasets))
     experiment = Experiment(
         name=translated.algorithm,
-        exp_name=exp_name,
         model=model,
         objective=_OBJECTIVES[translated.algorithm](),
         data=TextData(

@@ -350,6 +350,10 @@ def test_a_checkpoint_is_of_this_run_or_of_another(value, flags):
     config = training(output_dir="outputs", experiment_name="mine")
     found = command(config, resume_from_checkpoint=value)
     assert found == f"--exp-name mine --checkpoint-base-dir outputs {flags}"
+    unnamed = {**AROUND, **training(output_dir="outputs", resume_from_checkpoint=value)}
+    assert set(translate_config(unnamed, "sft", name="mine").flags) == set(
+        translated(config, resume_from_checkpoint=value).flags
+    )
     # The output folder and the name may be given on the command line.
     assert command({}, resume_from_checkpoint=value, output_dir="outputs", experiment_name="mine") == found
 
@@ -420,8 +424,10 @@ def test_each_algorithm_has_its_datasets():
     found = {name: sources({"datasets": kinds}, name)[0][0] for name in ("sft", "rm", "dpo")}
     assert found == {"sft": "sft.jsonl", "rm": "reward.jsonl", "dpo": "reward.jsonl"}
     assert sources({"datasets": {"rlhf": kinds["rlhf"]}}, "dpo") == [("rlhf.jsonl", 1.0, None)]
-    report = translated({"data": {"datasets": kinds}}, "sft").report()
-    assert re.search(r"reward.train_files: .*not read by sft", report)
+    kinds["rlhf"] |= {"merge_datasets": True, "merged_cache_path": "x"}
+    for name, other in (("sft", "reward"), ("dpo", "rlhf"), ("dpo", "sft")):
+        report = translated({"data": {"datasets": kinds}}, name).report()
+        assert re.search(rf"{other}.train_files: .*not read by {name}", report)
 
 
 @pytest.mark.parametrize(

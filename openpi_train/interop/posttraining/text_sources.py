@@ -64,11 +64,12 @@ class TextSource:
 
 def text_sources(file: YamlConfig) -> tuple[TextSource, ...]:
     """The training files of the algorithm, with their held-out files; empty if the config names none."""
-    _leave_other_kinds(file)
     key = _training_key(file)
+    section = (key or "").rpartition(".")[0]
+    _leave_other_kinds(file, section)
     if key is None:
         return ()
-    entries, section = _read_entries(file, key), key.rpartition(".")[0]
+    entries = _read_entries(file, key)
     held_out = _held_out_files(file, section)
     if len(held_out) > len(entries):
         raise UsageError(
@@ -109,16 +110,15 @@ def _training_key(file: YamlConfig) -> str | None:
     general = [key for key in (*_SINGLE, *_LISTS) if key in file.values]
     if len(general) > 1 or (general and given):
         raise contradiction(f"{' and '.join([*general, *given[:1]])} name the training files")
-    for key in given[1:]:
-        file.note(key, f"{given[0]} is read")
     return next(iter([*general, *given]), None)
 
 
-def _leave_other_kinds(file: YamlConfig) -> None:
-    """Note the datasets that other algorithms read."""
-    kinds = {kind for kinds in _KINDS.values() for kind in kinds} - set(_KINDS[file.algorithm])
-    for section in _sections(sorted(kinds)):
-        file.note_present(f"not read by {file.algorithm}", *(f"{section}.{name}" for name in _OF_A_KIND))
+def _leave_other_kinds(file: YamlConfig, section: str) -> None:
+    """Note the datasets of other kinds than that of the section."""
+    kinds = dict.fromkeys(kind for kinds in _KINDS.values() for kind in kinds)
+    for other in _sections(tuple(kinds)):
+        if other != section:
+            file.note_present(f"not read by {file.algorithm}", *(f"{other}.{name}" for name in _OF_A_KIND))
 
 
 def _sections(kinds: Sequence[str]) -> list[str]:

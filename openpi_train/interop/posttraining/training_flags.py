@@ -24,6 +24,7 @@ _NO_CLIPPING = 1e9
 DEFAULT_ROWS = 4
 # Parent of the runs.
 DEFAULT_OUTPUT = "./output"
+_NAME = "experiment_name"
 _MODEL, _BASE_MODEL = ("model.model_name_or_path", "model.name_or_path"), "model.name"
 
 
@@ -46,14 +47,18 @@ class TranslatedConfig:
 
 
 def translate_config(
-    config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any] | None = None
+    config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any] | None = None, name: str | None = None
 ) -> TranslatedConfig:
-    """Translate a YAML config for an algorithm; `given` are values by key that replace the file's.
+    """Translate a YAML config for an algorithm.
+
+    Args: `given` are values by key that replace the file's; `name` is the run's if neither has one.
 
     Reads the DeepSpeed file that it names. Raises UsageError for unknown keys (with the closest ones), invalid values,
     and values that contradict each other; NoSourcesError if it has no data for the algorithm.
     """
     file = YamlConfig(config, algorithm, given or {})
+    if name is not None:
+        file.values.setdefault(_NAME, name)
     file.note("algorithm", f"this run is {algorithm}")
     deepspeed = translate_strategy(file)
     _length(file)
@@ -147,7 +152,7 @@ def _precision(file: YamlConfig) -> None:
 
 
 def _saving(file: YamlConfig) -> None:
-    file.spelled("exp-name", YamlConfig.text, "experiment_name")
+    file.spelled("exp-name", YamlConfig.text, _NAME)
     file.spelled("checkpoint-base-dir", YamlConfig.text, "output_dir")
     file.spelled("save-interval", YamlConfig.count, "save_steps")
     file.spelled("keep-last", YamlConfig.count, "save_total_limit")
@@ -272,7 +277,7 @@ def _resume(file: YamlConfig) -> None:
     elif any(folder in whole.parents for folder in folders):
         raise UsageError(
             f"{key} is {value}: a run continues from its newest good checkpoint (give {folders[0]}/latest); to go back "
-            "to an older one, start another run from it: change experiment_name"
+            f"to an older one, start another run from it: change {_NAME}"
         )
     else:
         file.flag("weight-loader.params-path", str(path), key)

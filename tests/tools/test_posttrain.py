@@ -1,0 +1,196 @@
+"""The `posttrain` verb: the experiment that a YAML config becomes, and what is refused."""
+
+import dataclasses
+import shutil
+
+import pytest
+from posttraining_project import write_project
+
+from openpi_train import cli
+from openpi_train.data.files import write_json
+from openpi_train.data.text.text_data import TextDataset
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json
+from openpi_train.models.language import LanguageConfig
+from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.reward import RewardConfig
+from openpi_train.nn.lora import AdapterConfig
+from openpi_train.objectives.preference_pairs import PreferencePairs
+from openpi_train.objectives.reward_pairs import RewardPairs
+from openpi_train.objectives.supervised_text import SupervisedText
+from openpi_train.optim import AdamW, Lion
+from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.tools import posttrain
+from openpi_train.tools.requests import PosttrainRequest
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture
+def project(written, monkeypatch):
+    monkeypatch.chdir(written)
+    return written
+
+
+@pytest.fixture
+def started(project, monkeypatch):
+    """Runs that would have been started."""
+    runs = []
+    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    return runs
+
+
+def run(started, *words) -> Experiment:
+    assert cli.run(["posttrain", *words]) == 0
+    return started[-1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "objective", "kind"),
+    [
+        ("sft", LanguageConfig, SupervisedText(), "texts"),
+        ("rm", RewardConfig, RewardPairs(), "preferences"),
+        ("reward", RewardConfig, RewardPairs(), "preferences"),
+        ("dpo", ReferencedConfig, PreferencePairs(beta=0.2), "preferences"),
+    ],
+)
+def test_an_algorithm_is_a_model_an_objective_and_data(started, algorithm, model, objective, kind):
+    found = run(started, "--config", "config.yaml", "--mode", "train", "--algorithm", algorithm)
+    assert found.name == {"reward": "rm"}.get(algorithm, algorithm)
+    assert type(found.model) is model and found.objective == objective
+    assert (found.data.kind, found.data.tokenizer, found.data.max_length) == (kind, "./model", 64)
+    language = {"sft": "", "rm": "language", "reward": "language", "dpo": "policy"}[algorithm]
+    inner = getattr(found.model, language) if language else found.model
+    assert (inner.dtype, inner.remat, inner.sizes.depth) == ("float32", "none", 1)
+    assert found.weight_loader.params_path == "./model"
+    assert (found.exp_name, found.checkpoint_base_dir, found.num_epochs) == ("one_device", "./outputs", 3)
+    assert (found.batch_size, found.grad_accum, found.keep_effective_batch_size) == (8, 2, False)
+    assert (found.keep_last, found.keep_period, found.ema_decay) == (2, None, None)
+    found.check(1)
+
+
+def test_absent_keys_have_the_values_of_the_tools_example(started, project):
+    (project / "short.yaml").write_text("model: {name: ./model}\ndata: {train_file: data/sums.jsonl}\n")
+    found = run(started, "--config", "short.yaml", "--algorithm", "sft")
+    assert found.data.datasets == (
+        TextDataset(path="data/sums.jsonl", columns=("prompt=prompt", "completion=response")),
+    )
+    assert found.data.validation_fraction == 0 and found.eval.interval == 0
+    assert found.data.max_length == 256  # the model's context
+    assert found.optimizer == AdamW(b2=0.999, weight_decay=0.0)
+    assert (found.exp_name, found.batch_size, found.num_epochs, found.save_interval) == ("short", 4, 3, 500)
+    rates = found.lr_schedule.over(100).create()
+    assert [float(rates(step)) for step in (0, 50, 100)] == pytest.approx([5e-5, 2.5e-5, 0])
+    found.check(1)
+
+
+def test_what_is_given_on_the_command_line_goes_first(started):
+    words = ("--config", "config.yaml", "--algorithm", "dpo", "--output_dir", "o", "--experiment_name", "e")
+    found = run(started, *words, "--local_rank=0", "--num-train-steps", "7", "--model.policy.dtype", "bfloat16")
+    assert (found.checkpoint_base_dir, found.exp_name) == ("o", "e")
+    assert (found.num_train_steps, found.num_epochs, found.model.policy.dtype) == (7, None, "bfloat16")
+    found = run(started, *words, "--resume_from_checkpoint", "o/e/checkpoints/latest")
+    assert found.resume and found.weight_loader.params_path == "./model"
+    found = run(started, *words, "--optimizer", "lion", "--optimizer.b1", "0.8")
+    assert found.optimizer == Lion(b1=0.8, weight_decay=0.0)
+
+
+def test_a_deepspeed_file_is_used_and_another_may_be_named(started):
+    config = ("--config", "config_deepspeed_example.yaml")
+    found = run(started, *config)
+    assert (found.sharding.strategy, found.model.dtype, found.batch_size) == ("zero2", "float16", 32)
+    assert (found.micro_batch_size, found.grad_accum, found.optimizer.b1) == (4, 8, 0.8)
+    assert found.exp_name == "config_deepspeed_example"
+    found.check(1)
+    with pytest.raises(UsageError, match="--micro-batch-size 4 x 4 devices x --grad-accum 8 is 128 rows, not --batch"):
+        found.check(4)
+    other = run(started, *config, "--deepspeed_config", "configs/deepspeed/zero3.json")
+    assert (other.sharding.strategy, other.sharding.offload) == ("zero3", "optimizer")
+
+
+@pytest.fixture
+def on_the_hub(project, monkeypatch):
+    """Addresses that were asked for, with the files; the hub has the project's model."""
+    asked = []
+
+    def folder(address, *, repo_type, patterns):
+        asked.append((address, repo_type, patterns))
+        return project / "model"
+
+    monkeypatch.setattr(posttrain, "hub_folder", folder)
+    return asked
+
+
+def test_only_the_sizes_of_a_model_on_the_hub_are_fetched_at_first(started, project, on_the_hub):
+    (project / "hub.yaml").write_text("model: {name: me/tiny}\ndata: {train_file: data/sums.jsonl}\n")
+    found = run(started, "--config", "hub.yaml", "--algorithm", "sft")
+    assert on_the_hub == [("hub:me/tiny", "model", ["config.json"])]
+    assert found.model.sizes.vocab_size == 400
+    assert found.data.tokenizer == found.weight_loader.params_path == "hub:me/tiny"
+
+
+def checkpoint(project, model):
+    """What a run of this model records of itself beside its checkpoint."""
+    step = project / "runs" / type(model).__name__ / "10"
+    shutil.rmtree(step, ignore_errors=True)
+    (step / "tokens").mkdir(parents=True)
+    shutil.copy(project / "model" / "tokenizer.json", step / "tokens")
+    request = PosttrainRequest(algorithm="sft")
+    experiment = dataclasses.replace(posttrain.experiment_of(request, [])[0], model=model)
+    write_json(step / "meta.json", {"experiment": as_json(experiment)})
+    return step
+
+
+def test_a_run_is_a_model_too(started, project):
+    language = posttrain.experiment_of(PosttrainRequest(algorithm="sft"), [])[0].model
+    adapted = dataclasses.replace(language, adapter=AdapterConfig(rank=2), dtype="bfloat16", remat="full")
+    config = "model: {{name: {}}}\ndata: {{train_file: data/pairs.jsonl}}\n"
+    for model, expected in ((ReferencedConfig(policy=language), ReferencedConfig), (adapted, LanguageConfig)):
+        step = checkpoint(project, model)
+        (project / "next.yaml").write_text(config.format(step))
+        found = run(started, "--config", "next.yaml", "--algorithm", "dpo")
+        # A policy with an adapter is its own reference.
+        assert type(found.model) is expected
+        assert found.data.tokenizer == str(step / "tokens") and found.weight_loader.params_path == str(step)
+    assert (found.model.adapter.rank, found.model.dtype, found.model.remat) == (2, "float32", "auto")
+    step = checkpoint(project, RewardConfig(language=language))
+    (project / "next.yaml").write_text(config.format(step))
+    with pytest.raises(UsageError, match="is no language model of ours: name a run of sft or dpo"):
+        posttrain.experiment_of(PosttrainRequest(config="next.yaml", algorithm="dpo"), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--algorithm", "ppo"], "--algorithm ppo is not built yet: it comes with the next issue"),
+        (["--algorithm", "grpo"], "--algorithm grpo is not built yet: it comes with the next issue"),
+        (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo"),
+        (["--mode", "eval"], "--mode eval: the loss on validation files is measured during training"),
+        (["--algorithm", "sft", "--dataset", "x"], "--dataset and --deepspeed are for named experiments"),
+        (["--config", "absent.yaml"], "the config absent.yaml cannot be read: No such file or directory"),
+        (["--config", "none.yaml"], "no algorithm: give --algorithm, or training.algorithm in none.yaml"),
+        (["--config", "lost.yaml", "--algorithm", "sft"], "absent.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_refused(started, project, capsys, words, message):
+    (project / "none.yaml").write_text("model: {name: ./model}\n")
+    (project / "lost.yaml").write_text("model: {name: ./model}\ndata: {train_file: absent.jsonl}\n")
+    config = [] if "--config" in words else ["--config", "config.yaml"]
+    assert cli.run(["posttrain", *config, *words]) in (USAGE, 3)
+    assert message in capsys.readouterr().err and not started
+
+
+def test_data_of_every_algorithm_or_of_one_are_prepared(project, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(posttrain, "prepare_data", lambda found: prepared.append([one.name for one in found]))
+    command = ["posttrain", "--mode", "data_process", "--config"]
+    assert cli.run([*command, "config.yaml"]) == 0
+    assert cli.run([*command, "config.yaml", "--algorithm", "reward"]) == 0
+    (project / "only.yaml").write_text("model: {name: ./model}\ndata: {sft: {train_files: [data/sums.jsonl]}}\n")
+    assert cli.run([*command, "only.yaml"]) == 0
+    assert prepared == [["sft", "rm", "dpo"], ["rm"], ["sft"]]
+    (project / "only.yaml").write_text("model: {name: ./model}\n")
+    assert cli.run([*command, "only.yaml"]) == USAGE
