@@ -17,7 +17,7 @@ from openpi_train import registry
 from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
 from openpi_train.evaluation.action_error import action_error
 from openpi_train.nn.siglip import SiglipConfig
-from openpi_train.policy import loading
+from openpi_train.policy import loading, restore
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
 from openpi_train.types import action_batch
@@ -122,7 +122,7 @@ def opened(run, *words):
 
 def on_one_device(patch, *words, **options):
     first = jax.devices()[:1]
-    patch.setattr(loading.jax, "local_devices", lambda: first)
+    patch.setattr(restore.jax, "local_devices", lambda: first)
     return serve(*words, "--port=0", **options)
 
 
