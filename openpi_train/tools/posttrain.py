@@ -48,7 +48,12 @@ _LONGEST_TEXT = 2048
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo"}
 _LATER = ("ppo", "grpo")
-_LENGTHS = ("--num-train-steps", "--num-epochs")
+# Flags of the config that one on the command line replaces, besides that of its own name.
+_REPLACED = {
+    "--num-train-steps": ("--num-epochs",),
+    "--num-epochs": ("--num-train-steps",),
+    "--batch-size": ("--no-keep-effective-batch-size",),
+}
 
 
 def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Experiment, list[str]]:
@@ -64,9 +69,11 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
     logger.info("%s, key by key:\n%s", request.config, translated.report())
     experiment, prefix = _built(translated)
     names = {word.partition("=")[0].replace("_", "-") for word in given}
-    # A length on the command line replaces the config's, in steps or in epochs.
-    left_out = () if names.isdisjoint(_LENGTHS) else _LENGTHS
+    left_out = {flag for name in names for flag in _REPLACED.get(name, ())}
     kept = [flag for flag in translated.flags if flag[0] not in left_out]
+    if "--batch-size" in names | {flag[0] for flag in kept}:
+        # Rows of all devices, unless a flag says otherwise; the default are those of one.
+        experiment = dataclasses.replace(experiment, keep_effective_batch_size=True)
     return experiment, [*(word.replace("--model.", prefix, 1) for flag in kept for word in flag), *given]
 
 
@@ -96,8 +103,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         optimizer=AdamW(b2=0.999, weight_decay=0.0),
         ema_decay=None,
         batch_size=DEFAULT_ROWS,
-        # The rows of a device, unless the files give those of all devices together.
-        keep_effective_batch_size=any(flag[0] == "--batch-size" for flag in translated.flags),
+        keep_effective_batch_size=False,
         num_epochs=3,
         log_interval=10,
         save_interval=500,

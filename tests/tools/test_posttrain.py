@@ -9,6 +9,7 @@ from posttraining_project import write_project
 from openpi_train import cli
 from openpi_train.data.files import write_json
 from openpi_train.data.text.text_data import TextDataset
+from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.models.language import LanguageConfig
@@ -69,7 +70,10 @@ def test_an_algorithm_is_a_model_an_objective_and_data(started, algorithm, model
     assert (found.exp_name, found.checkpoint_base_dir, found.num_epochs) == ("one_device", "./outputs", 3)
     assert (found.batch_size, found.grad_accum, found.keep_effective_batch_size) == (8, 2, False)
     assert (found.keep_last, found.keep_period, found.ema_decay) == (2, None, None)
-    found.check(1)
+    # 4 rows x 4 devices x 2.
+    fitted, _ = adapt(found, 4, None)
+    fitted.check(4)
+    assert fitted.batch_size == 32
 
 
 def test_absent_keys_have_the_values_of_the_tools_example(started, project):
@@ -92,6 +96,10 @@ def test_what_is_given_on_the_command_line_goes_first(started):
     found = run(started, *words, "--local_rank=0", "--num-train-steps", "7", "--model.policy.dtype", "bfloat16")
     assert (found.checkpoint_base_dir, found.exp_name) == ("o", "e")
     assert (found.num_train_steps, found.num_epochs, found.model.policy.dtype) == (7, None, "bfloat16")
+    rows = run(started, "--config", "config.yaml", "--algorithm", "sft", "--batch-size", "32")
+    fitted, _ = adapt(rows, 4, None)
+    fitted.check(4)
+    assert (fitted.batch_size, fitted.micro_batch_size, fitted.grad_accum) == (32, 4, 2)
     found = run(started, *words, "--resume_from_checkpoint", "o/e/checkpoints/latest")
     assert found.resume and found.weight_loader.params_path == "./model"
     found = run(started, *words, "--optimizer", "lion", "--optimizer.b1", "0.8")
@@ -104,9 +112,13 @@ def test_a_deepspeed_file_is_used_and_another_may_be_named(started):
     assert (found.sharding.strategy, found.model.dtype, found.batch_size) == ("zero2", "float16", 32)
     assert (found.micro_batch_size, found.grad_accum, found.optimizer.b1) == (4, 8, 0.8)
     assert found.exp_name == "config_deepspeed_example"
-    found.check(1)
+    adapt(found, 1, None)[0].check(1)
     with pytest.raises(UsageError, match="--micro-batch-size 4 x 4 devices x --grad-accum 8 is 128 rows, not --batch"):
-        found.check(4)
+        adapt(found, 4, None)[0].check(4)
+    # The rows of all devices together.
+    more = adapt(run(started, *config, "--batch-size", "128"), 4, None)[0]
+    more.check(4)
+    assert more.batch_size == 128
     other = run(started, *config, "--deepspeed_config", "configs/deepspeed/zero3.json")
     assert (other.sharding.strategy, other.sharding.offload) == ("zero3", "optimizer")
 
@@ -165,8 +177,8 @@ def test_a_run_is_a_model_too(started, project):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--algorithm", "ppo"], "--algorithm ppo is not built yet: it comes with the next issue"),
-        (["--algorithm", "grpo"], "--algorithm grpo is not built yet: it comes with the next issue"),
+        (["--algorithm", "ppo"], "--algorithm ppo is reinforcement learning, which is not built yet; allowed: sft"),
+        (["--algorithm", "grpo"], "--algorithm grpo is reinforcement learning, which is not built yet"),
         (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo"),
         (["--mode", "eval"], "--mode eval: the loss on validation files is measured during training"),
         (["--algorithm", "sft", "--dataset", "x"], "--dataset and --deepspeed are for named experiments"),
