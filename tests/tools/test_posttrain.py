@@ -148,8 +148,8 @@ def checkpoint(project, model):
     """What a run of this model records of itself beside its checkpoint."""
     step = project / "runs" / type(model).__name__ / "10"
     shutil.rmtree(step, ignore_errors=True)
-    (step / "tokens").mkdir(parents=True)
-    shutil.copy(project / "model" / "tokenizer.json", step / "tokens")
+    (step / "tokenizer").mkdir(parents=True)
+    shutil.copy(project / "model" / "tokenizer.json", step / "tokenizer")
     request = PosttrainRequest(algorithm="sft")
     experiment = dataclasses.replace(posttrain.experiment_of(request, [])[0], model=model)
     write_json(step / "meta.json", {"experiment": as_json(experiment)})
@@ -166,7 +166,7 @@ def test_a_run_is_a_model_too(started, project):
         found = run(started, "--config", "next.yaml", "--algorithm", "dpo")
         # A policy with an adapter is its own reference.
         assert type(found.model) is expected
-        assert found.data.tokenizer == str(step / "tokens") and found.weight_loader.params_path == str(step)
+        assert found.data.tokenizer == str(step / "tokenizer") and found.weight_loader.params_path == str(step)
     assert (found.model.adapter.rank, found.model.dtype, found.model.remat) == (2, "float32", "auto")
     step = checkpoint(project, RewardConfig(language=language))
     (project / "next.yaml").write_text(config.format(step))
