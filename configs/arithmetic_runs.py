@@ -64,7 +64,7 @@ arithmetic_sft = Experiment(
 """A language model (0.13 M parameters) imitates the arithmetic task's demonstrations.
 
 Command: python -m openpi_train arithmetic_sft --exp-name x
-Hardware: 2 CPU cores. Result: 51 % of held-out problems after 100 CPU seconds (docs/language_runs.md).
+Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 
 _PAIRS = dataclasses.replace(
@@ -87,7 +87,7 @@ arithmetic_reward = dataclasses.replace(
 """A reward model learns to tell right from wrong answers, from the weights of arithmetic_sft.
 
 Command: python -m openpi_train arithmetic_reward --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Result: the right answer in 93 % of held-out pairs after 54 CPU seconds (docs/language_runs.md).
+Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 
 arithmetic_dpo = dataclasses.replace(
@@ -103,7 +103,7 @@ arithmetic_dpo = dataclasses.replace(
 """DPO with a likelihood term on the arithmetic task's pairs, from the weights of arithmetic_sft.
 
 Command: python -m openpi_train arithmetic_dpo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Result: 88 % of held-out problems after 26 CPU seconds (docs/language_runs.md).
+Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 
 arithmetic_dpo_lora = dataclasses.replace(
@@ -114,5 +114,5 @@ arithmetic_dpo_lora = dataclasses.replace(
 """The same with low-rank adapters: only these train, and the reference is the model without them.
 
 Command: python -m openpi_train arithmetic_dpo_lora --exp-name x  (start weights as for arithmetic_dpo)
-Hardware: 2 CPU cores. Result: 84 % of held-out problems after 43 CPU seconds (docs/language_runs.md).
+Hardware: 2 CPU cores. Time and result: not yet measured.
 """
