@@ -267,7 +267,7 @@ PICTURES = {
     "channels first": np.zeros((3, PIXELS, PIXELS), np.uint8),
     "fractions": np.zeros((PIXELS // 2, PIXELS // 2, 3), np.float32),
     "double fractions": np.zeros((PIXELS // 2, PIXELS // 2, 3), np.float64),
-    "a list of texts, one of them long": ["a"] * 4_000 + ["x" * 100_000],
+    "a list of texts, one of them long": ["a"] * 4_000 + ["x" * 8_000_000],
     "a list of arrays, one of them wide": [np.zeros(100_000, np.uint8)] * 100 + [np.zeros(100_000)],
 }
 
@@ -306,5 +306,6 @@ def test_a_request_holds_no_more_than_twice_its_bytes(kind):
             held = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    # An eighth of its buffer a bytearray reserves and never touches; a read is 256 KiB.
-    assert held < 2.125 * len(whole) + (1 << 20)
+    # An eighth of its buffer a bytearray reserves and never touches; a read is 256 KiB, and threads that earlier tests of
+    # this worker have left may hold as much. Three times the smallest of these messages is more than this.
+    assert held < 2.125 * len(whole) + (4 << 20)
