@@ -60,7 +60,7 @@ def fit_for_cpus() -> None:
     order of their own (`WhileThunkFromProto` in xla/backends/cpu/runtime/thunk_proto_serdes.cc). What a loop sends and
     what is independent of the loop then run in any order, another one on each device. They wait for each other, and
     after 40 s XLA aborts the process: "Expected 4 threads to join the rendezvous, but only 3 of them arrived on time"
-    (jaxlib 0.10.2 and 0.12.0.1; when a later one is tested, `tests/runtime/lost_order.py` shows whether it is mended).
+    (jaxlib 0.10.2 and 0.12.0.1).
     """
     read, write = compiler._cache_read, compiler._cache_write
     if getattr(write, "_is_fit_for_cpus", False):
