@@ -205,13 +205,14 @@ def test_it_goes_through_a_checkpoint_of_ours_with_all_that_belongs_to_it(tmp_pa
     assert report["outputs"]["token_scores"]["largest_value"] > 1
 
 
-def test_another_type_or_context_is_said_in_a_config_of_its_own(tmp_path, folder):
-    experiment = dataclasses.replace(TINY, model=model_of("smollm2", context_length=48))
+@pytest.mark.parametrize(("dtype", "context_length"), [("float32", 64), ("bfloat16", 48)])
+def test_another_type_or_context_is_said_in_a_config_of_its_own(tmp_path, folder, dtype, context_length):
+    experiment = dataclasses.replace(TINY, model=model_of("smollm2", context_length=context_length))
     request = ConvertRequest(
-        source=str(folder), target=tmp_path / "out", target_format="huggingface", dtype="float32", outputs=False
+        source=str(folder), target=tmp_path / "out", target_format="huggingface", dtype=dtype, outputs=False
     )
     config = json.loads((plan(request, experiment).run() / "config.json").read_text())
-    assert (config["torch_dtype"], config["max_position_embeddings"]) == ("float32", 48)
+    assert (config["torch_dtype"], config["max_position_embeddings"]) == (dtype, context_length)
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (2, 1, 0)
     assert model_of(str(tmp_path / "out")) == experiment.model
 

@@ -306,6 +306,6 @@ def test_a_request_holds_no_more_than_twice_its_bytes(kind):
             held = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    # An eighth of its buffer a bytearray reserves and never touches; a read is 256 KiB, and threads that earlier tests of
-    # this worker have left may hold as much. Three times the smallest of these messages is more than this.
+    # An eighth of its buffer a bytearray reserves and never touches; a read is 256 KiB, and threads that earlier tests
+    # of this worker have left may hold as much. Three times the smallest of these messages is more than this.
     assert held < 2.125 * len(whole) + (4 << 20)
