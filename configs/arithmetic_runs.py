@@ -64,7 +64,8 @@ arithmetic_sft = Experiment(
 """A language model (0.13 M parameters) imitates the arithmetic task's demonstrations.
 
 Command: python -m openpi_train arithmetic_sft --exp-name x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 98 CPU s. Result: 51 % of 1,100 held-out problems, one sampled answer each (one seed;
+2026-11-23, commit bff75c7, command `python -m benchmarks language`).
 """
 
 _PAIRS = dataclasses.replace(
@@ -87,7 +88,8 @@ arithmetic_reward = dataclasses.replace(
 """A reward model learns to tell right from wrong answers, from the weights of arithmetic_sft.
 
 Command: python -m openpi_train arithmetic_reward --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 54 CPU s. Result: the right answer has the higher reward in 93 % of 1,100 held-out pairs
+(one seed; 2026-11-23, commit bff75c7, command `python -m benchmarks language`).
 """
 
 arithmetic_dpo = dataclasses.replace(
@@ -103,7 +105,8 @@ arithmetic_dpo = dataclasses.replace(
 """DPO with a likelihood term on the arithmetic task's pairs, from the weights of arithmetic_sft.
 
 Command: python -m openpi_train arithmetic_dpo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 26 CPU s. Result: 88 % of 1,100 held-out problems, from weights with 51 % (one seed;
+2026-11-23, commit bff75c7, command `python -m benchmarks language`).
 """
 
 arithmetic_dpo_lora = dataclasses.replace(

@@ -152,6 +152,7 @@ class Experiment:
             seed=self.seed,
             batch_size=self.batch_size,
             draws_per_row=self.objective.draws_per_row,
+            uses_margins=self.objective.uses_margins,
             assets_dir=self.assets_dir,
             prompts=self.eval.prompts(),
         )

@@ -103,8 +103,9 @@ class TextBatch:
 
     `segments` numbers the texts of a row from 1; 0 is padding. A token attends to earlier tokens of its own text only.
     `positions` is a token's position in its text, from 0. `weights` is the weight of a token as a prediction target,
-    given the tokens before it: 0 for prompts, padding and the first token of a text. `row` is the row's position in
-    the global batch: with seed and step it determines all of the row's randomness.
+    given the tokens before it: 0 for prompts, padding and the first token of a text. A row without any segment only
+    fills the batch. `row` is the row's position in the global batch: with seed and step it determines all of the row's
+    randomness.
     """
 
     tokens: Int[Array, "b t"]

@@ -122,15 +122,16 @@ class Feed(abc.ABC):
 class OpeningRequest:
     """Arguments for opening the data of a run, in addition to the data's own config.
 
-    `model` is the run's `ModelConfig`, `draws_per_row` the objective's; files that belong to the data (norm stats) are
-    below `assets_dir`. `prompts` are instructions that the run uses in addition to the data's, each with the number of
-    state dims of its robot.
+    `model` is the run's `ModelConfig`, `draws_per_row` and `uses_margins` the objective's; files that belong to the
+    data (norm stats) are below `assets_dir`. `prompts` are instructions that the run uses in addition to the data's,
+    each with the number of state dims of its robot.
     """
 
     model: Any
     seed: int
     batch_size: int
     draws_per_row: int = 1
+    uses_margins: bool = True
     assets_dir: Path = Path()
     prompts: Sequence[tuple[str, int]] = ()
 

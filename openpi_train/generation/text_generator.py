@@ -47,14 +47,18 @@ class TextGenerator:
         """
         if isinstance(given, str):
             return [*self.tokenizer.begin, *self.tokenizer.encode([given])[0].tokens]
+        self.check_conversations()
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
-        template = self.templates.get(named) or next(iter(self.templates.values()), None)
-        if template is None:
+        template = self.templates.get(named) or next(iter(self.templates.values()))
+        return self.tokenizer.encode([template.render(given, add_generation_prompt=True, **variables)])[0].tokens
+
+    def check_conversations(self) -> None:
+        """Raise UsageError if there is no chat template, which conversations need."""
+        if not self.templates:
             raise UsageError(
                 f"the tokenizer {self.tokenizer.name} has no chat template, which conversations need: give plain "
                 "texts, or put a chat_template.jinja beside its tokenizer.json"
             )
-        return self.tokenizer.encode([template.render(given, add_generation_prompt=True, **variables)])[0].tokens
 
     def submit(
         self, id: Hashable, prompt: Sequence[int], settings: SamplingSettings, *, row: int = 0, num_top: int = 0

@@ -3,18 +3,21 @@
 import abc
 import dataclasses
 import logging
+import re
 from collections.abc import Collection
 
 from openpi_train.interop import peft_adapter
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
+from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_state import state_leaves
 from openpi_train.interop.ours import recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
+from openpi_train.models.language_part import language_flags
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import SCORE
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,10 @@ class WeightLoader(abc.ABC):
 
         Raises CheckpointError.
         """
+
+    def check(self) -> None:
+        """Raise CheckpointError if there is clearly no source. Called before anything of a run is written."""
+        return None
 
     def tokenizer(self) -> str | None:
         """`tokens_fingerprint` of the tokenizer that the weights were trained with; None if not recorded."""
@@ -69,6 +76,15 @@ class CheckpointWeightLoader(WeightLoader):
                 "fine-tune with --weight-loader.params-path <checkpoint>/params"
             )
             return {}
+        try:
+            return self._loaded(model)
+        except CheckpointError as error:
+            # A language model names its flags as those of a run that trains it alone.
+            told = re.sub(r"--model\.(?=sizes\.|adapter\.)", language_flags(model), str(error))
+            raise CheckpointError(told) from error
+
+    def _loaded(self, model: ModelConfig) -> Leaves:
+        """As `load`, of a checkpoint that is given."""
         stored = open_checkpoint(self.params_path, model.base or model)
         if stored.format == "peft":
             raise UsageError(
@@ -99,6 +115,11 @@ class CheckpointWeightLoader(WeightLoader):
         # A reward model's adapter has its score, which a language model lacks.
         score = {path: leaf for path, leaf in adapter.leaves.items() if path == SCORE}
         return {**model.from_base(found), **score}
+
+    def check(self) -> None:
+        """Raise CheckpointError if there is nothing at the path. Addresses are not looked at."""
+        if self.params_path and not is_address(self.params_path):
+            open_place(self.params_path)
 
     def tokenizer(self) -> str | None:
         """The fingerprint in one of our checkpoints; None for other formats."""

@@ -5,21 +5,18 @@ Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published f
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.fields import at_least, setting
+from openpi_train.fields import at_least
 from openpi_train.models.hf_config import Family, family_of, sizes_of
 from openpi_train.models.hf_names import PARTS, explain_hf, hf_name
-from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention
+from openpi_train.models.transformer_config import TransformerConfig
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import AdapterConfig, merge_lora
 from openpi_train.sharding.tensor import check_sizes
 
@@ -35,7 +32,7 @@ class PackedTexts(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig(ModelConfig):
+class LanguageConfig(TransformerConfig):
     """A language model: Gemma, Llama, SmolLM2, Qwen or Mistral, depending on its sizes.
 
     Low-rank adapters on all weights, with everything else frozen: `--model.adapter.rank 16`.
@@ -53,13 +50,6 @@ class LanguageConfig(ModelConfig):
     adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     # The longest context that it was trained for, in tokens.
     context_length: int = at_least(1, 2048)
-    # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
-    remat: RematChoice = setting("auto", on_resume="accept")
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = setting("auto", on_resume="accept")
 
     def __post_init__(self):
         problems = self.sizes.check()
@@ -77,24 +67,6 @@ class LanguageConfig(ModelConfig):
         if isinstance(length := config.get("max_position_embeddings"), int):
             found["context_length"] = length
         return cls(**(found | fields))
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; `none` if `auto` was not resolved, as in programs without a backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
-    def remat_choices(self) -> Mapping[str | None, "LanguageConfig"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     def build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(

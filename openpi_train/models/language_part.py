@@ -23,6 +23,16 @@ def language_of(model: ModelConfig) -> LanguageConfig | None:
     return None
 
 
+def language_flags(model: ModelConfig) -> str:
+    """How the flags of the language model in this model begin: `--model.`, and the name of its field if it has one."""
+    match model:
+        case ReferencedConfig():
+            return "--model.policy."
+        case RewardConfig():
+            return "--model.language."
+    return "--model."
+
+
 def with_language(model: ModelConfig, language: LanguageConfig) -> ModelConfig:
     """The model with another language model in it. It must have one (`language_of`)."""
     match model:

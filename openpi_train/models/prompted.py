@@ -7,19 +7,17 @@ call the last.
 import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.fields import setting
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
-from openpi_train.nn.attention import Attention
+from openpi_train.models.transformer_config import TransformerConfig
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
-from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
 from openpi_train.sharding.tensor import check_sizes
@@ -27,7 +25,7 @@ from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_bat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptedConfig(PolicyConfig):
+class PromptedConfig(TransformerConfig, PolicyConfig):
     """What the configs of these models have in common: how they compute, and the text of their rows."""
 
     RETIRED: ClassVar[frozenset[str]] = frozenset({"used_token_len", "fixed_groups"})
@@ -42,33 +40,8 @@ class PromptedConfig(PolicyConfig):
     vocab_size: int = 257_152
     # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
     image_size: int = 224
-    # Type of the activations. Parameters are float32.
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # Sizes of the image tower.
     siglip: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
-    # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
-    remat: RematChoice = setting("auto", on_resume="accept")
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = setting("auto", on_resume="accept")
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; nothing is recomputed where `auto` was not settled, as in what has no backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
-    def remat_choices(self) -> Mapping[str | None, "PromptedConfig"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
 
     @property
     @abc.abstractmethod

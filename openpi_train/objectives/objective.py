@@ -30,6 +30,8 @@ class Objective(abc.ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     # The kinds of rows of text data (`TextData.kind`) that it can be trained on; empty: not said.
     text_kinds: ClassVar[tuple[str, ...]] = ()
+    # Whether it uses the margins of preferences (`PreferenceBatch.margin`).
+    uses_margins: ClassVar[bool] = False
 
     @property
     def needed(self) -> frozenset[str]:

@@ -26,6 +26,7 @@ class RewardPairs(Objective):
 
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     text_kinds: ClassVar[tuple[str, ...]] = ("preferences",)
+    uses_margins: ClassVar[bool] = True
 
     # Weight of the squared sum of a pair's rewards; 0.01 is usual.
     centering: float = 0.0

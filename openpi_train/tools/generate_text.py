@@ -96,6 +96,7 @@ def chat(
     say: Say,
 ) -> None:
     """Answer each line of a user, with the conversation so far, until there are no more lines."""
+    model.check_conversations()
     messages = list(system)
     say(_ASK)
     for line in map(str.strip, lines):

@@ -76,6 +76,8 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     experiment, data = settled.experiment, settled.data
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
+    if not (settled.given.resume and (settled.given.run_dir / "experiment.json").is_file()):
+        experiment.weight_loader.check()  # a wrong path leaves no run's directory behind
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,18 @@ def test_devices_and_tensor_groups_change_no_token(layout):
         for one, alone in zip(many.complete(requests(settings)), expected, strict=True):
             assert one.tokens == alone.tokens and one.finish_reason == alone.finish_reason
             np.testing.assert_allclose(one.log_probs, alone.log_probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "sent"), [((4, 1), set()), ((4, 2), {"all_reduce"})], ids=["4 devices", "groups"])
+def test_parameters_are_gathered_before_the_first_token_and_then_only_tensor_groups_send(layout, sent):
+    many = generator(*layout)
+    many.complete(requests())
+    assert all(leaf.sharding.is_fully_replicated for leaf in many._params.values()) == (layout[1] == 1)
+    decode = next(program for key, program in many._programs.items() if key[0] == "decode")
+    with jax.set_mesh(many._devices.plan.real_mesh):
+        text = decode.lower(many._params, None, many._rows).as_text()
+    assert set(re.findall(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)", text)) == sent
 
 
 def test_rows_do_not_depend_on_their_order_or_company():

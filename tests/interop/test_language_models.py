@@ -279,6 +279,15 @@ def test_sizes_that_differ_from_the_models_are_listed_with_their_flags(folder):
         load(folder)
 
 
+def test_a_policy_whose_reference_has_other_sizes_is_refused_with_the_flags_of_its_own(folder):
+    """Policy and reference are one model: both start from this checkpoint. So is the decoder of a reward model."""
+    change(folder, rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    loader, base = CheckpointWeightLoader(params_path=str(folder)), model_of("smollm2")
+    for model, flag in ((ReferencedConfig(policy=base), "policy"), (RewardConfig(language=base), "language")):
+        with pytest.raises(CheckpointError, match=rf"--model\.{flag}\.sizes\.rope-base: it has 7\.0, the model 100000"):
+            loader.load(model)
+
+
 def test_a_table_twice_is_one_where_both_are_equal(folder):
     path = folder / safetensors_file.FILE
     table = tensors("smollm2")["model.embed_tokens.weight"]

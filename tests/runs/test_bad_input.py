@@ -203,6 +203,8 @@ def test_refused_with_what_was_given_what_is_allowed_and_what_to_do(here, tmp_pa
     line = arguments.replace("HERE", str(here)).split()
     done = openpi_train(*line, *places(tmp_path)[2:], **variables)
     check(done, code, *says)
+    # What was corrected starts under the same name.
+    assert not list((tmp_path / "runs").glob("*/*/experiment.json"))
 
 
 def test_all_numbers_out_of_range_are_told_at_once(tmp_path):

@@ -5,7 +5,7 @@ import json
 
 import chats
 import pytest
-from command import ROOT, check, copy_without, openpi_train, train
+from command import ROOT, check, copy_without, losses, openpi_train, train
 from text_models import write_model
 
 from openpi_train.runtime.exits import DataError, UsageError
@@ -19,14 +19,14 @@ PROMPT = "Is {} < {} & <b>&amp;</b>?"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """The run on texts, of one process."""
+    """The run on texts, of one process with two devices."""
     base = tmp_path_factory.mktemp("texts")
     chats.write(base / "tokenizer", template=chats.CHATML)
     with (base / "texts.jsonl").open("w") as file:
         for n in range(60):
             record = {"prompt": PROMPT.format(n, n % 7), "completion": f" It is.\n#### {n + n % 7}"}
             file.write(json.dumps(record) + "\n")
-    train(base, ANSWERS, *places(base), OPENPI_TRAIN_HOME=str(base / "home"))
+    train(base, ANSWERS, *places(base), devices=2, OPENPI_TRAIN_HOME=str(base / "home"))
     return base
 
 
@@ -71,14 +71,16 @@ def samples_of(base, step):
     return samples(base / "runs" / "answers" / "x" / "eval" / str(step))
 
 
-def test_a_run_that_goes_on_in_two_processes_measures_the_same_and_repeats_no_sample(base, tmp_path):
+def test_a_run_that_goes_on_in_two_processes_is_the_same_bit_for_bit_and_repeats_no_sample(base, tmp_path):
     copy_without(base, tmp_path, 4, "answers")
     home = {"OPENPI_TRAIN_HOME": str(base / "home")}
     train(tmp_path, ANSWERS, *places(base), "--resume", processes=2, **home)
     found, expected = evaluations(tmp_path), evaluations(base)
     assert list(found) == [0, 2, 4]
     for name in (name for name in found[4] if name.startswith("val/")):
-        assert found[4][name] == pytest.approx(expected[4][name], rel=1e-5), name  # sums over devices
+        assert found[4][name] == expected[4][name], name
+    assert list(losses(base, "answers")) == [1, 2, 3, 4]
+    assert losses(tmp_path, "answers") == losses(base, "answers")
     assert samples_of(tmp_path, 4) == samples_of(base, 4)
 
 

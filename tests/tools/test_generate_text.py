@@ -164,6 +164,10 @@ def test_a_model_without_a_chat_template_or_tokenizer_says_so(tmp_path):
     plain = load_text_model(folder, max_length=32, num_rows=1)
     with pytest.raises(UsageError, match=r"has no chat template.*give plain texts"):
         plain.prompt_of([{"role": "user", "content": "a"}])
+    said = []
+    with pytest.raises(UsageError, match="has no chat template"):  # before anything is asked
+        generate_text.chat(plain, [], SamplingSettings(), [], said.append)
+    assert not said
     with pytest.raises(UsageError, match=r"--max-length 999 is more than the 256 tokens"):
         load_text_model(folder, max_length=999)
     (folder / "tokenizer.json").unlink()

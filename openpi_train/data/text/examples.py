@@ -66,7 +66,7 @@ class Example:
 def example_of(record: Mapping[str, Any]) -> Example:
     """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
     given = {name: value for name, value in record.items() if value is not None}
-    told: dict[str, Any] = {"variables": _variables(given), "margin": _number(given, "margin") or 0.0}
+    told: dict[str, Any] = {"variables": _variables(given)}
     if {"chosen", "rejected"} <= given.keys():
         return _preference(given, told)
     if {"prompt", "completion"} <= given.keys():
@@ -96,6 +96,7 @@ def example_of(record: Mapping[str, Any]) -> Example:
 
 def _preference(given: Mapping[str, Any], told: dict[str, Any]) -> Example:
     chosen, rejected = _texts(given, "chosen", "rejected")
+    told["margin"] = _number(given, "margin") or 0.0
     told["reference"] = _reference(given, "ref_chosen_logps", "ref_rejected_logps")
     # Some datasets have the prompt as a string beside conversations that contain it.
     if "prompt" in given and isinstance(given["prompt"], str) == isinstance(chosen, str):

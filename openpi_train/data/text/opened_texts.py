@@ -131,6 +131,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     splits = [_open_splits(config, dataset, encoder) for dataset in config.datasets]
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
+        if config.kind == "preferences" and not request.uses_margins:
+            _refuse_margins(split)
     cut = TextCut(config.max_length, config.truncation)
     training = [_member(config, train, cut) for train, _ in splits]
     held_out = [_member(config, held_out, cut) for _, held_out in splits if len(held_out.samples)]
@@ -191,6 +193,17 @@ def _check_tokens(split: _Split, model: Any, tokenizer: TextTokenizer) -> None:
             f"{split.dataset.name}, {store.place(sample)}: the tokenizer {tokenizer.name} gives the token "
             f"{store.tokens[at]} ({tokenizer.decode([store.tokens[at]])!r}), the model has {known} (sizes.vocab_size). "
             "Give the tokenizer that belongs to the model, or a chat template without that token"
+        )
+
+
+def _refuse_margins(split: _Split) -> None:
+    if (found := np.flatnonzero(split.store.margins[split.samples])).size:
+        sample = int(split.samples[found[0]])
+        raise ValueError(
+            f"{split.dataset.name}, {split.store.place(sample)}: this preference has a margin "
+            f"({split.store.margins[sample]:g}), and only reward models (objective RewardPairs) are trained with one. "
+            "Name the columns to read without it: --data.datasets.N.columns prompt=prompt chosen=chosen "
+            "rejected=rejected"
         )
 
 

@@ -31,11 +31,12 @@ def batch_shapes(spec: RowSpec, batch_size: int) -> TextBatch | PreferenceBatch:
 
 
 def mask_texts(batch: TextBatch | PreferenceBatch, real: Bool[Array, " b"]) -> TextBatch | PreferenceBatch:
-    """The batch where only rows marked in `real` count: the others have no targets."""
+    """The batch where only rows marked in `real` count: the others have no text: no segments, no targets."""
     if isinstance(batch, PreferenceBatch):
         return dataclasses.replace(batch, texts=_masked(batch.texts, real))
     return _masked(batch, real)
 
 
 def _masked(texts: TextBatch, real: Bool[Array, " b"]) -> TextBatch:
-    return dataclasses.replace(texts, weights=texts.weights * real[:, None])
+    real = real[:, None]
+    return dataclasses.replace(texts, segments=texts.segments * real, weights=texts.weights * real)

@@ -1,6 +1,7 @@
 """Opened text data: rows, packing, truncation, splits, batches, and the same batches in every process."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -21,8 +22,13 @@ from openpi_train.data.text.opened_texts import lengths_of_batches
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder
 from openpi_train.data.workers import LocalBatches
+from openpi_train.experiment import Experiment
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.objectives.judged_completions import JudgedCompletions
+from openpi_train.objectives.preference_pairs import PreferencePairs
+from openpi_train.objectives.reward_pairs import RewardPairs
+from openpi_train.runtime.exits import DataError
 from openpi_train.types import PreferenceBatch, TextBatch
 
 SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
@@ -225,6 +231,32 @@ def test_a_preference_is_one_row_with_two_texts(made):
     batch = feed.next()
     feed.close()
     assert isinstance(batch, PreferenceBatch) and batch.reference_log_probs is None
+
+
+@pytest.mark.parametrize("objective", [RewardPairs(), PreferencePairs(reference="precomputed"), JudgedCompletions()])
+def test_margins_are_refused_where_the_loss_has_none(made, objective):
+    config, _ = made(PAIRS, kind="preferences", max_length=32)
+    names = ("prompt=prompt", "chosen=chosen", "rejected=rejected")
+    for columns, refused in (((), not isinstance(objective, RewardPairs)), (names, False)):
+        dataset = dataclasses.replace(config.datasets[0], columns=columns)
+        data = dataclasses.replace(config, datasets=(dataset,))
+        run = Experiment(model=LanguageConfig(sizes=SIZES, context_length=64), data=data, objective=objective)
+        message = r"set0, set0\.jsonl:2: this preference has a margin \(0\.125\), .*columns prompt=prompt chosen=chosen"
+        with pytest.raises(DataError, match=message) if refused else contextlib.nullcontext():
+            run.open_data()
+
+
+@pytest.mark.parametrize("kind", ["texts", "prompts", "preferences"])
+def test_rows_that_only_fill_the_last_held_out_batch_have_no_text(made, kind):
+    records = {"texts": SUMS, "prompts": [{"prompt": record["prompt"]} for record in SUMS], "preferences": PAIRS}[kind]
+    _, data = made(records, kind=kind, validation_fraction=0.5)
+    num_rows = data.validation.num_samples
+    batches = data.held_out(100, BATCH, sharding())
+    found = [getattr(batch, "texts", batch) for batch in batches]
+    real = np.concatenate([np.asarray(texts.segments).any(1) for texts in found])
+    assert num_rows % BATCH and len(real) % BATCH == 0
+    assert real.tolist() == [True] * num_rows + [False] * (len(real) - num_rows)
+    assert not any(np.asarray(texts.weights)[~np.asarray(texts.segments).any(1)].any() for texts in found)
 
 
 def test_a_labelled_completion_is_one_text_with_its_label_as_segment(made):
