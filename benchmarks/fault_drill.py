@@ -2,7 +2,7 @@
 
 Measures for each fault the seconds until the run trains again, and the repeated steps. At the end the run is stopped
 and compared with an undisturbed one: every array of the last checkpoint and every loss must be bit-identical.
-Read next: `faults.py` (the faults), `launched.py`.
+With --quick the experiment is a smaller one (`launched_small.py`). Read next: `faults.py` (the faults), `launched.py`.
 """
 
 import argparse
@@ -23,15 +23,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from benchmarks.faults import FAULTS, FaultFailed, has_own_network, sequence, small_disk
-from benchmarks.launched import OWN_NETWORK, Launched
+from benchmarks.launched import DEBUG, OWN_NETWORK, SMALL, Launched, run_directory
 from benchmarks.report import Cell, Spread, Table
 
 NUM_PROCESSES = 2
 TIMEOUT_S = 240.0
 QUICK_KINDS = ["kill -9 of a process", "damaged checkpoint"]
-EXPERIMENT = ("--batch-size", "4", "--save-interval", "10", "--keep-last", "3", "--no-tensorboard")
-EXPERIMENT += ("--model.remat", "none", "--model.language.depth", "1", "--model.action-expert.depth", "1")
-EXPERIMENT += ("--data.validation-fraction", "0", "--timeouts.lost-s", "8", "--timeouts.stuck-s", "8")
+_MODEL = ("--model.remat", "none", "--model.language.depth", "1", "--model.action-expert.depth", "1")
+_FLAGS = ("--batch-size", "4", "--save-interval", "10", "--keep-last", "3", "--no-tensorboard")
+_FLAGS += ("--data.validation-fraction", "0", "--timeouts.lost-s", "8", "--timeouts.stuck-s", "8")
+EXPERIMENT, QUICK_EXPERIMENT = (DEBUG, *_MODEL, *_FLAGS), (SMALL, *_FLAGS)
 ENDLESS = ("--num-train-steps", "1000000")
 COLUMNS = ("fault", "number", "survived", "run ended with", "steps trained again", "seconds to train again")
 # Metrics that depend on the machine.
@@ -74,8 +75,9 @@ def main(argv: Sequence[str]) -> list[Table]:
             prefix = OWN_NETWORK if has_network else ()
             impossible = {"full disk": not has_disk, "cut link": not has_network}
             kinds = [kind for kind in FAULTS if not impossible.get(kind)]
-        drill = Drill(base, sequence(2 if flags.quick else flags.faults, kinds, rng), rng, prefix)
-        problem = drill.run() or compare(base, Path(folder) / "undisturbed")
+        experiment = QUICK_EXPERIMENT if flags.quick else EXPERIMENT
+        drill = Drill(base, experiment, sequence(2 if flags.quick else flags.faults, kinds, rng), rng, prefix)
+        problem = drill.run() or compare(base, Path(folder) / "undisturbed", experiment)
         minutes = (time.monotonic() - began) / 60
     verdict = problem or f"{drill.steps} steps, every array of the last checkpoint and every loss the same bits"
     notes = [
@@ -83,15 +85,18 @@ def main(argv: Sequence[str]) -> list[Table]:
         f"Seed {flags.seed}; {minutes:.0f} minutes with the undisturbed run. After a full disk the drill makes room and"
         f" starts the run again, else the launcher does. {len(kinds)} of {len(FAULTS)} kinds could be made here.",
     ]
-    title = f"Fault drill: debug experiment, {NUM_PROCESSES} processes, a checkpoint every 10 steps"
+    name = experiment[0].rpartition(":")[2]
+    title = f"Fault drill: {name} experiment, {NUM_PROCESSES} processes, a checkpoint every 10 steps"
     return [Table(title, COLUMNS, drill.rows(), notes, problem)]
 
 
 class Drill:
     """The run below `base`, the remaining faults, and the results of past ones."""
 
-    def __init__(self, base: Path, kinds: Sequence[str], rng: random.Random, prefix: Sequence[str]):
-        self._base, self._kinds, self._rng, self._prefix = base, kinds, rng, prefix
+    def __init__(
+        self, base: Path, experiment: Sequence[str], kinds: Sequence[str], rng: random.Random, prefix: Sequence[str]
+    ):
+        self._base, self._experiment, self._kinds, self._rng, self._prefix = base, experiment, kinds, rng, prefix
         self._survived: list[Survived] = []
         self.steps = 0
 
@@ -119,7 +124,7 @@ class Drill:
 
     def _launch(self) -> Launched:
         launcher = ("--processes", str(NUM_PROCESSES), "--max-restarts", str(2 * len(self._kinds)), "--grace-s", "3")
-        return Launched(self._base, launcher, (*EXPERIMENT, *ENDLESS, "--resume"), self._prefix)
+        return Launched(self._base, launcher, (*self._experiment, *ENDLESS, "--resume"), self._prefix)
 
     def _one(self, kind: str) -> Survived:
         """Inject one fault once there is progress to lose, and wait until the run trains again."""
@@ -171,27 +176,28 @@ def _row(name: str, number: int, survived: Sequence[Survived]) -> list[Cell]:
     ]
 
 
-def compare(disturbed: Path, undisturbed: Path) -> str:
+def compare(disturbed: Path, undisturbed: Path, experiment: Sequence[str]) -> str:
     """Train the same number of steps without faults; returns the differences, or an empty string."""
-    found = _metrics(disturbed)
+    directories = [run_directory(base, experiment[0]) for base in (disturbed, undisturbed)]
+    found = _metrics(directories[0])
     last = max(found)
     length = ("--num-train-steps", str(last))
-    with Launched(undisturbed, ("--processes", str(NUM_PROCESSES)), (*EXPERIMENT, *length)) as run:
+    with Launched(undisturbed, ("--processes", str(NUM_PROCESSES)), (*experiment, *length)) as run:
         if (code := run.end(TIMEOUT_S + 2 * last)) != 0:
             return f"the undisturbed run ended with code {code}\n{run.said()}"
-    expected = _metrics(undisturbed)
+    expected = _metrics(directories[1])
     if wrong := [step for step in expected if found.get(step) != expected[step]]:
         return f"the metrics of {len(wrong)} of {last} steps differ from the undisturbed run's, first at {wrong[0]}"
-    ours, theirs = (_arrays(base / "runs" / "debug" / "x" / str(last)) for base in (disturbed, undisturbed))
+    ours, theirs = (_arrays(directory / str(last)) for directory in directories)
     different = [name for name in theirs if name not in ours or ours[name].tobytes() != theirs[name].tobytes()]
     if different or len(ours) != len(theirs):
         return f"{len(different)} of {len(theirs)} arrays of checkpoint {last} differ, first {different[:1]}"
     return ""
 
 
-def _metrics(base: Path) -> dict[int, dict[str, Any]]:
+def _metrics(directory: Path) -> dict[int, dict[str, Any]]:
     """The metrics of each step, without those that depend on the machine."""
-    lines = map(json.loads, (base / "runs" / "debug" / "x" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return {
         line["step"]: {name: value for name, value in line.items() if not _MEASURED.fullmatch(name)}
         for line in lines

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__)
     default = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
     parser.add_argument("--data", type=Path, help=f"BridgeData as written by tfds (default: {default} if present)")
-    parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), help="numbers of worker processes")
+    parser.add_argument("--workers", type=int, nargs="+", help="numbers of worker processes (default: 0 1 2)")
     parser.add_argument("--cameras", type=int, choices=(1, 2, 3), default=3, help="pictures per sample")
     parser.add_argument("--image-size", type=int, default=224, help="pixels that pictures are scaled to")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -61,6 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, help="Python of an environment with lerobot, for its own loader")
     parser.add_argument("--quick", action="store_true", help="one short round, to check that it runs")
     flags = parser.parse_args(argv)
+    flags.workers = flags.workers or ((0, 1) if flags.quick else (0, 1, 2))
     if flags.data is None and default.is_dir():
         flags.data = default
     return flags

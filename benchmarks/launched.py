@@ -1,4 +1,4 @@
-"""A run of the `debug` experiment under `launch local`, observed from outside: lines, processes, files.
+"""A run under `launch local`, observed from outside: lines, processes, files.
 
 Read next: `fault_drill.py` and `startup.py`, which start such runs.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.report import ROOT
 
+DEBUG, SMALL = "debug", f"{Path(__file__).with_name('launched_small.py')}:small"
 _POLL_S = 0.02
 _TAIL_BYTES = 1 << 14
 
@@ -34,24 +35,29 @@ class Line:
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "in_own_network")
 
 
+def run_directory(base: Path, experiment: str) -> Path:
+    """The directory of a run of this experiment (`DEBUG` or `SMALL`) below `base`."""
+    return base / "runs" / experiment.rpartition(":")[2] / "x"
+
+
 class Launched:
     """A launcher and its processes; the run is below `base`. Ended at the end of the `with`.
 
-    `prefix` is a command that starts the launcher, such as `OWN_NETWORK`.
+    `words` are the experiment and its flags; `prefix` is a command that starts the launcher, such as `OWN_NETWORK`.
     """
 
     def __init__(
         self,
         base: Path,
         launcher: Sequence[str],
-        experiment: Sequence[str],
+        words: Sequence[str],
         prefix: Sequence[str] = (),
         **environ: str,
     ):
-        self.directory = base / "runs" / "debug" / "x"
+        self.directory = run_directory(base, words[0])
         places = ["--exp-name", "x", "--checkpoint-base-dir", base / "runs", "--assets-base-dir", base / "assets"]
         output = base.with_name(f"{base.name}-output")  # beside it: `base` may be a disk that fills up
-        words = [*launcher, "--devices-per-process", "1", "--log-dir", str(output), "--", "debug", *experiment]
+        words = [*launcher, "--devices-per-process", "1", "--log-dir", str(output), "--", *words]
         self.lines: list[Line] = []
         self.started = time.monotonic()
         self.process = subprocess.Popen(

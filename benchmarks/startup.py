@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.launched import Launched
+from benchmarks.launched import DEBUG, SMALL, Launched
 from benchmarks.report import Cell, Spread, Table
 
 NUM_WARM = 3
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks startup", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=(1, 2, 4), help="numbers of processes")
-    parser.add_argument("--quick", action="store_true", help="one process, one warm start, to check that it runs")
+    parser.add_argument("--quick", action="store_true", help="a smaller experiment, one process, one warm start")
     return parser.parse_args(argv)
 
 
@@ -45,26 +45,33 @@ def main(argv: Sequence[str]) -> list[Table]:
         "imports: until the program knows its experiment; meeting: until all processes are there and agree; plan: what "
         "fits, and the state's layout; data: self-test of the collectives, norm stats, run directory.",
     ]
-    return [Table("Start-up: debug experiment, one CPU device per process", COLUMNS, rows, notes)]
+    name = _experiment(flags.quick).rpartition(":")[2]
+    return [Table(f"Start-up: {name} experiment, one CPU device per process", COLUMNS, rows, notes)]
+
+
+def _experiment(quick: bool) -> str:
+    return SMALL if quick else DEBUG
 
 
 def _rows(num_processes: int, quick: bool) -> list[list[Cell]]:
     """A cold start, and warm ones."""
     with tempfile.TemporaryDirectory(prefix="benchmark-startup-") as folder:
-        cold = [_start(Path(folder), num_processes, 0)]
-        warm = [_start(Path(folder), num_processes, number) for number in range(1, 2 if quick else NUM_WARM + 1)]
+        name = _experiment(quick)
+        cold = [_start(Path(folder), name, num_processes, 0)]
+        warm = [_start(Path(folder), name, num_processes, number) for number in range(1, 2 if quick else NUM_WARM + 1)]
     return [
         [num_processes, name, *(Spread(times) for times in zip(*starts, strict=True))]
         for name, starts in (("cold", cold), ("warm", warm))
     ]
 
 
-def _start(folder: Path, num_processes: int, number: int) -> list[float]:
+def _start(folder: Path, experiment: str, num_processes: int, number: int) -> list[float]:
     """The seconds of each part of one start, and the total."""
-    experiment = ("--batch-size", "8", "--num-train-steps", "1000", "--save-interval", "1000", "--no-tensorboard")
+    words = (experiment, "--batch-size", "8", "--no-tensorboard")
+    words += ("--num-train-steps", "1000", "--save-interval", "1000")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     seconds, place = [], -1
-    with Launched(folder / str(number), ("--processes", str(num_processes)), experiment, **cache) as run:
+    with Launched(folder / str(number), ("--processes", str(num_processes)), words, **cache) as run:
         last = run.started
         for part, pattern in PARTS.items():
             found = run.await_place(pattern, TIMEOUT_S, place + 1)

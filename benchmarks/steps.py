@@ -30,8 +30,12 @@ TINY = "pi0_bridge_traj_tiny"
 MODELS = {"tiny": TINY, "medium": f"{Path(__file__).with_name('medium.py')}:medium"}
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], quick: Sequence[str] = ()
+) -> tuple[argparse.Namespace, Experiment]:
     """Parse the flags of a benchmark (`parser` holds its own) and the experiment to measure.
+
+    With --quick, our own models also have the flags `quick`.
 
     Raises UsageError for an unknown experiment; exits with code 2 on an unknown flag.
     """
@@ -40,7 +44,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
     parser.add_argument("--quick", action="store_true", help="a few repetitions, to check that it runs")
     flags, rest = parser.parse_known_args(argv)
     if flags.quick:
-        rest = ["--batch-size", str(2 * jax.device_count()), *rest]
+        rest = ["--batch-size", str(2 * jax.device_count()), *(() if flags.experiment else quick), *rest]
     name = flags.experiment or MODELS[flags.model]
     return flags, parse_experiment(name, ["--exp-name", "benchmark", *rest])
 

@@ -30,6 +30,8 @@ from openpi_train.training.prepare import prepare_without_data
 
 NUM_DEVICES = 8
 FULL = "pi0_bridge_traj"
+# One that shares the state among all devices, and one that shares it within groups.
+QUICK_STRATEGIES = ("zero3", "hsdp")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 COLUMNS = ("strategy", "micro-batches", "compile s", "state GiB", "planned GiB", "program's own GiB")
 COLUMNS += (*(f"{kind} GB" for kind in KINDS), "sent GB", "formula GB", "sent / formula")
@@ -38,11 +40,13 @@ COLUMNS += (*(f"{kind} GB" for kind in KINDS), "sent GB", "formula GB", "sent / 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks traffic", description=__doc__)
-    parser.add_argument("--strategies", nargs="+", choices=tuple(CUT), default=tuple(CUT), help="rows to measure")
+    parser.add_argument("--strategies", nargs="+", choices=tuple(CUT), help="rows to measure (default: all)")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1, 4), metavar="N", help="rows to measure")
     given = {"--quick", "--model", "--experiment"} & set(argv)
     whole = [] if given else ["--experiment", FULL, "--model.remat", "full"]
-    return steps.parse(parser, [*whole, *argv])
+    flags, experiment = steps.parse(parser, [*whole, *argv])
+    flags.strategies = flags.strategies or (QUICK_STRATEGIES if flags.quick else tuple(CUT))
+    return flags, experiment
 
 
 def main(argv: Sequence[str]) -> list[Table]:

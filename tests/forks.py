@@ -3,7 +3,7 @@
 A server per pytest process has jax and the package imported and nothing started: one thread, no device, no open file.
 A run is a fork of it, with its own environment, arguments, output and exit code; so are the processes that `launch
 local` starts in such a run. Whatever a fork cannot be like, it is started as a process of its own: a variable that is
-read by an import, another folder, another program, a parent with threads. The tests that kill processes, take the
+read by an import, another folder, another program, a parent with threads. The tests that kill launchers, take the
 hosts' networks away, start by ssh or Slurm, or stop and resume start real ones, all.
 
 What a fork hides: the seconds of the import, and that every process has its own hash seed.
@@ -113,6 +113,13 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def start(args: Sequence[str], env: Mapping[str, str], output: int) -> "Forked | subprocess.Popen":
+    """As `subprocess.Popen`, with everything that it prints going to the file of this descriptor."""
+    if not _server().is_up:
+        return _start_process(args, env=dict(env), cwd=ROOT, stdout=output, stderr=output)
+    return Forked(args, env, output, output)
 
 
 def run(args: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -50,7 +50,7 @@ def test_a_flag_that_says_the_tiny_models_value_changes_the_medium_one():
 
 
 @pytest.mark.slow
-def test_step_time_compares_three_two_and_one_cameras_at_equal_loss_like_for_like_first(quick):
+def test_step_time_compares_numbers_of_cameras_at_equal_loss_like_for_like_first(quick):
     titles = [table["title"] for table in quick[1]["tables"] if table["title"].startswith("Step time, ")]
     assert [title.split(":")[0] for title in titles] == [
         "Step time, like for like, both remat dots",
@@ -58,7 +58,7 @@ def test_step_time_compares_three_two_and_one_cameras_at_equal_loss_like_for_lik
     ]
     tables = [rows(quick, title) for title in titles]
     for found in tables:
-        assert [row["cameras"] for row in found] == [3, 2, 1]
+        assert [row["cameras"] for row in found] == [3, 1]
         for row in found:
             assert len(row["time reference / ours"]) == len(row["step ms"]) == len(row["reference step ms"]) == 2
             assert row["FLOPs reference / ours"] > 1
@@ -67,7 +67,7 @@ def test_step_time_compares_three_two_and_one_cameras_at_equal_loss_like_for_lik
             assert difference < 1e-5 * loss
         ratios = [row["FLOPs reference / ours"] for row in found]
         assert ratios == sorted(ratios)
-        assert found[2]["program MiB"] < found[0]["program MiB"]
+        assert found[1]["program MiB"] < found[0]["program MiB"]
         assert len({row["reference program MiB"] for row in found}) == 1
     # What the reference computes twice is all that sets the tables apart.
     for same, full in zip(*tables, strict=True):
@@ -83,7 +83,7 @@ def test_step_time_sets_the_reference_to_the_same_recomputation_first(remat, ref
 @pytest.mark.slow
 def test_feed_compares_numbers_of_workers(quick):
     found = rows(quick, "Feed")
-    assert [row["workers"] for row in found] == [0, 1, 2]
+    assert [row["workers"] for row in found] == [0, 1]
     assert found[0]["samples/s vs first row"] == [1.0]
     assert all(row["samples/s"][0] > 0 and row["time to first batch s"][0] > 0 for row in found)
 
@@ -92,7 +92,7 @@ def test_feed_compares_numbers_of_workers(quick):
 def test_feed_measures_lerobot_data_and_says_how_to_have_lerobots_own_loader_beside_it(quick):
     found = rows(quick, "LeRobot: 3 cameras")
     pictures = ("scaled to 224 px", "as stored")
-    assert [(row["workers"], row["pictures"]) for row in found] == [(n, name) for n in (0, 1, 2) for name in pictures]
+    assert [(row["workers"], row["pictures"]) for row in found] == [(n, name) for n in (0, 1) for name in pictures]
     assert all(row["samples/s"][0] > 0 and row["lerobot samples/s"] is None for row in found)
     assert "not measured: give --peer-python" in quick[0]
     decoding = rows(quick, "Decoding")

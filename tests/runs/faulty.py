@@ -1,4 +1,4 @@
-"""Real processes of a run, started without a launcher, that something happens to."""
+"""Processes of a run, started without a launcher, that something happens to."""
 
 import re
 import subprocess
@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from command import ROOT, environment, losses, places
+import forks
+from command import environment, losses, places
 from small_runs import SMALL
 
 from openpi_train.launch.processes import free_port
@@ -28,14 +29,9 @@ class Processes:
         self.processes = []
         for index, output in enumerate(self.outputs):
             with output.open("w") as file:
-                process = subprocess.Popen(
-                    [*command, "--devices-per-process", "1"],
-                    env={**environment(), **common, "RANK": str(index)},
-                    cwd=ROOT,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            self.processes.append(process)
+                words = list(map(str, [*command, "--devices-per-process", "1"]))
+                environ = {**environment(), **common, "RANK": str(index)}
+                self.processes.append(forks.start(words, environ, file.fileno()))
 
     def __enter__(self) -> "Processes":
         return self

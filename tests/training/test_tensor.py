@@ -128,12 +128,10 @@ def alone(name: str):
 @pytest.mark.parametrize(
     ("name", "strategy", "fsdp", "tensor", "accum"),
     [
-        ("pi0", "zero3", 2, 2, 1),
         ("pi0", "replicated", 1, 4, 4),
-        ("pi05, two key heads", "hsdp", 2, 2, 1),
         ("pi05, two key heads", "zero3", 2, 4, 4),
         ("low rank, a key head for each", "zero2", 2, 4, 1),
-        ("paligemma", "zero3", 2, 2, 1),
+        ("paligemma", "hsdp", 2, 2, 1),
     ],
 )
 @pytest.mark.slow
