@@ -40,6 +40,8 @@ class Aloha(Arm):
     # Whether the model sees joint targets relative to the joints at the chunk's start.
     relative: bool = True
 
+    control_hz = 50.0
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Joint angles and gripper of each arm."""
@@ -51,12 +53,7 @@ class Aloha(Arm):
         return self.state_names
 
     @property
-    def control_hz(self) -> float:
-        """ALOHA was recorded at 50 Hz."""
-        return 50.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All joints except the grippers, or None."""
         return ((True,) * 6 + (False,)) * 2 if self.relative else None
 

@@ -33,6 +33,8 @@ class Droid(Arm):
     # The commands: velocities as recorded, or positions, which the model sees relative to the chunk's start.
     action: Literal["joint_velocity", "joint_position"] = "joint_velocity"
 
+    control_hz = 15.0
+
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions as recorded."""
         names = tuple(name.format(action=self.action) for name in self.action_columns)
@@ -50,11 +52,6 @@ class Droid(Arm):
         return (*(f"joint_{number}_{unit}" for number in _JOINTS), "gripper_closed_fraction")
 
     @property
-    def control_hz(self) -> float:
-        """DROID was recorded at 15 Hz."""
-        return 15.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All joints if positions are commanded; None for velocities."""
         return (True,) * 7 + (False,) if self.action == "joint_position" else None

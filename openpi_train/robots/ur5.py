@@ -24,6 +24,8 @@ class UR5(Arm):
     # Control steps per second; the example does not specify it.
     rate_hz: float = 20.0
 
+    delta_mask = (True,) * 6 + (False,)
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Joint angles, gripper."""
@@ -35,11 +37,6 @@ class UR5(Arm):
         return self.state_names
 
     @property
-    def control_hz(self) -> float:
+    def control_hz(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The field `rate_hz`."""
         return self.rate_hz
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...]:
-        """All joints except the gripper."""
-        return (True,) * 6 + (False,)
