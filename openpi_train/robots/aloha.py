@@ -44,12 +44,10 @@ class Aloha(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles and gripper of each arm."""
         return tuple(f"{side}_{name}" for side in ("left", "right") for name in (*_ARM, "gripper_fraction"))
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The same as the state's."""
         return self.state_names
 
     @property

@@ -36,18 +36,15 @@ class Droid(Arm):
     control_hz = 15.0
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded."""
         names = tuple(name.format(action=self.action) for name in self.action_columns)
         return super(Droid, dataclasses.replace(self, action_columns=names)).read(columns, episode_ends)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles, gripper."""
         return (*(f"joint_{number}_rad" for number in _JOINTS), "gripper_closed_fraction")
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Joint velocities or angles, gripper."""
         unit = "rad_per_s" if self.action == "joint_velocity" else "rad"
         return (*(f"joint_{number}_{unit}" for number in _JOINTS), "gripper_closed_fraction")
 

@@ -30,7 +30,6 @@ class Libero(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """End-effector pose, fingers."""
         position, rotation = (tuple(form.format(axis) for axis in _AXES) for form in ("{}_m", "axis_angle_{}_rad"))
         return (*position, *rotation, "left_finger_m", "right_finger_m")
 

@@ -34,5 +34,4 @@ class MetaWorld(Arm):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Motion of the hand, and closing effort of the fingers."""
         return ("delta_x_cm", "delta_y_cm", "delta_z_cm", "closing_effort")

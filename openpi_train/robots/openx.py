@@ -57,7 +57,6 @@ class OpenX(Robot):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Motion of the end effector, gripper."""
         return (*_MOTION, "gripper_fraction")
 
     @property

@@ -28,13 +28,11 @@ class PushT(Robot):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The keypoints, with `keypoints`, and the pusher."""
         points = (f"keypoint_{number}_{axis}_px" for number in range(_NUM_KEYPOINTS) for axis in "xy")
         return (*points, *_AGENT) if self.keypoints else _AGENT
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The pusher's target position."""
         return ("target_x_px", "target_y_px")
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:

@@ -44,10 +44,8 @@ class RoboTwin(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The same as the actions'."""
         return _LAYOUTS[self.dims]
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Joints and gripper of each arm, or the end-effector pose."""
         return _LAYOUTS[self.dims]

@@ -29,7 +29,6 @@ class Tabletop(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Fingertip position, Euler angles, gripper opening."""
         return (*_POSE, "gripper_fraction")
 
     @property

@@ -28,12 +28,10 @@ class UR5(Arm):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles, gripper."""
         return (*(f"joint_{number}_rad" for number in range(1, 7)), "gripper_fraction")
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The same as the state's."""
         return self.state_names
 
     @property
