@@ -108,10 +108,8 @@ def _account(conversion: Conversion, written: Source, notes: Mapping[str, str], 
     problems = []
     if not np.array_equal(source.episode_ends, written.episode_ends):
         problems.append("the episodes' lengths")
-    if any(
-        conversion.prompts(s) != dataclasses.replace(conversion, source=written).prompts(s)
-        for s in conversion.episodes()
-    ):
+    again = dataclasses.replace(conversion, source=written)
+    if any(conversion.prompts(steps) != again.prompts(steps) for steps in conversion.episodes()):
         problems.append("the instructions")
     lines = [
         ("episodes", f"{source.num_episodes}, {source.num_steps} control steps"),

@@ -36,12 +36,18 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts, if stored."""
+    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts, if stored.
+
+    A pickled copy, as data workers get it, maps the same files.
+    """
 
     root: Path
     manifest: dict[str, Any]
     arrays: Mapping[str, np.ndarray]
     prompts: Sequence[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reopen_tables, (self.root, self.manifest["fingerprint"])
 
     def group(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays below a folder, by the rest of their names."""
@@ -115,6 +121,14 @@ def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tab
             arrays[name.removesuffix(".npy")] = np.load(path, mmap_mode="r")
     prompts = json.loads((directory / PROMPTS).read_text(encoding="utf-8")) if PROMPTS in manifest["files"] else []
     return Tables(root, manifest, arrays, prompts)
+
+
+def reopen_tables(root: Path, fingerprint: str) -> Tables:
+    """Map the arrays again, in another process. Raises ValueError if they were built again with other content."""
+    manifest = read_manifest(root)
+    if manifest is None or manifest["fingerprint"] != fingerprint:
+        raise ValueError(f"the tables {root} were removed or built again while a run was using them; restart it")
+    return open_tables(root, manifest, check_crc=False)
 
 
 def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:
