@@ -149,8 +149,8 @@ def is_zarr(path: str | Path) -> bool:
     path = Path(path).expanduser()
     if path.is_file() and not zipfile.is_zipfile(path):
         return False
-    groups = ("", "data/") if path.is_file() else ("",)
-    return any((_inside(path) / f"{group}{name}").is_file() for group in groups for name in _GROUP_FILES)
+    files, groups = _inside(path), ("", "data/") if path.is_file() else ("",)
+    return any((files / f"{group}{name}").is_file() for group in groups for name in _GROUP_FILES)
 
 
 def _inside(path: Path) -> Path | zipfile.Path:
