@@ -4,7 +4,6 @@ Read next: `text_lengths.py`, which uses it to choose the text length of batches
 """
 
 import hashlib
-import io
 import json
 import logging
 import time
@@ -35,17 +34,14 @@ def chunk_tokens(
     path = folder / f"chunk_tokens_{_key(window, normalize, fast, action_dim)}.npy"
     if path.is_file():
         try:
-            known = np.load(path)
+            return np.load(path)
         except (ValueError, EOFError) as error:
             logger.warning("action tokens: %s cannot be read (%s); counting again", path, error)
-        else:
-            return known
     started = time.monotonic()
     logger.info("action tokens: counting in %d chunks (only once; cached in %s)", len(window), path)
     counted = np.fromiter(_count(window, normalize, fast, action_dim), np.int32, len(window))
-    content = io.BytesIO()
-    np.save(content, counted)
-    files.write_bytes(path, content.getvalue())
+    with files.replacing(path) as file:
+        np.save(file, counted)
     logger.info(
         "action tokens: %.1f per chunk on average, at most %d, counted in %.1f s",
         *(counted.mean(), counted.max(), time.monotonic() - started),

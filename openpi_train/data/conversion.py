@@ -79,13 +79,9 @@ class WithPictures(Source):
     def __init__(self, conversion: Conversion):
         source = conversion.source
         self._conversion, self._source = conversion, source
-        self.fingerprint, self.episode_ends, self.episode_ids = (
-            source.fingerprint,
-            source.episode_ends,
-            source.episode_ids,
-        )
-        self.columns, self.cameras = conversion.columns, source.cameras
-        self.prompts, self.prompt_index = source.prompts, source.prompt_index
+        self.columns = conversion.columns
+        for name in ("fingerprint", "episode_ends", "episode_ids", "prompts", "prompt_index", "cameras"):
+            setattr(self, name, getattr(source, name))
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
         return self._source.frames(steps, camera)
@@ -94,7 +90,6 @@ class WithPictures(Source):
         return next(self._conversion.encoded(range(step, step + 1), camera))
 
     def about(self) -> About:
-        """The new dataset's description."""
         return self._conversion.about
 
     def describe(self, step: int) -> str:

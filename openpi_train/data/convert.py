@@ -84,9 +84,9 @@ def convert(
     if control_hz is not None and not 0 < control_hz < math.inf:
         raise ValueError(f"--control-hz {control_hz:g} is not a valid rate; give a number of steps per second above 0")
     as_stored = stores_pictures(source)
-    kept = pictures or next(kind for kind in target.pictures if as_stored or kind != "as-stored")
-    if kept not in target.pictures or (kept == "as-stored" and not as_stored):
-        allowed = [kind for kind in target.pictures if as_stored or kind != "as-stored"]
+    allowed: list[Pictures] = [kind for kind in target.pictures if as_stored or kind != "as-stored"]
+    kept = pictures or allowed[0]
+    if kept not in allowed:
         raise ValueError(f"pictures cannot be kept as {kept} here; allowed are {', '.join(allowed)}")
     about = source.about()
     dropped = dict(about.left_out)
@@ -108,10 +108,8 @@ def _account(conversion: Conversion, written: Source, notes: Mapping[str, str], 
     problems = []
     if not np.array_equal(source.episode_ends, written.episode_ends):
         problems.append("the episodes' lengths")
-    if any(
-        conversion.prompts(s) != dataclasses.replace(conversion, source=written).prompts(s)
-        for s in conversion.episodes()
-    ):
+    again = dataclasses.replace(conversion, source=written)
+    if any(conversion.prompts(steps) != again.prompts(steps) for steps in conversion.episodes()):
         problems.append("the instructions")
     lines = [
         ("episodes", f"{source.num_episodes}, {source.num_steps} control steps"),

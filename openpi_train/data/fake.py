@@ -35,7 +35,6 @@ class FakeData(SourceConfig):
     bad_steps: tuple[int, ...] = ()
 
     def open(self) -> Source:
-        """The episodes that the fields describe; equal fields give equal data."""
         return _FakeSource(self)
 
 
@@ -55,10 +54,9 @@ class _FakeSource(Source):
         self.columns = _walks(lengths, config.state_dim, random)
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        shape = (self.config.image_height, self.config.image_width, 3)
-        number = self.cameras.index(camera) if camera in self.cameras else None
-        if number is None:
+        if camera not in self.cameras:
             raise KeyError(f"no camera {camera!r}; there are {self.cameras}")
+        number, shape = self.cameras.index(camera), (self.config.image_height, self.config.image_width, 3)
         frames = np.empty((len(steps), *shape), np.uint8)
         for frame, step in zip(frames, np.asarray(steps).tolist(), strict=True):
             if step in self.config.bad_steps:

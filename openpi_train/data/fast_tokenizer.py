@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.fft
@@ -52,10 +51,6 @@ class FastTokenizer:
             raise ValueError(f"{name}: {_BPE} is not a tokenizer of the library `tokenizers`: {error}") from error
         if not isinstance(self._bpe.decoder, tokenizers.decoders.ByteLevel):
             raise ValueError(f"{name}: {_BPE} is not a byte-level tokenizer, as a FAST processor's is; {_HOW}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(FastTokenizer, scale=self.scale, min_token=self.min_token, name=self.name)
-        return make, (self._json,)
 
     def __repr__(self) -> str:
         return f"FastTokenizer({self.name!r}, {self.vocab_size} tokens, scale {self.scale:g})"

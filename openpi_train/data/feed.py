@@ -130,11 +130,9 @@ class RowFeed(Feed):
         return [mask_filler(self.batch(index), start) for index, start in enumerate(starts)]
 
     def position(self) -> dict[str, Any]:
-        """The feed's position, as JSON: the next step, and what the rows depend on."""
         return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity}
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Go to a `position`. Raises ValueError naming the differences if the position belongs to other data."""
         changed = _differences(position, {**self.position(), "step": position["step"]})
         if changed:
             raise ValueError(
@@ -154,7 +152,6 @@ class RowFeed(Feed):
         return self._rows.proportions(max(1, self._step) * self._batch_size)
 
     def close(self) -> None:
-        """Stop threads and worker processes."""
         self._stop_reading()
         self._transfer.shutdown()
 

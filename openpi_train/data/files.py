@@ -2,13 +2,19 @@
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
 
 # File in an unfinished folder that says what is being written there.
 PLAN = "plan.json"
@@ -36,6 +42,26 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically, creating its folder."""
     with replacing(path) as file:
         file.write(content)
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write `arrays` as an npz file, as `write_bytes` does; `is_whole_npz` says whether it is undamaged."""
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def is_whole_npz(path: Path) -> bool:
+    """Whether the npz file is there and undamaged, by its CRCs; a damaged one is named in a warning."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError:
+        return False
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        damaged = str(error)
+    if damaged:
+        logger.warning("%s is damaged (%s): it is made again", path, damaged)
+    return not damaged
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from openpi_train.data.source import BadRecord, Source
+from openpi_train.data.source import Source
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
@@ -33,8 +33,9 @@ def decode_into(data: bytes, out: np.ndarray) -> None:
     Gray and palette pictures become RGB; an alpha channel is dropped.
     Raises ValueError if the bytes are damaged or the picture has another size.
     """
-    if image_size(data) != out.shape[:2]:
-        raise ValueError(f"the picture is {_size(image_size(data))}, expected {_size(out.shape)}")
+    height, width = image_size(data)
+    if (height, width) != out.shape[:2]:
+        raise ValueError(f"the picture is {height}x{width}, expected {out.shape[0]}x{out.shape[1]}")
     if data[:3] == _JPEG_MAGIC:
         simplejpeg.decode_jpeg(data, colorspace="RGB", buffer=out)
         return
@@ -68,25 +69,6 @@ def encode(image: np.ndarray, encoding: Literal["jpeg", "png"] = "jpeg", quality
     return buffer.getvalue()
 
 
-def decode_frames(source: Source, steps: np.ndarray, camera: str, size: tuple[int, int]) -> np.ndarray:
-    """`Source.frames` for sources that store encoded pictures: one read and one decode for each step.
-
-    Args:
-        size: Height and width, used only when `steps` is empty; otherwise those of the first picture.
-    """
-    steps = np.asarray(steps).reshape(-1)
-    frames = np.empty((0, *size, 3), np.uint8)
-    for position, step in enumerate(steps.tolist()):
-        data = source.encoded(step, camera)
-        try:
-            if position == 0:
-                frames = np.empty((len(steps), *image_size(data), 3), np.uint8)
-            decode_into(data, frames[position])
-        except ValueError as error:
-            raise BadRecord(f"{source.describe(step)}, {camera}: cannot decode the image: {error}") from error
-    return frames
-
-
 def blank_cameras(source: Source, samples: int = 8) -> tuple[str, ...]:
     """The cameras whose frames all show one constant colour, judged by a few steps spread over the dataset.
 
@@ -102,7 +84,3 @@ def _opened(data: bytes) -> Image.Image:
         return Image.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
         raise ValueError(f"{len(data)} bytes are not a picture that pillow can read ({data[:8]!r}...)") from error
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]}x{shape[1]}"

@@ -185,12 +185,9 @@ _PUBLIC = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low
 
 
 def _from_json(entry: Mapping[str, Sequence[float] | None]) -> NormStats:
-    mean, std = np.asarray(entry["mean"], np.float64), np.asarray(entry["std"], np.float64)
-    bounds = {field: entry.get(key) for key, field in (("min", "low"), ("max", "high"))}
-    low, high = (None if bound is None else np.asarray(bound, np.float64) for bound in bounds.values())
-    if entry.get("q01") is None or entry.get("q99") is None:
+    given = {field: entry.get(key) for key, field in _PUBLIC.items()}
+    found = {field: np.asarray(values, np.float64) for field, values in given.items() if values is not None}
+    if not {"q01", "q99"} <= found.keys():
         # openpi allows files without quantiles; these can be used with z_score only.
-        nothing = np.full_like(mean, np.nan)
-        return NormStats(mean=mean, std=std, q01=nothing, q99=nothing, low=low, high=high)
-    q01, q99 = np.asarray(entry["q01"], np.float64), np.asarray(entry["q99"], np.float64)
-    return NormStats(mean=mean, std=std, q01=q01, q99=q99, low=low, high=high)
+        found |= dict.fromkeys(("q01", "q99"), np.full_like(found["mean"], np.nan))
+    return NormStats(**found)

@@ -15,7 +15,6 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +103,8 @@ def _write_file(source: Source, path: Path, steps: range) -> None:
 
 def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files: int) -> None:
     directory = partial / "tables"
-    for name in ("episode_ends", "prompt_index"):
-        array = getattr(source, name)
-        tables.write_array(directory, name, array.dtype, array.shape, _pieces(array))
-    ids = np.asarray(source.episode_ids)
-    tables.write_array(directory, "episode_ids", ids.dtype, ids.shape, [ids])
-    for name, column in source.columns.items():
-        tables.write_array(directory, f"columns/{name}", column.dtype, column.shape, _pieces(column))
+    arrays = {name: np.asarray(getattr(source, name)) for name in ("episode_ends", "prompt_index", "episode_ids")}
+    tables.write_arrays(directory, arrays | {f"columns/{name}": column for name, column in source.columns.items()})
     tables.write_prompts(directory, source.prompts)
     sizes = {camera: list(image.image_size(source.encoded(0, camera))) for camera in source.cameras}
     manifest = {
@@ -126,10 +120,6 @@ def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files
         "records": {_file_name(index): (partial / _file_name(index)).stat().st_size for index in range(num_files)},
     }
     files.write_json(partial / tables.MANIFEST, manifest)
-
-
-def _pieces(array: np.ndarray, rows: int = 1 << 18) -> Iterator[np.ndarray]:
-    return (array[start : start + rows] for start in range(0, len(array), rows))
 
 
 def _file_name(index: int) -> str:
@@ -200,13 +190,8 @@ class StepArraySource(StoredSource):
         self._recent = functools.lru_cache(maxsize=_RECENT_STEPS)(self._pictures)
 
     def encoded(self, step: int, camera: str) -> bytes:
-        """The camera's picture at one step as stored."""
         self.check(step, camera)
         return self._recent(step)[self.cameras.index(camera)]
-
-    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        height, width = self._manifest["cameras"].get(camera, (0, 0))
-        return image.decode_frames(self, steps, camera, (height, width))
 
     def about(self) -> About:
         return About.from_json(self._manifest.get("about", {}))

@@ -58,10 +58,6 @@ class Rows(RowSource):
         return rows
 
     def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
-        """The stacked rows at `positions` [n], and a message for each bad record whose row was replaced.
-
-        Raises BadRecord (unless they are skipped), and ValueError if a row does not fit the model.
-        """
         dataset, _, index = self.mixture.locate(positions)
         columns = {name: np.empty((len(positions), *shape), dtype) for name, (shape, dtype) in self.spec.items()}
         skipped: list[str] = []
@@ -72,7 +68,6 @@ class Rows(RowSource):
         return columns, skipped
 
     def cut(self, columns: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of the batch at `positions`, as made by `batch`, without the padding that no row of that batch needs."""
         if self.text is None:
             return dict(columns)
         dataset, _, index = self.mixture.locate(positions)
@@ -93,7 +88,6 @@ class Rows(RowSource):
         return [f"{self.names[d]}: {self.windows[d].describe(i)} (epoch {e})" for d, e, i in places]
 
     def proportions(self, num_positions: int) -> dict[str, float]:
-        """Each dataset's actual share of the first `num_positions` rows."""
         counts = self.mixture.counts(num_positions)
         return {f"{number}_{name}": int(counts[number]) / num_positions for number, name in enumerate(self.names)}
 

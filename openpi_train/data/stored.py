@@ -1,14 +1,17 @@
-"""Base class of sources whose episodes and columns are memory-mapped tables; pictures are stored elsewhere.
+"""Base class of sources whose episodes and columns are memory-mapped tables; encoded pictures are stored elsewhere.
 
 Read next: `tables.py`, then `rlds/rlds_source.py`, `lerobot/lerobot_source.py` and `repack.py`, which read pictures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from openpi_train.data.source import Source
-from openpi_train.data.tables import Tables, open_tables, read_manifest
+import numpy as np
+
+from openpi_train.data import image
+from openpi_train.data.source import BadRecord, Source
+from openpi_train.data.tables import Tables
 
 
 class StoredSource(Source):
@@ -26,8 +29,22 @@ class StoredSource(Source):
         self.num_dropped = sum(entry.get("episodes", 1) for entry in stored.manifest.get("dropped", ()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only the paths: a data worker maps the same files.
-        return reopened, (type(self), self._root, self.stored.root, self.fingerprint)
+        return type(self), (self._root, self.stored)
+
+    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
+        """See `Source.frames`; one read and one decode for each step."""
+        steps = np.asarray(steps).reshape(-1)
+        # The size is that of the first picture; without a step it is the manifest's, which may be unknown.
+        frames = np.empty((0, *self.stored.manifest["cameras"].get(camera, (0, 0)), 3), np.uint8)
+        for position, step in enumerate(steps.tolist()):
+            data = self.encoded(step, camera)
+            try:
+                if position == 0:
+                    frames = np.empty((len(steps), *image.image_size(data), 3), np.uint8)
+                image.decode_into(data, frames[position])
+            except ValueError as error:
+                raise BadRecord(f"{self.describe(step)}, {camera}: cannot decode the image: {error}") from error
+        return frames
 
     def check(self, step: int, camera: str) -> None:
         """Raise KeyError or IndexError if there is no such camera or step."""
@@ -35,16 +52,3 @@ class StoredSource(Source):
             raise KeyError(f"no camera {camera!r} in {self._root}; it has {list(self.cameras)}")
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is not in 0..{self.num_steps - 1}")
-
-
-def reopened(kind: Callable[[Any, Tables], StoredSource], dataset: Any, place: Path, fingerprint: str) -> StoredSource:
-    """Open a source of `dataset` again, in another process.
-
-    Raises ValueError if its index was rebuilt with other data meanwhile.
-    """
-    manifest = read_manifest(place)
-    if manifest is None or manifest["fingerprint"] != fingerprint:
-        raise ValueError(
-            f"the index {place} was removed or rebuilt with other data while a run was using it; restart it"
-        )
-    return kind(dataset, open_tables(place, manifest, check_crc=False))

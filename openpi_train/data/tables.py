@@ -30,25 +30,31 @@ MANIFEST = "manifest.json"
 PROMPTS = "prompts.json"
 # The lock file that a process holds while it writes.
 LOCK = "lock"
-_CONTENT = ("episode_ends", "episode_ids", "prompt_index")
+_CONTENT = ("episode_ends.npy", "episode_ids.npy", "prompt_index.npy")
 _CHUNK_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts, if stored."""
+    """An opened directory: its manifest, its arrays by name, and the distinct instruction texts, if stored.
+
+    A pickled copy, as data workers get it, maps the same files.
+    """
 
     root: Path
     manifest: dict[str, Any]
     arrays: Mapping[str, np.ndarray]
     prompts: Sequence[str]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reopen_tables, (self.root, self.manifest["fingerprint"])
+
     def group(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays below a folder, by the rest of their names."""
         return {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
 
 
-def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
+def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[Any]) -> None:
     """Write `<name>.npy` of a known shape from consecutive pieces of its first axis.
 
     Uses plain writes and no memory map: on a full disk a write raises, but a store to a mapped page kills the process.
@@ -60,9 +66,15 @@ def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], 
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
         np.lib.format.write_array_header_1_0(file, header)
         for chunk in chunks:
-            file.write(np.ascontiguousarray(chunk, dtype).tobytes())
+            file.write(_bytes(np.asarray(chunk, dtype)))
             rows += len(chunk)
     assert rows == shape[0], f"{path} got {rows} rows of {shape[0]}"
+
+
+def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write whole arrays, by name, as `write_array` does."""
+    for name, array in arrays.items():
+        write_array(directory, name, array.dtype, array.shape, [array])
 
 
 def write_prompts(directory: Path, prompts: Sequence[str]) -> None:
@@ -111,17 +123,35 @@ def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tab
     return Tables(root, manifest, arrays, prompts)
 
 
+def reopen_tables(root: Path, fingerprint: str) -> Tables:
+    """Map the arrays again, in another process. Raises ValueError if they were built again with other content."""
+    manifest = read_manifest(root)
+    if manifest is None or manifest["fingerprint"] != fingerprint:
+        raise ValueError(f"the tables {root} were removed or built again while a run was using them; restart it")
+    return open_tables(root, manifest, check_crc=False)
+
+
 def content_fingerprint(directory: Path, prompts: Sequence[str], cameras: Sequence[str]) -> str:
     """sha256 of the tables' content, independent of the dataset's location and of how it is split into files.
 
     Covers columns, prompts and episode digests (which cover the images), but not byte offsets or file names.
     """
     digest = hashlib.sha256(json.dumps([list(prompts), sorted(cameras)]).encode())
-    for name in (*sorted(directory.glob("columns/**/*.npy")), *(directory / f"{name}.npy" for name in _CONTENT)):
-        array = np.load(name, mmap_mode="r")
-        digest.update(f"{name.relative_to(directory)} {array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    columns = sorted(directory.glob("columns/**/*.npy"))
+    add_arrays(digest, directory, [*(str(path.relative_to(directory)) for path in columns), *_CONTENT])
     return digest.hexdigest()
+
+
+def add_arrays(digest: Any, directory: Path, names: Iterable[str]) -> None:
+    """Add name, dtype, shape and bytes of written arrays to a hash; names may end with `.npy`, which counts."""
+    for name in names:
+        array = np.load(directory / f"{name.removesuffix('.npy')}.npy", mmap_mode="r")
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(_bytes(array))
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,11 +34,7 @@ class TextLengths:
     def of(self, dataset: np.ndarray, sample: np.ndarray) -> int:
         """The length of a batch with these samples, given as dataset numbers and sample numbers in them."""
         longest = max(int(self.tokens[number][sample[dataset == number]].max()) for number in np.unique(dataset))
-        return self.at_least(longest)
-
-    def at_least(self, tokens: int) -> int:
-        """The smallest length that is at least `tokens`."""
-        return next(length for length in self.lengths if tokens <= length)
+        return next(length for length in self.lengths if longest <= length)
 
 
 def rounded(tokens: int, most: int) -> int:

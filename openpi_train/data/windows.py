@@ -77,7 +77,8 @@ def validation_episodes(episode_ids: Sequence[str] | np.ndarray, fraction: float
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"validation_fraction {fraction} must be in [0, 1)")
-    scores = {name: _score(name) for name in set(episode_ids)}
+    digests = {name: hashlib.sha256(name.encode()).digest() for name in set(episode_ids)}
+    scores = {name: int.from_bytes(digest[:8]) / 2**64 for name, digest in digests.items()}
     held_out = {name for name, score in scores.items() if score < fraction}
     if fraction > 0 and len(scores) > 1:
         if not held_out:
@@ -87,10 +88,6 @@ def validation_episodes(episode_ids: Sequence[str] | np.ndarray, fraction: float
     elif len(scores) == 1:
         held_out = set()
     return np.array([name in held_out for name in episode_ids], bool)
-
-
-def _score(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,28 +102,9 @@ class NoEnv(Env):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """None."""
         return ()
 
-    def instruction(self, task: int) -> str:
-        """There is none."""
-        raise self._nothing()
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("there is no environment: give the experiment one in eval.closed_loop.env")
 
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
-        """There is none."""
-        raise self._nothing()
-
-    def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
-        """There is none."""
-        raise self._nothing()
-
-    def observe(self, states: Any) -> EnvObservation:
-        """There is none."""
-        raise self._nothing()
-
-    def success(self, states: Any) -> Bool[Array, " b"]:
-        """There is none."""
-        raise self._nothing()
-
-    def _nothing(self) -> ValueError:
-        return ValueError("there is no environment: give the experiment one in eval.closed_loop.env")
+    instruction = reset = step = observe = success = _nothing

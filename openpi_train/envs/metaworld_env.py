@@ -76,11 +76,9 @@ class MetaWorldEnv(Env):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The names in `task_list`."""
         return self.task_list
 
     def instruction(self, task: int) -> str:
-        """The task in words."""
         return INSTRUCTIONS[self.task_list[task]]
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Episodes:
@@ -126,7 +124,6 @@ class MetaWorldEnv(Env):
         return states.success
 
     def for_demonstrations(self) -> "MetaWorldEnv":
-        """This environment with the initial states of the split `train`."""
         return dataclasses.replace(self, split="train")
 
     def demonstrate(

@@ -183,15 +183,12 @@ class TabletopEnv(Env):
         return tuple(task.name for task in self.task_list)
 
     def instruction(self, task: int) -> str:
-        """The task in words."""
         return self.task_list[task].instruction
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Scene:
-        """New scenes, one per key and task number."""
         return _reset_batch(keys, jnp.asarray(tasks), self.task_list)
 
     def step(self, states: Scene, actions: Float[Array | np.ndarray, "b 7"]) -> Scene:
-        """The scenes one control step later."""
         return _step_batch(states, actions)
 
     def observe(self, states: Scene) -> EnvObservation:
@@ -199,7 +196,6 @@ class TabletopEnv(Env):
         return _observe_batch(states, self.image_size)
 
     def success(self, states: Scene) -> Bool[Array, " b"]:
-        """Whether each scene's goal has held long enough."""
         return _success_batch(states)
 
     def pictures(self, states: Scene, rows: np.ndarray) -> Mapping[str, np.ndarray]:

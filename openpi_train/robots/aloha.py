@@ -40,23 +40,18 @@ class Aloha(Arm):
     # Whether the model sees joint targets relative to the joints at the chunk's start.
     relative: bool = True
 
+    control_hz = 50.0
+
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles and gripper of each arm."""
         return tuple(f"{side}_{name}" for side in ("left", "right") for name in (*_ARM, "gripper_fraction"))
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The same as the state's."""
         return self.state_names
 
     @property
-    def control_hz(self) -> float:
-        """ALOHA was recorded at 50 Hz."""
-        return 50.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All joints except the grippers, or None."""
         return ((True,) * 6 + (False,)) * 2 if self.relative else None
 

@@ -19,11 +19,9 @@ class Arm(Robot):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """The names of the dataset's features."""
         return self.state_columns
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded."""
         del episode_ends
         state = self._joined(columns, self.state_columns, self.state_names, "state")
         actions = self._joined(columns, self.action_columns, self.action_names, "action")

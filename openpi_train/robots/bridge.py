@@ -37,6 +37,8 @@ class Bridge(Robot):
     # The dataset's action feature.
     action_column: str = "action"
 
+    control_hz = 5.0
+
     def __post_init__(self):
         if self.num_arms not in (1, 2):
             raise ValueError(f"num_arms {self.num_arms} is not 1 or 2")
@@ -52,18 +54,13 @@ class Bridge(Robot):
         return self._names("" if self.trajectory else "delta_")
 
     @property
-    def control_hz(self) -> float:
-        """BridgeData V2 was recorded at 5 Hz."""
-        return 5.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Every pose dim with `trajectory`; otherwise None, as the actions are already deltas."""
         return ((True,) * len(_POSE) + (False,)) * self.num_arms if self.trajectory else None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions; windows must not start at null first actions."""
-        state, recorded = self._column(columns, self.state_column), self._column(columns, self.action_column)
+        state, recorded = (self._of_arms(columns, name) for name in (self.state_column, self.action_column))
         first = np.concatenate([[0], np.asarray(episode_ends, np.int64)[:-1]])
         is_pose = np.arange(recorded.shape[1]) % _ARM_DIMS != len(_POSE)
         use = np.ones(len(state), bool)
@@ -89,12 +86,8 @@ class Bridge(Robot):
             return arm
         return tuple(f"{side}_{name}" for side in ("first", "second") for name in arm)
 
-    def _column(self, columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-        if name not in columns:
-            raise ValueError(
-                f"the Bridge robot reads the column {name!r}; the dataset has {', '.join(sorted(columns))}"
-            )
-        column = np.asarray(columns[name], np.float32)
+    def _of_arms(self, columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+        column = self._column(columns, name)
         allowed = [_ARM_DIMS * arms for arms in range(1, self.num_arms + 1)]
         if column.ndim != 2 or column.shape[1] not in allowed:
             raise ValueError(

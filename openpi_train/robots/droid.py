@@ -33,28 +33,22 @@ class Droid(Arm):
     # The commands: velocities as recorded, or positions, which the model sees relative to the chunk's start.
     action: Literal["joint_velocity", "joint_position"] = "joint_velocity"
 
+    control_hz = 15.0
+
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
-        """States and actions as recorded."""
         names = tuple(name.format(action=self.action) for name in self.action_columns)
         return super(Droid, dataclasses.replace(self, action_columns=names)).read(columns, episode_ends)
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles, gripper."""
         return (*(f"joint_{number}_rad" for number in _JOINTS), "gripper_closed_fraction")
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Joint velocities or angles, gripper."""
         unit = "rad_per_s" if self.action == "joint_velocity" else "rad"
         return (*(f"joint_{number}_{unit}" for number in _JOINTS), "gripper_closed_fraction")
 
     @property
-    def control_hz(self) -> float:
-        """DROID was recorded at 15 Hz."""
-        return 15.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All joints if positions are commanded; None for velocities."""
         return (True,) * 7 + (False,) if self.action == "joint_position" else None

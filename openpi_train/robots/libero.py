@@ -26,9 +26,10 @@ class Libero(Arm):
     # Whether the state's pose is subtracted from the deltas: in openpi's `pi0_libero` it was, in `pi05_libero` not.
     extra_delta: bool = False
 
+    control_hz = 10.0
+
     @property
     def state_names(self) -> tuple[str, ...]:
-        """End-effector pose, fingers."""
         position, rotation = (tuple(form.format(axis) for axis in _AXES) for form in ("{}_m", "axis_angle_{}_rad"))
         return (*position, *rotation, "left_finger_m", "right_finger_m")
 
@@ -39,11 +40,6 @@ class Libero(Arm):
         return (*(form.format(axis) for form in forms for axis in _AXES), "gripper_closing_sign")
 
     @property
-    def control_hz(self) -> float:
-        """The dataset's rate."""
-        return 10.0
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...] | None:
+    def delta_mask(self) -> tuple[bool, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """None, or the pose dims with `extra_delta`."""
         return (True,) * 6 + (False,) if self.extra_delta else None

@@ -24,6 +24,9 @@ class MetaWorld(Arm):
     # The store's arrays that make up the action.
     action_columns: tuple[str, ...] = ("action",)
 
+    control_hz = 80.0  # a control step is five MuJoCo steps of 0.0025 s
+    delta_mask = None  # motions are already relative
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Hand and objects now and one control step ago, and the goal."""
@@ -31,15 +34,4 @@ class MetaWorld(Arm):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Motion of the hand, and closing effort of the fingers."""
         return ("delta_x_cm", "delta_y_cm", "delta_z_cm", "closing_effort")
-
-    @property
-    def control_hz(self) -> float:
-        """80 Hz: a control step is five MuJoCo steps of 0.0025 s."""
-        return 80.0
-
-    @property
-    def delta_mask(self) -> None:
-        """None: motions are already relative."""
-        return None

@@ -39,6 +39,8 @@ class OpenX(Robot):
     # The model's camera slot: the dataset's image feature; by default the layout's.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    delta_mask = None  # the recorded actions are already deltas
+
     def __post_init__(self):
         if self.layout not in LAYOUTS:
             raise ValueError(f"no layout {self.layout!r}; there are {', '.join(sorted(LAYOUTS))}")
@@ -55,18 +57,12 @@ class OpenX(Robot):
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Motion of the end effector, gripper."""
         return (*_MOTION, "gripper_fraction")
 
     @property
-    def control_hz(self) -> float:
+    def control_hz(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dataset's rate."""
         return self._layout.control_hz
-
-    @property
-    def delta_mask(self) -> None:
-        """None: the recorded actions are already deltas."""
-        return None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions in the common convention; every step may start a window."""

@@ -23,43 +23,31 @@ class PushT(Robot):
     # Whether the state begins with the block's nine keypoints (diffusion policy's low-dimensional task).
     keypoints: bool = False
 
+    control_hz = 10.0
+    delta_mask = None  # targets are absolute
+
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The keypoints, with `keypoints`, and the pusher."""
         points = (f"keypoint_{number}_{axis}_px" for number in range(_NUM_KEYPOINTS) for axis in "xy")
         return (*points, *_AGENT) if self.keypoints else _AGENT
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The pusher's target position."""
         return ("target_x_px", "target_y_px")
-
-    @property
-    def control_hz(self) -> float:
-        """The demonstrations' rate."""
-        return 10.0
-
-    @property
-    def delta_mask(self) -> None:
-        """None: targets are absolute."""
-        return None
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions as recorded, without the block's pose; every step may start a window."""
         del episode_ends
-        state = _column(columns, "state", 5)[:, :2]
+        state = self._shaped(columns, "state", 5)[:, :2]
         if self.keypoints:
-            points = _column(columns, "keypoint", _NUM_KEYPOINTS, 2)
+            points = self._shaped(columns, "keypoint", _NUM_KEYPOINTS, 2)
             state = np.concatenate([points.reshape(len(points), -1), state], axis=1)
-        return Steps(state=state, actions=_column(columns, "action", 2), use=np.ones(len(state), bool))
+        return Steps(state=state, actions=self._shaped(columns, "action", 2), use=np.ones(len(state), bool))
 
-
-def _column(columns: Mapping[str, np.ndarray], name: str, *shape: int) -> np.ndarray:
-    if name not in columns:
-        raise ValueError(f"the PushT robot reads the column {name!r}; the dataset has {', '.join(sorted(columns))}")
-    column = np.asarray(columns[name], np.float32)
-    if column.shape[1:] != shape:
-        raise ValueError(
-            f"column {name!r} has shape {list(column.shape[1:])} per step; the PushT robot reads {list(shape)}"
-        )
-    return column
+    def _shaped(self, columns: Mapping[str, np.ndarray], name: str, *shape: int) -> np.ndarray:
+        column = self._column(columns, name)
+        if column.shape[1:] != shape:
+            raise ValueError(
+                f"column {name!r} has shape {list(column.shape[1:])} per step; the PushT robot reads {list(shape)}"
+            )
+        return column

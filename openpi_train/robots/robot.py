@@ -7,7 +7,7 @@ whole datasets but serving has one observation.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Robot(abc.ABC):
     # Camera slot of the model -> image feature of the dataset. Add a new slot here, and for a diffusion policy also in
     # `--model.cameras`.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Control steps per second.
+    control_hz: ClassVar[float]
+    # Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim.
+    delta_mask: ClassVar[tuple[bool, ...] | None]
 
     @property
     @abc.abstractmethod
@@ -41,16 +45,6 @@ class Robot(abc.ABC):
     @abc.abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """A name per state dim, with its unit at the end."""
-
-    @property
-    @abc.abstractmethod
-    def control_hz(self) -> float:
-        """Control steps per second."""
-
-    @property
-    @abc.abstractmethod
-    def delta_mask(self) -> tuple[bool, ...] | None:
-        """Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim."""
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -89,6 +83,15 @@ class Robot(abc.ABC):
         for slot in self.cameras:
             row[f"image/{slot}"], row[f"image_mask/{slot}"] = images[slot], np.True_
         return row if prompt is None else {**row, "prompt": prompt}
+
+    def _column(self, columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+        """A column of the dataset, float32. Raises ValueError if it has none of this name."""
+        if name not in columns:
+            raise ValueError(
+                f"the {type(self).__name__} robot reads the column {name!r}; the dataset has "
+                f"{', '.join(sorted(columns))}"
+            )
+        return np.asarray(columns[name], np.float32)
 
     def _offset(self, state: np.ndarray, width: int) -> np.ndarray:
         """The reference of relative actions with `width` dims, [..., 1, width]; 0 in absolute dims."""

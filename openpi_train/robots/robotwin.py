@@ -35,26 +35,17 @@ class RoboTwin(Arm):
     # The store's arrays that make up the action.
     action_columns: tuple[str, ...] = ("action",)
 
+    control_hz = 250 / 15  # RoboTwin saves every 15th of its 250 physics steps per second (`save_freq: 15`)
+    delta_mask = None  # targets are absolute
+
     def __post_init__(self):
         if self.dims not in _LAYOUTS:
             raise ValueError(f"dims {self.dims} is not one of {', '.join(map(str, _LAYOUTS))}")
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The same as the actions'."""
         return _LAYOUTS[self.dims]
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """Joints and gripper of each arm, or the end-effector pose."""
         return _LAYOUTS[self.dims]
-
-    @property
-    def control_hz(self) -> float:
-        """RoboTwin saves every 15th of its 250 physics steps per second (`save_freq: 15`)."""
-        return 250 / 15
-
-    @property
-    def delta_mask(self) -> None:
-        """None: targets are absolute."""
-        return None

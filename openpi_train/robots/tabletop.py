@@ -24,22 +24,14 @@ class Tabletop(Arm):
         default_factory=lambda: {"base_0_rgb": "observation/image_0", "left_wrist_0_rgb": "observation/image_1"}
     )
 
+    control_hz = 5.0
+    delta_mask = None  # the recorded actions are already deltas
+
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Fingertip position, Euler angles, gripper opening."""
         return (*_POSE, "gripper_fraction")
 
     @property
     def action_names(self) -> tuple[str, ...]:
         """Change of the pose in one control step, gripper command."""
         return (*(f"delta_{name}" for name in _POSE), "gripper_fraction")
-
-    @property
-    def control_hz(self) -> float:
-        """The environment's control rate."""
-        return 5.0
-
-    @property
-    def delta_mask(self) -> None:
-        """None: the recorded actions are already deltas."""
-        return None

@@ -24,22 +24,17 @@ class UR5(Arm):
     # Control steps per second; the example does not specify it.
     rate_hz: float = 20.0
 
+    delta_mask = (True,) * 6 + (False,)
+
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Joint angles, gripper."""
         return (*(f"joint_{number}_rad" for number in range(1, 7)), "gripper_fraction")
 
     @property
     def action_names(self) -> tuple[str, ...]:
-        """The same as the state's."""
         return self.state_names
 
     @property
-    def control_hz(self) -> float:
+    def control_hz(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The field `rate_hz`."""
         return self.rate_hz
-
-    @property
-    def delta_mask(self) -> tuple[bool, ...]:
-        """All joints except the gripper."""
-        return (True,) * 6 + (False,)

@@ -7,6 +7,7 @@ Read next: `lerobot_layout.py`, which reads them.
 Format 2.1 keeps one file per episode; 3.0 joins them up to a size limit, without encoding again.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -56,11 +57,12 @@ def assemble(
         "total_frames": sum(record["length"] for record in records),
         "total_tasks": len(tasks),
     }
+    rows = [{"episode_index": n, "tasks": one["tasks"], "length": one["length"]} for n, one in enumerate(records)]
     if joined:
-        _write_joined(folders, out, records, tasks, videos, plan["fps"], schema)
+        _write_joined(folders, out, records, rows, tasks, videos, plan["fps"], schema)
         whole |= {"chunks_size": _CHUNK, "data_files_size_in_mb": _DATA_MB, "video_files_size_in_mb": _VIDEO_MB}
     else:
-        _write_single(folders, out, records, tasks, videos)
+        _write_single(folders, out, records, rows, tasks, videos)
         whole |= {"total_videos": len(videos) * len(records), "total_chunks": -(-len(records) // _CHUNK)}
         whole |= {"chunks_size": _CHUNK}
     data_path, video_path = _PATHS[plan["version"]]
@@ -73,6 +75,7 @@ def _write_single(
     folders: Sequence[Path],
     out: Path,
     records: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     tasks: Sequence[str],
     videos: Sequence[str],
 ) -> None:
@@ -83,19 +86,17 @@ def _write_single(
         for name in videos:
             _copy(folder / f"{name}.mp4", out / video_path.format(video_key=name, **place))
     _write_lines(out / "meta/tasks.jsonl", [{"task_index": n, "task": task} for n, task in enumerate(tasks)])
-    numbered = list(enumerate(records))
-    rows = [{"episode_index": n, "tasks": record["tasks"], "length": record["length"]} for n, record in numbered]
     _write_lines(out / "meta/episodes.jsonl", rows)
     described = [episode_stats.as_json(episode_stats.from_json(record["stats"]), quantiles=False) for record in records]
-    _write_lines(
-        out / "meta/episodes_stats.jsonl", [{"episode_index": n, "stats": entry} for n, entry in enumerate(described)]
-    )
+    stats = [{"episode_index": number, "stats": entry} for number, entry in enumerate(described)]
+    _write_lines(out / "meta/episodes_stats.jsonl", stats)
 
 
 def _write_joined(
     folders: Sequence[Path],
     out: Path,
     records: Sequence[Mapping[str, Any]],
+    rows: list[dict[str, Any]],
     tasks: Sequence[str],
     videos: Sequence[str],
     fps: int,
@@ -104,11 +105,7 @@ def _write_joined(
     parquet = require("pyarrow.parquet")
     data_path, video_path = _PATHS["v3.0"]
     lengths = [record["length"] for record in records]
-    ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
-    rows: list[dict[str, Any]] = [
-        {"episode_index": number, "tasks": record["tasks"], "length": record["length"]}
-        for number, record in enumerate(records)
-    ]
+    ends = list(itertools.accumulate(lengths))
     for place, members in _files([folder / "data.parquet" for folder in folders], _DATA_MB):
         path = out / data_path.format(**place)
         path.parent.mkdir(parents=True, exist_ok=True)

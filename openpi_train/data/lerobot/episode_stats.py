@@ -64,18 +64,16 @@ class PictureStats:
         share = self._counts / self._counts.sum(axis=1, keepdims=True)
         mean = share @ levels
         present = [np.flatnonzero(counts) for counts in self._counts]
+        quantiles = [_quantiles(np.arange(256.0)[at], self._counts[number, at]) for number, at in enumerate(present)]
         found = {
             "min": np.array([levels[at[0]] for at in present]),
             "max": np.array([levels[at[-1]] for at in present]),
             "mean": mean,
             "std": np.sqrt(np.maximum(share @ levels**2 - mean**2, 0)),
+            "count": np.array([len(self._wanted)]),
+            **{name: np.array(quantiles)[:, number] / 255 for number, name in enumerate(QUANTILES)},
         }
-        quantiles = [_quantiles(np.arange(256.0)[at], self._counts[number, at]) for number, at in enumerate(present)]
-        found |= {name: np.array(quantiles)[:, number] / 255 for number, name in enumerate(QUANTILES)}
-        shaped = {name: value.reshape(3, 1, 1) for name, value in found.items()}
-        ordered = ("min", "max", "mean", "std", "count", *QUANTILES)
-        shaped["count"] = np.array([len(self._wanted)])
-        return {name: shaped[name] for name in ordered}
+        return {name: value if name == "count" else value.reshape(3, 1, 1) for name, value in found.items()}
 
 
 def of_all(episodes: Sequence[Mapping[str, Stats]]) -> dict[str, Stats]:

@@ -16,6 +16,7 @@ Version = Literal["v2.1", "v3.0"]
 # Columns that every dataset has besides its own features.
 NUMBERING = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
 _PICTURES = ("video", "image")
+_NUMBERS = ("bool", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 _FIELDS = ("dtype", "shape", "names")
 # The name of a fixed-length list in the `datasets` package that each format's lerobot uses.
 _LIST = {"v2.1": "Sequence", "v3.0": "List"}
@@ -38,10 +39,8 @@ def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
             names = names or ["height", "width", "channels"]
             if len(shape) != 3 or shape[-1] != 3:
                 raise ValueError(f"camera {name!r} has shape {shape}; pictures are height, width, 3")
-        elif not isinstance(dtype, str) or dtype not in _number_types():
-            raise ValueError(
-                f"feature {name!r} has dtype {dtype!r}; allowed are {', '.join(_number_types())}, video, image"
-            )
+        elif not isinstance(dtype, str) or dtype not in _NUMBERS:
+            raise ValueError(f"feature {name!r} has dtype {dtype!r}; allowed are {', '.join(_NUMBERS)}, video, image")
         elif not shape or (len(shape) == 1 and names is not None and len(names) != shape[0]):
             raise ValueError(f"feature {name!r} has shape {shape} and names {names}: give one name per number, or None")
         result[name] = {"dtype": dtype, "shape": shape, "names": list(names) if names is not None else None}
@@ -72,7 +71,7 @@ def schema(features: Mapping[str, Mapping[str, Any]], version: Version) -> Any:
             fields.append(pa.field(name, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
             described[name] = {"_type": "Image"}
             continue
-        kind, value = _arrow_type(pa, dtype), {"dtype": dtype, "_type": "Value"}
+        kind, value = pa.from_numpy_dtype(np.dtype(dtype)), {"dtype": dtype, "_type": "Value"}
         if shape == [1]:
             described[name] = value
         elif len(shape) == 1:
@@ -100,11 +99,3 @@ def table(columns: Mapping[str, np.ndarray], pictures: Mapping[str, list[bytes]]
         nested = values.ndim > 1
         arrays.append(pa.array(list(values) if values.ndim == 2 else values.tolist() if nested else values, field.type))
     return pa.Table.from_arrays(arrays, schema=described)
-
-
-def _arrow_type(pa: Any, dtype: str) -> Any:
-    return pa.bool_() if dtype == "bool" else pa.from_numpy_dtype(np.dtype(dtype))
-
-
-def _number_types() -> list[str]:
-    return ["bool", "float32", "float64", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]

@@ -13,8 +13,9 @@ Read next: `data/sidecar.py` (how an index is kept), `episodes.py` (reads one fi
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,7 @@ def _write_tables(
     prompt_of = np.zeros(max(layout.tasks) + 1, np.int32)
     prompt_of[list(layout.tasks)] = [texts[text] for text in layout.tasks.values()]
 
-    def write(name: str, dtype: Any, shape: tuple[int, ...], pieces: Iterable[Any]) -> None:
-        tables.write_array(directory, name, dtype, shape, (np.asarray(piece) for piece in pieces))
-
+    write = functools.partial(tables.write_array, directory)
     write("episode_ends", np.int64, (episodes,), [ends])
     write("episode_ids", "<U32", (episodes,), [[entry.digest for entry in good]])
     write("records", np.int64, (episodes,), [[entry.episode.number for entry in good]])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files, image, tables
+from openpi_train.data import files, tables
 from openpi_train.data.lerobot import lerobot_video
 from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, read_layout
 from openpi_train.data.source import About, BadRecord, column_name
@@ -33,7 +33,7 @@ class LeRobotSource(StoredSource):
             self.check(step, camera)
         height, width = self.stored.manifest["cameras"][camera]
         if not len(steps) or self._encoding(int(steps[0]), camera) is None:
-            return image.decode_frames(self, steps, camera, (height, width))
+            return super().frames(steps, camera)
         groups: dict[tuple[int, int], list[int]] = {}
         for position, step in enumerate(steps.tolist()):
             groups.setdefault((self._file(step, camera), int(self._spans[camera][step, 0])), []).append(position)

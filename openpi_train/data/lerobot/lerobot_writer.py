@@ -199,7 +199,10 @@ class LeRobotWriter:
             size = tuple(self.features[name]["shape"][:2])
             seen = episode_stats.PictureStats(length)
             if self.features[name]["dtype"] == "image":
-                pictures[name] = [data for data, _ in _as_stored(frames[name], name, size, seen)]
+                passing = _as_given(frames[name], name, size, seen)
+                pictures[name] = [
+                    given if isinstance(given, bytes) else image.encode(frame, "png") for given, frame in passing
+                ]
                 count = len(pictures[name])
             else:
                 passing = (frame for _, frame in _as_given(frames[name], name, size, seen))
@@ -223,10 +226,3 @@ def _as_given(
             )
         seen.add(frame)
         yield given, frame
-
-
-def _as_stored(
-    frames: Iterable[Any], name: str, size: tuple[int, ...], seen: episode_stats.PictureStats
-) -> Iterator[tuple[bytes, np.ndarray]]:
-    for given, frame in _as_given(frames, name, size, seen):
-        yield given if isinstance(given, bytes) else image.encode(frame, "png"), frame

@@ -26,13 +26,8 @@ def write(conversion: Conversion, out: Path, *, version: Version) -> None:
         )
     features: dict[str, dict[str, Any]] = {}
     for name, column in conversion.columns.items():
-        names = about.dim_names.get(name)
-        shape = column.shape[1:] or (1,)
-        features[stored_name(name)] = {
-            "dtype": column.dtype.name,
-            "shape": shape,
-            "names": list(names) if names else None,
-        }
+        names = about.dim_names.get(name) or None
+        features[stored_name(name)] = {"dtype": column.dtype.name, "shape": column.shape[1:] or (1,), "names": names}
     for camera, size in conversion.sizes.items():
         features[stored_name(camera)] = {"dtype": "video" if is_video else "image", "shape": (*size, 3)}
     writer = LeRobotWriter(

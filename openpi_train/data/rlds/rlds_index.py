@@ -10,11 +10,11 @@ Read next: `data/sidecar.py` (how an index is kept), `shard_scan.py` (reads one 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,11 +136,11 @@ class RldsIndex(Sidecar):
     def _read_shards(self, shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema) -> list[Path]:
         """The part of every shard; parts of an earlier build are reused."""
         content = [FORMAT, dataclasses.asdict(schema), self.config.check_crc]
-        parts = [
-            self.place / "parts" / f"{shard.name}-{_key([*content, shard.num_episodes, stat])}.npz"
-            for shard, stat in zip(shards, stats, strict=True)
-        ]
-        missing = [index for index, part in enumerate(parts) if not _is_whole(part)]
+        parts = []
+        for shard, stat in zip(shards, stats, strict=True):
+            key = digest(json.dumps([*content, shard.num_episodes, stat], sort_keys=True))
+            parts.append(self.place / "parts" / f"{shard.name}-{key}.npz")
+        missing = [index for index, part in enumerate(parts) if not files.is_whole_npz(part)]
         total_mb = sum(stats[index][0] for index in missing) / 1e6
         logger.info("%s: indexing %d of %d shards, %.1f MB", self.label, len(missing), len(shards), total_mb)
         progress = Progress(self.label, total_mb, "MB")
@@ -149,8 +149,7 @@ class RldsIndex(Sidecar):
             arrays = scan_shard(
                 self.root, shards[index], schema, self.config.check_crc, lambda size: progress.add(size / 1e6)
             )
-            with files.replacing(parts[index]) as file:
-                np.savez(file, allow_pickle=False, **arrays)
+            files.write_npz(parts[index], arrays)
 
         # The threads spend their time on reads, checksums and hashes, which release the GIL.
         progress.in_threads(scan, missing, self.config.build_workers or os.cpu_count() or 1)
@@ -178,9 +177,7 @@ class RldsIndex(Sidecar):
                 with np.load(path) as part:
                     yield part[key]
 
-        def write(name: str, dtype: Any, shape: tuple[int, ...], chunks: Any) -> None:
-            tables.write_array(directory, name, dtype, shape, chunks)
-
+        write = functools.partial(tables.write_array, directory)
         write("episode_ends", np.int64, (num_episodes,), [np.cumsum(np.concatenate([h["lengths"] for h in heads]))])
         write("shard_ends", np.int64, (len(parts),), [np.cumsum(shard_steps)])
         write("episode_ids", "<U32", (num_episodes,), (head["ids"] for head in heads))
@@ -198,21 +195,3 @@ class RldsIndex(Sidecar):
                 for shard, (size, mtime_ns), head, steps in zip(shards, stats, heads, shard_steps, strict=True)
             ],
         }
-
-
-def _is_whole(part: Path) -> bool:
-    """Whether an earlier build left this part undamaged."""
-    try:
-        with zipfile.ZipFile(part) as archive:
-            damaged = archive.testzip()
-    except FileNotFoundError:
-        return False
-    except (zipfile.BadZipFile, EOFError) as error:
-        damaged = str(error)
-    if damaged:
-        logger.warning("%s is damaged (%s): reading its shard again", part, damaged)
-    return not damaged
-
-
-def _key(parts: list[Any]) -> str:
-    return digest(json.dumps(parts, sort_keys=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openpi_train.data import image, tables
+from openpi_train.data import tables
 from openpi_train.data.rlds.schema import read_about
 from openpi_train.data.source import About, BadRecord
 from openpi_train.data.spans import read_span
@@ -27,7 +27,6 @@ class RldsSource(StoredSource):
         self._files = [(directory / shard["name"], shard["size"], shard["mtime_ns"]) for shard in shards]
 
     def encoded(self, step: int, camera: str) -> bytes:
-        """The camera's picture at one step as stored: one `pread`."""
         self.check(step, camera)
         offset, length = self._spans[camera][step].tolist()
         shard = int(np.searchsorted(self.stored.arrays["shard_ends"], step, side="right"))
@@ -35,11 +34,6 @@ class RldsSource(StoredSource):
             return read_span(*self._files[shard], offset, length)
         except OSError as error:
             raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
-
-    def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
-        """See `Source.frames`; one read and one decode for each step."""
-        height, width = self.stored.manifest["cameras"].get(camera, (0, 0))
-        return image.decode_frames(self, steps, camera, (height, width))
 
     def about(self) -> About:
         return read_about(self._root, self.stored.manifest["prompt_feature"], self.stored.manifest["skipped"])

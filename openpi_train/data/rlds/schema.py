@@ -64,7 +64,8 @@ def find_version(path: str) -> Path:
     directory = Path(path).expanduser()
     if (directory / INFO_FILE).is_file():
         return directory
-    versions = {tuple(map(int, child.parent.name.split("."))): child.parent for child in _version_infos(directory)}
+    folders = [info.parent for info in directory.glob(f"*/{INFO_FILE}")]
+    versions = {tuple(map(int, f.name.split("."))): f for f in folders if re.fullmatch(r"\d+\.\d+\.\d+", f.name)}
     if not versions:
         raise FileNotFoundError(
             f"{directory} holds no RLDS dataset: neither {INFO_FILE} nor a version folder such as 1.0.0 with one. "
@@ -76,12 +77,6 @@ def find_version(path: str) -> Path:
         others = ", ".join(sorted(folder.name for folder in versions.values() if folder != newest))
         logger.info("%s has several versions: reading %s (also there: %s)", directory, newest.name, others)
     return newest
-
-
-def _version_infos(directory: Path) -> Iterator[Path]:
-    for info in directory.glob(f"*/{INFO_FILE}"):
-        if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name):
-            yield info
 
 
 def load_builder(directory: Path) -> Any:

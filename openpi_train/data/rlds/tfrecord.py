@@ -67,13 +67,12 @@ def read_records(path: Path, *, check_crc: bool = True) -> Iterator[Record]:
             number += 1
 
 
-def write_record(file: BinaryIO, payload: bytes) -> int:
-    """Append one record to an open binary file; returns the number of bytes written."""
+def write_record(file: BinaryIO, payload: bytes) -> None:
+    """Append one record to an open binary file."""
     length = _LENGTH.pack(len(payload))
     file.write(length + _CRC.pack(masked_crc(length)))
     file.write(payload)
     file.write(_CRC.pack(masked_crc(payload)))
-    return HEADER_BYTES + len(payload) + FOOTER_BYTES
 
 
 def _header_problem(header: bytes, remaining: int) -> str:

@@ -4,6 +4,7 @@ They come with a tokenizer (`text_tokenizer.py`) or from a file, and run in jinj
 `text_encoder.py`.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -29,8 +30,9 @@ _ADVICE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template. Picklable.
+    """A template in jinja. Picklable.
 
     Args: `name` is for messages; `special_tokens` are variables of the template (`bos_token`, ...); `today` is the date
     that `strftime_now` writes, fixed so that the same conversation always gives the same text.
@@ -38,11 +40,11 @@ class ChatTemplate:
     It is compiled when it is first used, because only conversations need it, and jinja2.
     """
 
-    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str], today: datetime.date):
-        self.source, self.name, self.special_tokens, self.today = source, name, dict(special_tokens), today
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(ChatTemplate, **self._arguments()), (self.source,)
+    source: str
+    _: dataclasses.KW_ONLY
+    name: str
+    special_tokens: Mapping[str, str]
+    today: datetime.date
 
     @classmethod
     def read(cls, path: str, *, special_tokens: Mapping[str, str], today: datetime.date) -> "ChatTemplate":
@@ -128,9 +130,6 @@ class ChatTemplate:
                 pieces.append(piece)
                 length += len(piece)
         return "".join(pieces), spans
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"name": self.name, "special_tokens": self.special_tokens, "today": self.today}
 
 
 def _not_a_prefix(name: str, whole: str, part: str) -> str:

@@ -5,12 +5,10 @@ Read next: `token_cache.py`, which joins the parts.
 
 import dataclasses
 import hashlib
-import io
 import json
 import logging
 import os
 import time
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -67,7 +65,7 @@ class EncodedParts:
         kept, said, done = 0, time.monotonic(), 0
         while part := list(islice(records, PART_RECORDS)):
             path = self.folder / f"{len(finished):06}.npz"
-            if _is_whole(path):
+            if files.is_whole_npz(path):
                 kept += 1
             else:
                 self._write(path, part, known)
@@ -120,9 +118,7 @@ class EncodedParts:
         arrays |= {name: np.array(columns[name], dtype) for name, dtype in (OF_TEXTS | OF_SAMPLES).items()}
         arrays["references"] = arrays["references"].reshape(-1, 2)
         arrays["told"] = np.array(json.dumps(told))
-        content = io.BytesIO()
-        np.savez(content, allow_pickle=False, **arrays)
-        files.write_bytes(path, content.getvalue())
+        files.write_npz(path, arrays)
 
     def _encoded(self, raw: Any) -> tuple[Example | None, list[EncodedText] | ValueError]:
         """The example in a record and its tokens, or what is wrong with either."""
@@ -199,21 +195,6 @@ def told_of(path: Path) -> dict[str, Any]:
     """What a part says besides its arrays: `type` of its samples, `place` of the first, `kind`, and `bad` records."""
     with np.load(path) as part:
         return json.loads(str(part["told"]))
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the part is there and undamaged: reading an archive's entries checks their CRCs."""
-    try:
-        # Opened here, because np.load leaves a damaged file open.
-        with path.open("rb") as file, np.load(file) as part:
-            for name in ("told", *OF_TOKENS, *OF_TEXTS, *OF_SAMPLES):
-                part[name]
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("%s is damaged (%s): encoding it again", path, error)
-        return False
-    return True
 
 
 def column_of(parts: Iterable[Path], name: str) -> Iterator[np.ndarray]:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -40,16 +40,6 @@ _KINDS = {
     "unpaired": ("unpaired preference",),
     "prompts": ("prompt only",),
 }
-
-
-@runtime_checkable
-class TextModel(Protocol):
-    """What text data require of a model: the longest text that it takes, and `sizes.vocab_size`."""
-
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def sizes(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +158,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
 
 
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:
-    if not isinstance(model, TextModel):
+    if not (hasattr(model, "context_length") and hasattr(model, "sizes")):
         raise ValueError(f"{type(model).__name__} reads no texts: choose a language model, or other data")
     known = int(model.sizes.vocab_size)
     if tokenizer.beyond(known):

@@ -97,7 +97,11 @@ class TextTokenizer:
     @functools.cached_property
     def eos(self) -> int | None:
         """The token that ends a text; None if the files name none. Raises ValueError if it is not in the vocabulary."""
-        return self._special("eos_token")
+        text = self.special_tokens.get("eos_token")
+        token = None if text is None else self._tokenizer.token_to_id(text)
+        if text is not None and token is None:
+            raise ValueError(f"{self.name}: the eos_token {text!r} of {CONFIG} is not in the vocabulary of {TOKENIZER}")
+        return token
 
     @functools.cached_property
     def begin(self) -> tuple[int, ...]:
@@ -138,15 +142,6 @@ class TextTokenizer:
     def piece(self, token: int) -> str:
         """The token as the vocabulary spells it; nothing if it has no such token."""
         return self._tokenizer.id_to_token(token) or ""
-
-    def _special(self, role: str) -> int | None:
-        text = self.special_tokens.get(role)
-        if text is None:
-            return None
-        token = self._tokenizer.token_to_id(text)
-        if token is None:
-            raise ValueError(f"{self.name}: the {role} {text!r} of {CONFIG} is not in the vocabulary of {TOKENIZER}")
-        return token
 
     def _json(self, file: str) -> dict[str, Any]:
         try:

@@ -173,8 +173,7 @@ def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
         tail = (2,) if name == "references" else ()
         small[name] = np.concatenate([np.empty((0, *tail), dtype), *column_of(parts, name)])
     small["text_ends"] = np.cumsum(small.pop("text_lengths"), dtype=np.int64)
-    for name, array in small.items():
-        tables.write_array(draft, name, array.dtype, array.shape, [array])
+    tables.write_arrays(draft, small)
     num_tokens = int(small["text_ends"][-1]) if len(small["text_ends"]) else 0
     for name, dtype in OF_TOKENS.items():
         tables.write_array(draft, name, dtype, (num_tokens,), column_of(parts, name))
@@ -186,8 +185,5 @@ def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
 def _fingerprint(draft: Path) -> str:
     """Digest of what rows depend on: not of the place of a sample, nor of how the samples are split into files."""
     found = hashlib.sha256()
-    for name in _CONTENT:
-        array = np.load(draft / f"{name}.npy", mmap_mode="r")
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    tables.add_arrays(found, draft, _CONTENT)
     return found.hexdigest()

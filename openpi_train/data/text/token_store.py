@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.tables import Tables, open_tables, read_manifest
+from openpi_train.data.tables import Tables
 from openpi_train.data.text.text_files import TextFile
 
 
@@ -35,7 +35,7 @@ class TokenStore:
         self.labels, self.margins, self.references = (arrays[name] for name in ("labels", "margins", "references"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reopened_store, (self._stored.root, self.fingerprint)
+        return TokenStore, (self._stored,)
 
     def __len__(self) -> int:
         return len(self.digests)
@@ -59,11 +59,3 @@ class TokenStore:
         """The file and line of a sample."""
         name = self._stored.manifest["sources"][int(self._stored.arrays["files"][sample])][0]
         return TextFile(Path(name), name).place(int(self._stored.arrays["lines"][sample]))
-
-
-def reopened_store(root: Path, fingerprint: str) -> TokenStore:
-    """Open the store again, in another process. Raises ValueError if it was rebuilt with other content meanwhile."""
-    manifest = read_manifest(root)
-    if manifest is None or manifest["fingerprint"] != fingerprint:
-        raise ValueError(f"the tokens {root} were removed or built again while a run was using them; restart it")
-    return TokenStore(open_tables(root, manifest, check_crc=False))

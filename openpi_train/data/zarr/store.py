@@ -8,7 +8,6 @@ The layout is diffusion_policy's (`common/replay_buffer.py` of real-stanford/dif
 tensorstore reads the chunks; the zarr package is not needed. Read next: `zarr_layout.py`, which sorts the arrays.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -74,19 +73,19 @@ class Store:
         """tensorstore's driver for every array of the groups data and meta, sorted by name."""
         found = {}
         for group in ("data", "meta"):
-            for name in self._children(group):
+            folder = self._files / group
+            names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else ()
+            for name in names:
                 for file, driver in _ARRAY_FILES.items():
-                    metadata = self._text(f"{group}/{name}/{file}")
-                    if metadata and json.loads(metadata).get("node_type", "array") == "array":
+                    metadata = self._json(f"{group}/{name}/{file}")
+                    if metadata and metadata.get("node_type", "array") == "array" and not name.startswith("."):
                         found[f"{group}/{name}"] = driver
         return found
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, Any]:
         """The attributes of the root group."""
-        if text := self._text(".zattrs"):
-            return json.loads(text)
-        return json.loads(self._text("zarr.json") or "{}").get("attributes", {})
+        return self._json(".zattrs") or self._json("zarr.json").get("attributes", {})
 
     @functools.cached_property
     def arrays(self) -> dict[str, ArrayInfo]:
@@ -134,39 +133,28 @@ class Store:
             tuple(opened.shape), np.dtype(opened.dtype.numpy_dtype), opened.chunk_layout.read_chunk.shape[0]
         )
 
-    def _children(self, group: str) -> list[str]:
-        if self._is_zip:
-            names = {name.split("/")[1] for name in self._zip_names if name.startswith(f"{group}/")}
-        else:
-            folder = self.root / group
-            names = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
-        return sorted(name for name in names if not name.startswith("."))
-
     @functools.cached_property
-    def _zip_names(self) -> frozenset[str]:
-        with zipfile.ZipFile(self.root) as archive:
-            return frozenset(archive.namelist())
+    def _files(self) -> Path | zipfile.Path:
+        """The root, for reading metadata."""
+        return _inside(self.root)
 
-    def _text(self, name: str) -> str | None:
-        if not self._is_zip:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return (self.root / name).read_text(encoding="utf-8")
-            return None
-        if name not in self._zip_names:
-            return None
-        with zipfile.ZipFile(self.root) as archive:
-            return archive.read(name).decode()
+    def _json(self, name: str) -> dict[str, Any]:
+        """A metadata file's content; empty if there is no such file."""
+        file = self._files / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def is_zarr(path: str | Path) -> bool:
     """Whether the path is a zarr group: a folder with a group's metadata, or a zip file of one."""
     path = Path(path).expanduser()
-    if path.is_file():
-        if not zipfile.is_zipfile(path):
-            return False
-        with zipfile.ZipFile(path) as archive:
-            return any(name in archive.namelist() for name in (*_GROUP_FILES, "data/.zgroup", "data/zarr.json"))
-    return any((path / name).is_file() for name in _GROUP_FILES)
+    if path.is_file() and not zipfile.is_zipfile(path):
+        return False
+    files, groups = _inside(path), ("", "data/") if path.is_file() else ("",)
+    return any((files / f"{group}{name}").is_file() for group in groups for name in _GROUP_FILES)
+
+
+def _inside(path: Path) -> Path | zipfile.Path:
+    return zipfile.Path(path) if path.is_file() else path
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, int, int]]:

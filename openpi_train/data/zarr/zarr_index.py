@@ -89,7 +89,6 @@ class ZarrIndex(Sidecar):
         return first_changed(self.tables_of(manifest), copies)
 
     def survey(self) -> ZarrLayout:
-        """The store's layout."""
         return read_layout(self.store)
 
     def write(self, directory: Path) -> dict[str, Any]:
@@ -211,9 +210,7 @@ def _write_tables(directory: Path, store: Store, layout: ZarrLayout, scan: Scan,
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             yield store.read(f"data/{name}", slice(start, stop)).reshape(-1, *shape).astype(dtype, copy=False)
 
-    def write(name: str, dtype: Any, shape: tuple[int, ...], pieces: Any) -> None:
-        tables.write_array(directory, name, dtype, shape, pieces)
-
+    write = functools.partial(tables.write_array, directory)
     write("episode_ends", np.int64, (len(good),), [ends])
     write("episode_ids", "<U32", (len(good),), [np.array([scan.episode_id(episode) for episode in good])])
     write("first_rows", np.int64, (len(good),), [starts])

@@ -10,7 +10,7 @@ import numpy as np
 
 from openpi_train.data import tables
 from openpi_train.data.source import About, BadRecord, column_name
-from openpi_train.data.stored import StoredSource, reopened
+from openpi_train.data.stored import StoredSource
 from openpi_train.data.zarr.store import Store
 from openpi_train.data.zarr.zarr_layout import ABOUT, PictureArray, pictures, read_layout
 
@@ -37,7 +37,7 @@ class ZarrSource(StoredSource):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reopened, (ZarrSource, self._store, self.stored.root, self.fingerprint)
+        return ZarrSource, (self._store, self.stored)
 
     def frames(self, steps: np.ndarray, camera: str) -> np.ndarray:
         """See `Source.frames`; a chunk that holds several of the frames is decompressed once."""

@@ -87,7 +87,8 @@ def write_store(contents: Contents, out: Path) -> None:
             logger.info("continuing %s", work)
         writer = _Writer(work, contents)
         writer.copy()
-        _write_array(work, EPISODE_ENDS, _info(contents.episode_ends), [(0, contents.episode_ends)])
+        ends = contents.episode_ends
+        _write_array(work, EPISODE_ENDS, ArrayInfo(ends.shape, ends.dtype, len(ends)), [(0, ends)])
         tasks = [{"name": name, "prompt": prompt} for name, prompt in contents.tasks]
         files.write_json(work / ".zattrs", {**contents.attributes, TASKS: tasks})
         for group in ("", "data", "meta"):
@@ -208,10 +209,6 @@ def _disk_errors(work: Path, name: str) -> Iterator[None]:
         raise OSError(
             f"cannot write {work}/{name}: {error}. Make room or give another target; the same command continues"
         ) from error
-
-
-def _info(values: np.ndarray) -> ArrayInfo:
-    return ArrayInfo(values.shape, values.dtype, len(values))
 
 
 def _crc(values: np.ndarray) -> int:
