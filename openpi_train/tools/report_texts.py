@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import read_json
-from openpi_train.evaluation.completion_scores import SAMPLES
+from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.tools.evaluate_text import RESULTS
 from openpi_train.tools.page import folded, note, table, text
 from openpi_train.tools.run_files import Missing, RunFiles
