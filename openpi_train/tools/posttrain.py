@@ -25,8 +25,7 @@ from openpi_train.interop.posttraining.training_flags import (
     TranslatedConfig,
     translate_config,
 )
-from openpi_train.interop.posttraining.yaml_config import Algorithm
-from openpi_train.interop.posttraining.yaml_file import read_yaml
+from openpi_train.interop.posttraining.yaml_config import Algorithm, read_yaml
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig

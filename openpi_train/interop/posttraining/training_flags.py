@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from openpi_train.interop.config_file import Flag
+from openpi_train.interop.deepspeed.flags import NO_CLIPPING
 from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
@@ -19,7 +20,6 @@ from openpi_train.runtime.exits import UsageError
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _WRITERS = ("tensorboard", "wandb")
-_NO_CLIPPING = 1e9
 # Rows of a device if neither file says how many.
 DEFAULT_ROWS = 4
 # Parent of the runs.
@@ -129,7 +129,7 @@ def _schedule(file: YamlConfig) -> None:
 
 def _optimizer(file: YamlConfig) -> None:
     bound = file.number("max_grad_norm")
-    file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
+    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
     names = {"weight_decay": "weight-decay", "adam_beta1": "b1", "adam_beta2": "b2", "adam_epsilon": "eps"}
     for key, field in names.items():
         file.spelled(f"optimizer.{field}", YamlConfig.number, key)
