@@ -18,7 +18,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
-from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, shares
+from openpi_train.interop.posttraining.text_sources import NoSourcesError, shares
 from openpi_train.interop.posttraining.training_flags import (
     DEFAULT_OUTPUT,
     DEFAULT_ROWS,
@@ -38,7 +38,7 @@ from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
-from openpi_train.tools.requests import PosttrainRequest
+from openpi_train.tools.requests import PosttrainRequest, given_fields
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         datasets = tuple(source.dataset() for source in translated.sources)
     if len(datasets) > 1:
         logger.info("%s", shares(datasets))
+    holds_out = any(source.validation is not None for source in translated.sources)
     experiment = Experiment(
         name=translated.algorithm,
         model=model,
@@ -108,7 +109,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         save_interval=500,
         keep_period=None,
         keep_last=3,
-        eval=Evaluations(interval=500 if _holds_out(translated.sources) else 0),
+        eval=Evaluations(interval=500 if holds_out else 0),
         checkpoint_base_dir=DEFAULT_OUTPUT,
     )
     return experiment, prefix
@@ -152,8 +153,7 @@ def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorith
 
 def _replaced(request: PosttrainRequest) -> dict[str, Any]:
     """The options that replace keys of the config."""
-    names = ("output_dir", "experiment_name", "resume_from_checkpoint")
-    found = {name: value for name in names if (value := getattr(request, name)) is not None}
+    found = given_fields(request, "output_dir", "experiment_name", "resume_from_checkpoint")
     if request.deepspeed_config is not None:
         found |= dict.fromkeys(("deepspeed.config_path", "deepspeed_config"), request.deepspeed_config)
     return found
@@ -186,7 +186,3 @@ def _model_around(language: LanguageConfig, algorithm: Algorithm) -> tuple[Model
     if algorithm == "dpo" and not language.adapter.enabled:
         return ReferencedConfig(policy=language), "--model.policy."
     return language, "--model."
-
-
-def _holds_out(sources: Sequence[TextSource]) -> bool:
-    return any(source.validation is not None for source in sources)

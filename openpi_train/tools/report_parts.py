@@ -66,12 +66,7 @@ def curves(runs: Sequence[RunFiles]) -> str:
     successes = {run.name if len(runs) > 1 else "all tasks": run for run in runs if run.series("success/all")[0]}
     if successes:
         bands = {
-            name: (
-                run.series("success/all_low")[0],
-                run.series("success/all_low")[1],
-                run.series("success/all_high")[1],
-            )
-            for name, run in successes.items()
+            name: (*run.series("success/all_low"), run.series("success/all_high")[1]) for name, run in successes.items()
         }
         series = {name: run.series("success/all") for name, run in successes.items()}
         picture = figures.lines(series, unit="share of episodes", bands=bands, limits=(0.0, 1.0))
