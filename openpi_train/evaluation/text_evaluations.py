@@ -77,17 +77,13 @@ class CompletionScores(Measure):
         ]
         return f"completions of held-out prompts{weights}: {'; '.join(told)}" if told else None
 
-    def _prompt(self, number: int) -> TextPrompt:
-        """The prompt of a completion."""
-        return self._completer.prompts[number // self._samples]
-
     def _scored(self, found: Sequence[NewText]) -> np.ndarray:
         """The scores of all completions, float64 [completions, scores]."""
         index, count = jax.process_index(), jax.process_count()
         mine, problem = [], None
         try:
             for number in range(index, len(found), count):
-                prompt = self._prompt(number)
+                prompt = self._completer.prompts[number // self._samples]
                 mine.append([score(prompt.text, found[number].text, prompt.reference) for score in self._scores])
         except UsageError as error:
             logger.warning("scoring has failed", exc_info=error)

@@ -197,13 +197,11 @@ def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[
 
 
 def _other_sizes(place: Place, sizes: Any, model: LanguageConfig) -> str:
-    differ = {
-        field.name: (getattr(sizes, field.name), getattr(model.sizes, field.name))
-        for field in dataclasses.fields(sizes)
-        if getattr(sizes, field.name) != getattr(model.sizes, field.name)
-    }
-    lines = [f"  --model.sizes.{name.replace('_', '-')}: it has {its}, the model {ours}" for name, (its, ours) in
-             differ.items()]  # fmt: skip
+    lines = []
+    for field in dataclasses.fields(sizes):
+        its, own = getattr(sizes, field.name), getattr(model.sizes, field.name)
+        if its != own:
+            lines.append(f"  --model.sizes.{field.name.replace('_', '-')}: it has {its}, the model {own}")
     return "\n".join(
         [f"{place} is another model than the experiment's; give its sizes, or another checkpoint:", *lines]
     )

@@ -192,12 +192,13 @@ def state_leaves(stored: Stored, names: Mapping[str, str]) -> dict[str, StoredLe
 
     Frozen parameters are among `params/`. Raises CheckpointError as `our_items`.
     """
-    params, found = our_items(stored, names)
+    params, state = our_items(stored, names)
+    found = dict(state)
     paths = {public: path for path, public in names.items()}
     for name, leaf in params.items():
         path = paths.get(name, name)
-        found = {**found, f"{'ema' if f'{_PARAMS}{path}' in found else 'params'}/{path}": leaf}
-    return dict(found)
+        found |= {f"{'ema' if f'{_PARAMS}{path}' in found else 'params'}/{path}": leaf}
+    return found
 
 
 def nested_state(state: Leaves, published: Collection[str]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ _OTHER_KINDS = (
 # Ways to draw the first factors that leave the base model as it is; others change its weights.
 _DRAWN = (True, False, None, "gaussian", "orthogonal", "eva")
 _HEADS = {"score", "classifier"}
+_OTHER_SIZES = ["it is an adapter of a model of other sizes: give its base model"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,16 +146,19 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     if alone := sorted(partners - found.keys()):
         raise CheckpointError(f"{place}/{FILE} lacks {alone[0]}, the other factor of one that it holds; fetch it again")
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
-    account(found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=_of_other_sizes)
+    account(
+        found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=lambda *names: _OTHER_SIZES if names[-1] else []
+    )
     has = {
         part: any(f".{part}." in name for name in found if name.startswith(_PREFIX)) for part in ("self_attn", "mlp")
     }
     settings = dataclasses.replace(settings, attention=has["self_attn"], mlp=has["mlp"])
-    _tell_absent(place, found, expected, language.adapter, settings)
-    leaves = {}
+    _tell_absent(place, found, expected, language.adapter)
+    leaves, own = {}, language.adapter
     for name, one in layouts.items():
-        there = [tensor for tensor in one.tensors.values() if tensor in found]
-        if there or (name != SCORE and _is_adapted(name, language.adapter)):
+        there = any(tensor in found for tensor in one.tensors.values())
+        in_part = own.attention if "/self_attn/" in name else own.mlp
+        if there or (name != SCORE and own.enabled and in_part):
             zeros = in_memory(np.zeros(one.tensor_shape, np.float32))
             leaves[name] = one.joined({**dict.fromkeys(one.tensors.values(), zeros), **found})
     return Adapter(where=str(place), settings=settings, leaves=leaves)
@@ -229,23 +233,11 @@ def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> N
         raise CheckpointError(f"{where}: {listed} is not computed here; merge that adapter into its base model by PEFT")
 
 
-def _of_other_sizes(*names: list[str]) -> list[str]:
-    return ["it is an adapter of a model of other sizes: give its base model"] if names[-1] else []
-
-
-def _is_adapted(published: str, adapter: AdapterConfig) -> bool:
-    """Whether a model with this adapter has this factor."""
-    return adapter.enabled and (adapter.attention if "/self_attn/" in published else adapter.mlp)
-
-
-def _tell_absent(
-    place: Place, found: Leaves, expected: Mapping[str, Any], ours: AdapterConfig, theirs: AdapterConfig
-) -> None:
+def _tell_absent(place: Place, found: Leaves, expected: Mapping[str, Any], ours: AdapterConfig) -> None:
     """Log which weights of the parts that the run adapts have no addition in this adapter."""
-    used = ours if ours.enabled else theirs
-    parts = [part for part, on in ((".self_attn.", used.attention), (".mlp.", used.mlp)) if on]
+    parts = [part for part, on in ((".self_attn.", ours.attention), (".mlp.", ours.mlp)) if ours.enabled and on]
     absent = {_module(name) for name in expected if name not in found and any(part in name for part in parts)}
-    if ours.enabled and absent:
+    if absent:
         names = ", ".join(sorted(absent))
         logger.warning("%s leaves out %s, in some layers or in all: they get no addition in this run", place, names)
 

@@ -29,6 +29,7 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.policy.restore import open_run, restored
+from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sharding.strategy import Plan
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Prompts to complete, if neither the run nor the flags say how many.
 _NUM_PROMPTS = 64
-# Longest texts of a model that is no run's.
-_MAX_LENGTH = 2048
 # Flags of `eval` that language models have no use for.
 _OF_POLICIES = (
     *("dataset", "env", "episodes", "held_out", "execute", "ensemble", "real_time_delay", "max_steps", "videos"),
@@ -80,7 +79,7 @@ def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
         datasets=(),
         tokenizer=str(place),
         kind="preferences" if is_reward else "texts",
-        max_length=min(language.context_length, _MAX_LENGTH),
+        max_length=min(language.context_length, MAX_LENGTH),
         on_no_targets="drop",
         text_lengths=1,
     )

@@ -37,13 +37,13 @@ from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.tools.requests import PosttrainRequest, given_fields
 
 logger = logging.getLogger(__name__)
 
 _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {"sft": SupervisedText, "rm": RewardPairs, "dpo": PreferencePairs}
-_LONGEST_TEXT = 2048
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo"}
 _LATER = ("ppo", "grpo")
@@ -93,7 +93,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
             datasets=datasets,
             tokenizer=tokenizer,
             kind="texts" if translated.algorithm == "sft" else "preferences",
-            max_length=min(_LONGEST_TEXT, language.context_length),
+            max_length=min(MAX_LENGTH, language.context_length),
             validation_fraction=0.0,
         ),
         weight_loader=CheckpointWeightLoader(params_path=translated.model),

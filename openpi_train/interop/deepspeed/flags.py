@@ -184,7 +184,7 @@ def _zero(file: ConfigFile) -> None:
     if stage and shard and shard > 0:
         file.flag("fsdp-devices", shard, shard_key)
     else:
-        file.note(shard_key, "all devices share one copy")
+        file.note("all devices share one copy", shard_key)
     least = "zero_optimization.stage3_param_persistence_threshold"
     elements = file.number(least)
     file.flag("sharding.min-shard-mib", None if elements is None else elements * 4 / 2**20, least)
@@ -198,8 +198,7 @@ def _offload(file: ConfigFile) -> None:
     if device == "cpu" or file.boolean(older_key, False):
         file.flag("sharding.offload", "optimizer", key, older_key)
     elif device == "none":
-        file.note(key, "the state stays on the devices")
-        file.note(older_key, "the state stays on the devices")
+        file.note("the state stays on the devices", key, older_key)
 
 
 def _precision(file: ConfigFile) -> None:
@@ -225,7 +224,7 @@ def _loss_scale(file: ConfigFile) -> None:
         for name, value in {"initial": float(fixed), "minimum": float(fixed), "growth-interval": 0}.items():
             file.flag(f"loss-scaling.{name}", value, "fp16.loss_scale")
         return
-    file.note("fp16.loss_scale", "the scale is dynamic")
+    file.note("the scale is dynamic", "fp16.loss_scale")
     power = file.number("fp16.initial_scale_power", 16)
     file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
     file.becomes("fp16.loss_scale_window", "loss-scaling.growth-interval", ConfigFile.count, 1000)
@@ -237,7 +236,7 @@ def _others(file: ConfigFile) -> None:
     bound = file.number("gradient_clipping")
     file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
     if file.number("steps_per_print") == math.inf:  # accelerate's notation for "never"
-        file.note("steps_per_print", "never: the experiment's own value")
+        file.note("never: the experiment's own value", "steps_per_print")
     else:
         file.becomes("steps_per_print", "log-interval", ConfigFile.count)
     file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)
@@ -304,7 +303,7 @@ def _warmup(file: ConfigFile, rate: float | None, *, decays: bool) -> None:
         file.flag("lr-schedule.peak-lr", rate if peak is None else peak, "optimizer.params.lr")
     else:
         file.flag("lr-schedule.peak-lr", peak, peak_key)
-        file.note("optimizer.params.lr", "replaced by the scheduler's warmup_max_lr")
+        file.note("replaced by the scheduler's warmup_max_lr", "optimizer.params.lr")
     file.becomes(params + "warmup_min_lr", "lr-schedule.warmup-lr", ConfigFile.number, 0.0)
     _steps_of_warmup(file)
     if decays:
@@ -338,7 +337,7 @@ def _one_cycle(file: ConfigFile) -> None:
     file.flag("lr-schedule.decay-lr", low, params + "cycle_min_lr")
     file.flag("lr-schedule.warmup-steps", up, first)
     file.flag("lr-schedule.decay-steps", up + down if up and down else None, first, second)
-    file.note("optimizer.params.lr", "replaced by the scheduler's rates")
+    file.note("replaced by the scheduler's rates", "optimizer.params.lr")
 
 
 def _steps_of_warmup(file: ConfigFile) -> None:

@@ -75,17 +75,17 @@ def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
         raise contradiction(f"{_STRATEGY} is ddp and {beside[0]} is {file.values[beside[0]]}")
     if file.boolean("distributed") is False and strategy in ("ddp", "deepspeed"):
         raise contradiction(f"distributed is false and {_STRATEGY} is {strategy}")
-    file.note("distributed", "on all devices of the processes that are started")
+    file.note("on all devices of the processes that are started", "distributed")
     if strategy in ("ddp", "auto"):
         file.flag("sharding.strategy", "replicated" if strategy == "ddp" else "auto", *keys)
-        file.note(_STAGE, "auto chooses")
+        file.note("auto chooses", _STAGE)
     else:
         file.flag("sharding.strategy", None if stage is None else STRATEGIES[stage], _STAGE)
-        file.note_present(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
+        file.note(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
     if strategy == "auto":
-        file.note_present(_RULE, *keys)
+        file.note(_RULE, *keys)
     file.flag("sharding.offload", {None: None, True: "optimizer", False: "none"}[offload], _OFFLOAD)
-    file.note_present("translated below", *paths)
+    file.note("translated below", *paths)
     if path is None:
         return BesideDeepSpeed()
     translated = translate_file(path)

@@ -87,11 +87,6 @@ class YamlConfig(ConfigFile):
         if value is not None:
             self.origin[name] = tuple(key for key in keys if key in self.values)
 
-    def note_present(self, text: str, *keys: str) -> None:
-        """`note` for each of the keys."""
-        for key in keys:
-            self.note(key, text)
-
     def leave_others(self) -> None:
         """Note the sections that belong to other algorithms."""
         mine = SECTIONS[self.algorithm]
