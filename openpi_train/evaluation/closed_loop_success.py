@@ -24,6 +24,7 @@ from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import VideoRecorder
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, StoppedError, TrainerView
+from openpi_train.evaluation.sums import Programs
 from openpi_train.fields import as_json
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params, merge_module
@@ -44,7 +45,7 @@ class MeshPolicy:
         self.batch_size = config.episodes_per_device * (mesh.size // mesh.shape[TENSOR])
         self.rows = local_rows(trainer.plan.batch, self.batch_size)
         self.params: Params = {}
-        self._compiled: dict[Any, Any] = {}
+        self._programs = Programs({"policy": self._program})
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         """The chunks [b, h, a] from the present control step on, in the robot's units."""
@@ -60,7 +61,8 @@ class MeshPolicy:
         ]
         columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         batch = observation_of({name: self._placed(column) for name, column in columns.items()})
-        chunks = self._sample(batch, self._placed(np.asarray(jax.random.key_data(keys))))
+        data = self._placed(np.asarray(jax.random.key_data(keys)))
+        chunks = from_devices(self._programs("policy", self.params, batch, data))
         present = states[:, -1] if states.ndim == 3 else states
         return np.stack([self._translation.actions(*pair) for pair in zip(chunks, present, strict=False)])
 
@@ -68,15 +70,6 @@ class MeshPolicy:
         filled = np.zeros((len(self.rows), *column.shape[1:]), column.dtype)
         filled[: len(column)] = column
         return on_devices(filled, self._trainer.plan.batch, self.batch_size, self.rows)
-
-    def _sample(self, observation: Any, key_data: jax.Array) -> np.ndarray:
-        inputs = (self.params, observation, key_data)
-        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(self.params))
-        if shardings not in self._compiled:
-            self._compiled[shardings] = jax.jit(self._program).lower(*inputs).compile()
-            # gloo times out on processes that compile for 30 s longer than others.
-            agree.gather("compiled the policy", None)
-        return from_devices(self._compiled[shardings](*inputs))
 
     def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
         trainer = self._trainer

@@ -1,4 +1,4 @@
-"""Completes a run's prompts with one set of parameters after the other. Read next: `completion_scores.py`."""
+"""Completes a run's prompts with one set of parameters after the other. Read next: `text_evaluations.py`."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Held-out loss and metrics on fixed rows, noise and times, of the weights and of their average.
+"""Held-out loss and metrics on fixed rows, noise and times, of the weights and of their average; perplexity of texts.
 
 Sums and counts are taken over all rows before any division, and a row's noise and time depend only on its number, so
 batch size and device count change values only by rounding. Read next: `action_error.py`.
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
-from openpi_train.evaluation.sums import Sums, numbered_keys
+from openpi_train.evaluation.sums import Ratio, Sums, numbered_keys
 from openpi_train.nn.params import Params, merge_module
+from openpi_train.types import TextBatch
 
 
 class HeldOutLoss(Measure):
@@ -60,3 +61,26 @@ def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batc
     everything, start = {**frozen, **params}, index * len(batch.row)
     batch = trainer.objective.prepared(batch, trainer.devices.row_values(everything))
     return trainer.devices.sum(share, everything, batch, (norms, start))
+
+
+class Perplexity(Ratio):
+    """`val/perplexity` and `val/perplexity_ema`: exp of the mean negative log-likelihood of the targets, in nats.
+
+    Every token counts as much as its weight, whatever the objective averages over, and without the objective's other
+    terms (label smoothing, z-loss).
+    """
+
+    def __init__(self, running: Running):
+        super().__init__(running, "perplexity", negative_log_likelihood)
+
+    def __call__(self, evaluated: Evaluated) -> dict[str, float]:
+        with np.errstate(over="ignore"):
+            return {name: float(np.exp(np.float64(value))) for name, value in super().__call__(evaluated).items()}
+
+
+def negative_log_likelihood(model: Any, batch: TextBatch, first: Any) -> tuple[Any, Any]:
+    """The sum over the targets of some rows, and their weight."""
+    del first
+    x = model(batch.tokens, batch.positions, batch.segments)
+    found, weights = model.scores(x[:, :-1], batch.tokens[:, 1:]), batch.weights[:, 1:]
+    return -(weights * found.log_prob).sum(), weights.sum()

@@ -1,11 +1,6 @@
 """Evaluation during training: the interface of measures, and the config that all runs share.
 
 Read next: `action_error.py`, a `Measure` to copy, and `eval_config.py`, which lists those of robots.
-
-Evaluations    the config: when, on how many held-out rows, and what besides the held-out loss
-Measure        one measure, made when the run starts
-Running        the run, as seen by a measure
-Evaluated      the weights to evaluate
 """
 
 import abc

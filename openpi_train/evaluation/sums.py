@@ -3,7 +3,7 @@
 Read next: `held_out_loss.py`, `action_error.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,28 @@ from openpi_train.nn.params import merge_module
 from openpi_train.runtime import agree
 
 
-class Sums:
-    """Compiled programs by name, each a function of arguments, a batch and the batch's index."""
+class Programs:
+    """Functions by name, each compiled once for inputs with the same shardings. All processes call the same ones."""
 
-    def __init__(self, programs: dict[str, Callable[..., Any]], running: Running):
-        self._programs, self._stop_requested = programs, running.stop_requested
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]):
+        self._functions = functions
         self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, name: str, *inputs: Any) -> Any:
+        """The function's result, on the devices."""
+        key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(self._functions[name]).lower(*inputs).compile()
+            # gloo times out on processes that compile for 30 s longer than others.
+            agree.gather(f"compiled the {name}", None)
+        return self._compiled[key](*inputs)
+
+
+class Sums:
+    """Sums of programs by name, each a function of arguments, a batch and the batch's index."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], running: Running):
+        self._programs, self._stop_requested = Programs(functions), running.stop_requested
 
     def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
         """The sum of a program's results over `batches`, in float64 on the host. Raises StoppedError if stopped.
@@ -31,20 +47,10 @@ class Sums:
         """
         parts = []
         for index, batch in enumerate(batches):
-            inputs = (*arguments, batch, np.int32(index))
-            parts.append(jax.device_get(self._program(name, inputs)(*inputs)))
+            parts.append(jax.device_get(self._programs(name, *arguments, batch, np.int32(index))))
             if self._stop_requested():
                 raise StoppedError
         return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
-
-    def _program(self, name: str, inputs: Any) -> Callable[..., Any]:
-        """The program, compiled for inputs with these shardings."""
-        key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
-        if key not in self._compiled:
-            self._compiled[key] = jax.jit(self._programs[name]).lower(*inputs).compile()
-            # gloo times out on processes that compile for 30 s longer than others.
-            agree.gather(f"compiled the {name}", None)
-        return self._compiled[key]
 
 
 def numbered_keys(trainer: TrainerView, batch: Any, start: Any, purpose: str) -> Key[Array, " b"]:

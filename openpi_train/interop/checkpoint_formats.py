@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from openpi_train.interop import (
     big_vision,
@@ -61,69 +62,54 @@ class Format:
         return self.keeps(stored, model) if self.keeps else dataclasses.replace(stored, train_state=None)
 
 
+def _of(module: Any, name: str, summary: str, **others: Any) -> Format:
+    """The format whose module recognises, opens and, unless it is read only, writes it."""
+    write = getattr(module, "write", None)
+    parts = {"recognises": module.recognises, "open": module.open_checkpoint, "write": write}
+    return Format(name=name, summary=summary, **parts, **others)
+
+
 # Pattern of the names that `convert` gives to unfinished output.
 _CUT_OFF = r"\..+\.partial-.+"
 
 # The first format that recognises a place is used.
 FORMATS: tuple[Format, ...] = (
-    Format(
-        name="big_vision",
-        summary="PaliGemma as published: an .npz file (pt_224.npz)",
-        recognises=big_vision.recognises,
-        open=big_vision.open_checkpoint,
+    _of(
+        big_vision,
+        "big_vision",
+        "PaliGemma as published: an .npz file (pt_224.npz)",
         lacks=paligemma_torch.NOT_IN_IT,
     ),
-    Format(
-        name="ours",
-        summary="a run's directory, or the directory of a step in it (params/, meta.json, manifest.json)",
-        recognises=ours.recognises,
-        open=ours.open_checkpoint,
-        write=ours.write,
+    _of(
+        ours,
+        "ours",
+        "a run's directory, or the directory of a step in it (params/, meta.json, manifest.json)",
         keeps=ours.kept,
     ),
-    Format(
-        name="openpi",
-        summary="openpi's: a step's directory, or the params directory in it (_METADATA)",
-        recognises=openpi.recognises,
-        open=openpi.open_checkpoint,
-        write=openpi.write,
+    _of(
+        openpi,
+        "openpi",
+        "openpi's: a step's directory, or the params directory in it (_METADATA)",
         keeps=openpi.kept,
     ),
-    Format(
-        name="lerobot",
-        summary="LeRobot's: a policy's folder (config.json with its type, model.safetensors)",
-        recognises=lerobot_policy.recognises,
-        open=lerobot_policy.open_checkpoint,
-        write=lerobot_policy.write,
-    ),
-    Format(
-        name="openpi_torch",
-        summary="openpi's in PyTorch: a folder with model.safetensors, and assets/ beside it",
-        recognises=openpi_torch.recognises,
-        open=openpi_torch.open_checkpoint,
-        write=openpi_torch.write,
-    ),
-    Format(
-        name="paligemma",
-        summary="PaliGemma in Hugging Face's format: a directory with model.safetensors, or several and their index",
-        recognises=paligemma_torch.recognises,
-        open=paligemma_torch.open_checkpoint,
+    _of(lerobot_policy, "lerobot", "LeRobot's: a policy's folder (config.json with its type, model.safetensors)"),
+    _of(openpi_torch, "openpi_torch", "openpi's in PyTorch: a folder with model.safetensors, and assets/ beside it"),
+    _of(
+        paligemma_torch,
+        "paligemma",
+        "PaliGemma in Hugging Face's format: a directory with model.safetensors, or several and their index",
         lacks=paligemma_torch.NOT_IN_IT,
     ),
-    Format(
-        name="huggingface",
-        summary="a language model in Hugging Face's form: config.json, model.safetensors or several and their index",
-        recognises=huggingface.recognises,
-        open=huggingface.open_checkpoint,
-        write=huggingface.write,
+    _of(
+        huggingface,
+        "huggingface",
+        "a language model in Hugging Face's form: config.json, model.safetensors or several and their index",
         part=huggingface.written_part,
     ),
-    Format(
-        name="peft",
-        summary="a low-rank adapter of a language model, by PEFT: adapter_config.json, adapter_model.safetensors",
-        recognises=peft_adapter.recognises,
-        open=peft_adapter.open_checkpoint,
-        write=peft_adapter.write,
+    _of(
+        peft_adapter,
+        "peft",
+        "a low-rank adapter of a language model, by PEFT: adapter_config.json, adapter_model.safetensors",
         holds=peft_adapter.HELD,
     ),
 )

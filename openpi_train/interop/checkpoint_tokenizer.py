@@ -5,12 +5,14 @@ Read next: `policy/loading.py`, which uses it.
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from openpi_train.data import files, places
 from openpi_train.data.tokenizer import FILE
 from openpi_train.data.tokens import FAST, FOLDER
 from openpi_train.interop.place import Place
+from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.runtime.exits import CheckpointError
 
@@ -39,6 +41,14 @@ def token_files_of(step: Place) -> Place | None:
     """The folder of the tokenizer's files in a checkpoint's directory; None if there is none, as in other trainers'."""
     folder = step / FOLDER
     return folder if any(folder.has(name) for name in (FILE, *_OF_LANGUAGE_MODELS)) else None
+
+
+def copy_token_files(stored: Stored, directory: Path, names: Iterable[str]) -> None:
+    """Copy the checkpoint's files of these names into a directory, as far as there are any."""
+    carried = stored.token_files
+    for name in names:
+        if carried is not None and carried.has(name):
+            files.write_bytes(directory / name, carried.read(name))
 
 
 def on_disk(folder: Place) -> Path:

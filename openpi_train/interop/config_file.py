@@ -69,7 +69,7 @@ class ConfigFile:
         if value is None:
             return default
         if value == self._open_word:
-            self.note(key, f"{value}: the experiment's own value")
+            self.note(f"{value}: the experiment's own value", key)
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UsageError(f"{key} is {json.dumps(value)}; it must be {in_words}{self._or_open}")
@@ -88,10 +88,10 @@ class ConfigFile:
         """Record that `key` gives `--name`, with the value that `read`, one of the methods above, returns."""
         self.flag(name, read(self, key, default), key)
 
-    def note(self, key: str, text: str) -> None:
-        """Record a text for a key that gives no flag; does nothing if the file does not have it."""
-        self._asked.add(key)
-        if key in self.values:
+    def note(self, text: str, *keys: str) -> None:
+        """Record a text for each of these keys that the file has, which then needs no flag."""
+        self._asked.update(keys)
+        for key in self.values.keys() & keys:
             self._meaning.setdefault(key, []).append(text)
 
     def expect(self, *keys: str) -> None:
@@ -102,7 +102,7 @@ class ConfigFile:
         """`note` for all keys of a section that have no record yet."""
         for key in self.values:
             if key.startswith(section + ".") and not self.is_known(key):
-                self.note(key, text)
+                self.note(text, key)
 
     def is_known(self, key: str) -> bool:
         """Whether there is a record for the key so far, or a reason why it has no flag."""

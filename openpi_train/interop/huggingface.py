@@ -4,7 +4,8 @@
     model.safetensors                      the tensors, or several files and model.safetensors.index.json
     tokenizer.json, tokenizer_config.json, chat_template.jinja, ...    copied unchanged
 
-Read next: `hf_tensors.py` (which tensor is which parameter), `safetensors_file.py`.
+PyTorch has a tensor per layer, weights as [outputs, inputs], and heads merged. Read next: `torch_names.py`, which
+assembles parameters from tensors, and `safetensors_file.py`.
 """
 
 import dataclasses
@@ -15,16 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import write_bytes, write_json
+from openpi_train.data.files import write_json
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.text.text_tokenizer import KEPT
 from openpi_train.interop import ours, safetensors_file
-from openpi_train.interop.hf_tensors import hf_layout
-from openpi_train.interop.openpi import published_params
-from openpi_train.interop.openpi_torch import LORA, joined_params
+from openpi_train.interop.checkpoint_tokenizer import copy_token_files
+from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_factors
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
-from openpi_train.interop.torch_names import TensorLayout, tensors_of
+from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.models.hf_config import FAMILIES, hf_config, hf_reward_config, sizes_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of
@@ -41,6 +41,26 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TABLE, _HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 # Tables of frequencies, which earlier versions of transformers wrote; nothing reads them.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+# Dims here -> dims there, by the end of the published name (`models/hf_names.py`); letters in brackets are merged.
+_DIMS = {
+    r"(embed_tokens|lm_head)/weight": "v d -> v d",
+    r".*norm/weight": "d -> d",
+    r"q_proj/weight": "d n h -> (n h) d",
+    r"q_proj/bias": "n h -> (n h)",
+    r"k_proj\+v_proj/weight": "d k h -> (k h) d",
+    r"k_proj\+v_proj/bias": "k h -> (k h)",
+    r"o_proj/weight": "n h d -> d (n h)",
+    r"(gate_proj\+up_proj|down_proj)/weight": "i o -> o i",
+    r"score/weight": "o d -> o d",
+    r"q_proj/lora_a": "d r -> r d",
+    r"q_proj/lora_b": "r n h -> (n h) r",
+    r"k_proj\+v_proj/lora_a": "d r -> r d",
+    r"k_proj\+v_proj/lora_b": "r k h -> (k h) r",
+    r"o_proj/lora_a": "n h r -> r (n h)",
+    r"o_proj/lora_b": "r d -> d r",
+    r"(gate_proj\+up_proj|down_proj)/lora_a": "i r -> r i",
+    r"(gate_proj\+up_proj|down_proj)/lora_b": "r o -> o r",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +125,13 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         raise CheckpointError(_other_sizes(place, sizes, language))
     _check_tokenizer(place, sizes.vocab_size)
     found = {name: leaf for name, leaf in safetensors_file.open_model(place).items() if not _DERIVED.fullmatch(name)}
-    layouts = _layouts(language)
+    layouts = layouts_of(language, hf_layout)
     if (score := found.pop(_SCORE, None)) is not None:
-        _check_score(place, score)
+        if score.shape[0] != 1:
+            raise CheckpointError(
+                f"{place} tells {score.shape[0]} classes apart ({_SCORE} is {score.shape}); a reward model has one "
+                "score (num_labels 1)"
+            )
         if _HEAD not in found:
             layouts.pop("lm_head/weight", None)  # a reward model has none, whatever its config says of tables
     if sizes.tied:
@@ -126,10 +150,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     language = None if isinstance(model, ReferencedConfig) or model is None else language_of(model)
     if language is None:
         raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
-    if factors := [name for name in stored.params if "lora" in name]:
-        raise UsageError(
-            f"the weights have {len(factors)} low-rank factors beside them: fold them in with --merge-lora"
-        )
+    refuse_factors(stored.params)
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
     try:
         config = hf_config(
@@ -140,15 +161,22 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     if isinstance(model, RewardConfig):
         config = hf_reward_config(config)
     directory.mkdir(parents=True)
-    carried = stored.token_files
-    for name in KEPT if carried is not None else ():
-        if carried is not None and carried.has(name):
-            write_bytes(directory / name, carried.read(name))
+    copy_token_files(stored, directory, KEPT)
     known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
     if not _describes(known, language, config):
         write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
     with tensors_of(stored.params, directory, hf_layout) as tensors:
         safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
+
+
+def hf_layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
+    """The layout of the parameter of this name and shape. Raises KeyError if no such model has it."""
+    end = "/".join(published.split("/")[-2:])
+    dims = next((dims for pattern, dims in _DIMS.items() if re.fullmatch(pattern, end)), None)
+    if dims is None:
+        raise KeyError(f"Hugging Face's language models have no parameter {published}")
+    name = re.sub(r"(\w+)\+(\w+)", r"{\1,\2}", published.replace("/", ".")).replace("layers.", "layers.{layer}.")
+    return lay_out_tensors(re.sub(r"lora_(a|b)$", lambda end: f"lora_{end[1].upper()}.weight", name), dims, shape)
 
 
 def written_part(model: ModelConfig) -> ModelConfig:
@@ -168,31 +196,15 @@ def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[
     return said in (None, config["torch_dtype"]) and known.get("max_position_embeddings") == model.context_length
 
 
-def _layouts(model: LanguageConfig) -> dict[str, TensorLayout]:
-    shapes = {name: leaf.shape for name, leaf in published_params(model).items()}
-    return {name: hf_layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(LORA, name)}
-
-
 def _other_sizes(place: Place, sizes: Any, model: LanguageConfig) -> str:
-    differ = {
-        field.name: (getattr(sizes, field.name), getattr(model.sizes, field.name))
-        for field in dataclasses.fields(sizes)
-        if getattr(sizes, field.name) != getattr(model.sizes, field.name)
-    }
-    lines = [f"  --model.sizes.{name.replace('_', '-')}: it has {its}, the model {ours}" for name, (its, ours) in
-             differ.items()]  # fmt: skip
+    lines = []
+    for field in dataclasses.fields(sizes):
+        its, own = getattr(sizes, field.name), getattr(model.sizes, field.name)
+        if its != own:
+            lines.append(f"  --model.sizes.{field.name.replace('_', '-')}: it has {its}, the model {own}")
     return "\n".join(
         [f"{place} is another model than the experiment's; give its sizes, or another checkpoint:", *lines]
     )
-
-
-def _check_score(place: Place, score: StoredLeaf) -> None:
-    """Raise CheckpointError if the model of this score tells classes apart."""
-    if score.shape[0] != 1:
-        raise CheckpointError(
-            f"{place} tells {score.shape[0]} classes apart ({_SCORE} is {score.shape}); a reward model has one score "
-            "(num_labels 1)"
-        )
 
 
 def _leave_one_table(place: Place, found: dict[str, StoredLeaf]) -> None:

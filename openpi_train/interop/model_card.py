@@ -1,11 +1,11 @@
 """Model card of a checkpoint on the hub: the model, its training data, its results, and how to reproduce it."""
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from openpi_train.interop.parity import num_values
 from openpi_train.interop.stored_leaves import Stored
 
 _REPOSITORY = "openpi_train"
@@ -47,7 +47,7 @@ def model_card(
     """
     experiment = stored.experiment or {}
     library, loading = _LOADING.get(form, (_REPOSITORY, None))
-    values = sum(math.prod(leaf.shape) for leaf in stored.params.values())
+    values = num_values(stored.params)
     types = ", ".join(sorted({str(leaf.dtype) for leaf in stored.params.values()}))
     parts = [
         _head(library, experiment),

@@ -21,14 +21,23 @@ from openpi_train.data.files import write_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Index, Leaves, Stored, StoredLeaf, same_values
-from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD, TensorLayout, layout_of, tensors_of
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_memory, same_values
+from openpi_train.interop.torch_names import (
+    EMBEDDING,
+    TIED_HEAD,
+    UNUSED_HEAD,
+    Layout,
+    TensorLayout,
+    layout_of,
+    tensors_of,
+)
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
 LORA = ".*lora.*"
+_TORCH_END = re.compile(r"\.(weight|bias)$")
 _ROOT = "paligemma_with_expert."
 _FIELDS = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
 # LeRobot before 0.4 kept norm stats among the tensors.
@@ -89,7 +98,7 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
     }
 
     def explain(*names: list[str]) -> list[str]:
-        known = ([published.get(name) or _like_published(name) for name in kind] for kind in names)
+        known = ([published.get(name) or _TORCH_END.sub(r"/\1", name) for name in kind] for kind in names)
         old = any(name.startswith(_OLD_STATS) for name in names[1])
         return [*([_MIGRATE] if old else []), *model.explain(*known)]
 
@@ -99,11 +108,7 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
 
 def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
     """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError if they lack a parameter."""
-    if factors := [name for name in params if "lora" in name]:
-        raise UsageError(
-            f"PyTorch's models have no low-rank factors, but this one has {len(factors)}: merge them into the weights "
-            "with --merge-lora"
-        )
+    refuse_factors(params)
     try:
         for name, leaf in params.items():
             layout_of(name, leaf.shape)
@@ -112,7 +117,8 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
     with tensors_of(params, folder) as tensors:
         if (output := params.get("PaliGemma/llm/layers/attn/attn_vec_einsum_1/w")) is not None:
             head = tensors[TIED_HEAD]
-            tensors[UNUSED_HEAD] = _zeros((head.shape[0], output.shape[-1]), head.dtype)
+            shape = (head.shape[0], output.shape[-1])
+            tensors[UNUSED_HEAD] = in_memory(np.broadcast_to(np.zeros((), head.dtype), shape))
         safetensors_file.write_file(
             folder / safetensors_file.FILE,
             {f"{prefix}{name}": tensor for name, tensor in tensors.items()},
@@ -120,14 +126,23 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
         )
 
 
-def layouts_of(model: ModelConfig, without: str = LORA) -> dict[str, TensorLayout]:
+def refuse_factors(params: Leaves) -> None:
+    """Raise UsageError if low-rank factors are among the parameters: PyTorch's models have none."""
+    if factors := [name for name in params if "lora" in name]:
+        raise UsageError(
+            f"the weights have {len(factors)} low-rank factors beside them: fold them in with --merge-lora, since "
+            "PyTorch's models have none"
+        )
+
+
+def layouts_of(model: ModelConfig, layout: Layout = layout_of, without: str = LORA) -> dict[str, TensorLayout]:
     """The layout of each of the model's parameters, by published name, without those that fully match `without`.
 
-    Raises CheckpointError if PyTorch's models have no such parameter.
+    Raises CheckpointError if there is no such parameter in PyTorch.
     """
     shapes = {name: leaf.shape for name, leaf in openpi.published_params(model).items()}
     try:
-        return {name: layout_of(name, shape) for name, shape in shapes.items() if not re.fullmatch(without, name)}
+        return {name: layout(name, shape) for name, shape in shapes.items() if not re.fullmatch(without, name)}
     except KeyError as error:
         raise CheckpointError(f"{type(model).__name__} has no PyTorch equivalent: {error.args[0]}") from error
 
@@ -146,14 +161,3 @@ def settle_heads(place: Place, found: dict[str, StoredLeaf], *, speaks: bool) ->
             "with two separate ones, which is not supported"
         )
     found[TIED_HEAD] = embedding
-
-
-def _like_published(tensor: str) -> str:
-    return re.sub(r"\.(weight|bias)$", r"/\1", tensor)
-
-
-def _zeros(shape: tuple[int, int], dtype: np.dtype) -> StoredLeaf:
-    def read(index: Index) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), shape)[index]
-
-    return StoredLeaf(shape=shape, dtype=dtype, read=read)

@@ -18,7 +18,6 @@ from openpi_train.data.tokens import FOLDER
 from openpi_train.interop import openpi
 from openpi_train.interop.checkpoint_tokenizer import token_files_of
 from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
-from openpi_train.interop.openpi_state import our_items, published_state
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
@@ -52,7 +51,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     meta = _meta(step)
     params, state = openpi.read_params(step / "params"), None
     if model is not None and step.url != place.parent.url and (step / "train_state").has(METADATA):
-        state = published_state(_checked_state(step), params, openpi.parameter_names(model))
+        state = openpi.published_state(_checked_state(step), params, openpi.parameter_names(model))
     return Stored(
         where=str(step),
         format="ours",
@@ -128,7 +127,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
     params, state = stored.params, None
     if stored.train_state is not None:
         assert model is not None, "a training state is translated by its model's names"
-        params, state = our_items(stored, openpi.parameter_names(model))
+        params, state = openpi.our_items(stored, openpi.parameter_names(model))
     save_item(directory / "params", {"params": nested_params(params)})
     if state is not None:
         save_item(directory / "train_state", nested_params(state))
@@ -149,8 +148,8 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None) -> None:
 def kept(stored: Stored, model: ModelConfig) -> Stored:
     """The checkpoint with one value of each frozen parameter: the one used in training, not its average."""
     names = openpi.parameter_names(model)
-    params, state = our_items(stored, names)
-    return dataclasses.replace(stored, params=params, train_state=published_state(state, params, names))
+    params, state = openpi.our_items(stored, names)
+    return dataclasses.replace(stored, params=params, train_state=openpi.published_state(state, params, names))
 
 
 def _steps(place: Place) -> tuple[Place, ...]:

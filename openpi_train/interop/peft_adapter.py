@@ -5,7 +5,7 @@
 
 Every factor of ours is a factor of PEFT's. Ours adapt all attention weights, all feed-forward weights, or both. A
 weight that an adapter of PEFT leaves out has factors of zeros here, whose gradients are zero, too, and is left out when
-the adapter is written. Read next: `nn/lora.py`, `hf_tensors.py`, and `weights.py`, which starts runs from adapters.
+the adapter is written. Read next: `nn/lora.py`, `huggingface.py`, and `weights.py`, which starts runs from adapters.
 """
 
 import dataclasses
@@ -18,16 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data.files import write_bytes, write_json
+from openpi_train.data.files import write_json
 from openpi_train.data.hub import SCHEME, Address
 from openpi_train.data.text.text_tokenizer import FILES
 from openpi_train.interop import huggingface, safetensors_file
 from openpi_train.interop.accounting import account
+from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.lora_merge import merged_lora
-from openpi_train.interop.openpi import parameter_names, published_params
+from openpi_train.interop.openpi import parameter_names
+from openpi_train.interop.openpi_torch import layouts_of
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_memory
-from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
+from openpi_train.interop.torch_names import TensorLayout, tensors_of
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reward import SCORE, RewardConfig
@@ -40,18 +42,6 @@ CONFIG, FILE, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "ad
 # The published names that an adapter may hold.
 HELD = rf".*/lora_[ab]|{SCORE}"
 _PREFIX = "base_model.model."
-# Dims here -> dims there, by the end of the published name.
-_DIMS = {
-    r"q_proj/lora_a": "d r -> r d",
-    r"q_proj/lora_b": "r n h -> (n h) r",
-    r"k_proj\+v_proj/lora_a": "d r -> r d",
-    r"k_proj\+v_proj/lora_b": "r k h -> (k h) r",
-    r"o_proj/lora_a": "n h r -> r (n h)",
-    r"o_proj/lora_b": "r d -> d r",
-    r"(gate_proj\+up_proj|down_proj)/lora_a": "i r -> r i",
-    r"(gate_proj\+up_proj|down_proj)/lora_b": "r o -> o r",
-    SCORE: "o d -> o d",
-}
 # Settings under which an adapter computes something else. Each may be absent, empty or false.
 _OTHER_KINDS = (
     "alora_invocation_tokens",
@@ -72,6 +62,7 @@ _OTHER_KINDS = (
 # Ways to draw the first factors that leave the base model as it is; others change its weights.
 _DRAWN = (True, False, None, "gaussian", "orthogonal", "eva")
 _HEADS = {"score", "classifier"}
+_OTHER_SIZES = ["it is an adapter of a model of other sizes: give its base model"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,22 +81,18 @@ class Adapter:
         """
         language = language_of(model)
         assert language is not None, "an adapter is opened for a model with a language model in it"
-        if language.adapter.enabled:
-            self._check(language.adapter)
-            own = set(parameter_names(model).values())
-            return {**params, **self._by_path(model, {name: leaf for name, leaf in self.leaves.items() if name in own})}
-        adapted = with_language(model, dataclasses.replace(language, adapter=self.settings))
-        own = set(parameter_names(adapted).values())
-        factors = self._by_path(adapted, {name: leaf for name, leaf in self.leaves.items() if name in own})
+        own = language.adapter
+        adapted = model if own.enabled else with_language(model, dataclasses.replace(language, adapter=self.settings))
+        paths = {name: path for path, name in parameter_names(adapted).items()}
+        factors = {paths[name]: leaf for name, leaf in self.leaves.items() if name in paths}
+        if own.enabled:
+            self._check(own)
+            return {**params, **factors}
         # Sums are made, and kept, in float32.
         wide = {path: leaf.cast(np.dtype(np.float32)) for path, leaf in params.items()}
         merged = merged_lora(adapted, wide | factors)
         weights = {path.replace("/lora_a", "/weight") for path in factors}
         return {path: leaf if path in weights or path == SCORE else params[path] for path, leaf in merged.items()}
-
-    def _by_path(self, model: ModelConfig, leaves: Leaves) -> dict[str, StoredLeaf]:
-        paths = {name: path for path, name in parameter_names(model).items()}
-        return {paths[name]: leaf for name, leaf in leaves.items()}
 
     def _check(self, ours: AdapterConfig) -> None:
         theirs = self.settings
@@ -145,7 +132,8 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     settings = AdapterConfig(rank=rank, alpha=float(alpha), rslora=bool(said.get("use_rslora")))
     found = safetensors_file.open_file(place, FILE)
     whole = model if isinstance(model, RewardConfig) else language
-    layouts = _layouts(with_language(whole, dataclasses.replace(language, adapter=settings)))
+    adapted = with_language(whole, dataclasses.replace(language, adapter=settings))
+    layouts = layouts_of(adapted, _layout, without=rf"(?!({HELD})$).*")
     expected = {name: one.tensor_shape for one in layouts.values() for name in one.tensors.values()}
     if others := sorted(found.keys() - expected.keys()):
         raise CheckpointError(
@@ -158,18 +146,21 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     if alone := sorted(partners - found.keys()):
         raise CheckpointError(f"{place}/{FILE} lacks {alone[0]}, the other factor of one that it holds; fetch it again")
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
-    account(found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=_explain)
+    account(
+        found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=lambda *names: _OTHER_SIZES if names[-1] else []
+    )
     has = {
         part: any(f".{part}." in name for name in found if name.startswith(_PREFIX)) for part in ("self_attn", "mlp")
     }
     settings = dataclasses.replace(settings, attention=has["self_attn"], mlp=has["mlp"])
-    _tell_absent(place, found, expected, language.adapter, settings)
-    leaves = {}
+    _tell_absent(place, found, expected, language.adapter)
+    leaves, own = {}, language.adapter
     for name, one in layouts.items():
-        there = [tensor for tensor in one.tensors.values() if tensor in found]
-        if there or (name != SCORE and _is_adapted(name, language.adapter)):
-            zeros = {tensor: _zeros(one.tensor_shape) for tensor in one.tensors.values() if tensor not in found}
-            leaves[name] = one.joined({**found, **zeros})
+        there = any(tensor in found for tensor in one.tensors.values())
+        in_part = own.attention if "/self_attn/" in name else own.mlp
+        if there or (name != SCORE and own.enabled and in_part):
+            zeros = in_memory(np.zeros(one.tensor_shape, np.float32))
+            leaves[name] = one.joined({**dict.fromkeys(one.tensors.values(), zeros), **found})
     return Adapter(where=str(place), settings=settings, leaves=leaves)
 
 
@@ -195,9 +186,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         raise UsageError("--to peft writes low-rank adapters of language models, and this model has none")
     is_reward = isinstance(model, RewardConfig)
     directory.mkdir(parents=True)
-    for name in FILES if stored.token_files is not None else ():
-        if stored.token_files is not None and stored.token_files.has(name):
-            write_bytes(directory / name, stored.token_files.read(name))
+    copy_token_files(stored, directory, FILES)
     with tensors_of(factors, directory, _layout) as tensors:
         idle = _idle_modules(tensors)
         kept = {name: leaf for name, leaf in tensors.items() if _module(name) not in idle}
@@ -224,17 +213,8 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
 
 def _layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
-    end = published if published == SCORE else "/".join(published.split("/")[-2:])
-    dims = next(dims for pattern, dims in _DIMS.items() if re.fullmatch(pattern, end))
-    name = published.replace("/", ".").replace("layers.", "layers.{layer}.")
-    name = re.sub(r"(\w+)\+(\w+)", r"{\1,\2}", name)
-    name = name if published == SCORE else name.replace("lora_a", "lora_A.weight").replace("lora_b", "lora_B.weight")
-    return lay_out_tensors(f"{_PREFIX}{name}", dims, shape)
-
-
-def _layouts(model: ModelConfig) -> dict[str, TensorLayout]:
-    shapes = {name: leaf.shape for name, leaf in published_params(model).items() if re.fullmatch(HELD, name)}
-    return {name: _layout(name, shape) for name, shape in shapes.items()}
+    found = huggingface.hf_layout(published, shape)
+    return dataclasses.replace(found, tensors={at: f"{_PREFIX}{name}" for at, name in found.tensors.items()})
 
 
 def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> None:
@@ -253,24 +233,11 @@ def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> N
         raise CheckpointError(f"{where}: {listed} is not computed here; merge that adapter into its base model by PEFT")
 
 
-def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-    del missing, extra
-    return ["it is an adapter of a model of other sizes: give its base model"] if misshapen else []
-
-
-def _is_adapted(published: str, adapter: AdapterConfig) -> bool:
-    """Whether a model with this adapter has this factor."""
-    return adapter.enabled and (adapter.attention if "/self_attn/" in published else adapter.mlp)
-
-
-def _tell_absent(
-    place: Place, found: Leaves, expected: Mapping[str, Any], ours: AdapterConfig, theirs: AdapterConfig
-) -> None:
+def _tell_absent(place: Place, found: Leaves, expected: Mapping[str, Any], ours: AdapterConfig) -> None:
     """Log which weights of the parts that the run adapts have no addition in this adapter."""
-    used = ours if ours.enabled else theirs
-    parts = [part for part, on in ((".self_attn.", used.attention), (".mlp.", used.mlp)) if on]
+    parts = [part for part, on in ((".self_attn.", ours.attention), (".mlp.", ours.mlp)) if ours.enabled and on]
     absent = {_module(name) for name in expected if name not in found and any(part in name for part in parts)}
-    if ours.enabled and absent:
+    if absent:
         names = ", ".join(sorted(absent))
         logger.warning("%s leaves out %s, in some layers or in all: they get no addition in this run", place, names)
 
@@ -300,7 +267,3 @@ def _base_of(experiment: Mapping[str, Any]) -> tuple[str | None, str | None]:
         return where, None
     logger.warning("the base model is not a published one: set base_model_name_or_path in %s", CONFIG)
     return None, None
-
-
-def _zeros(shape: tuple[int, ...]) -> StoredLeaf:
-    return in_memory(np.zeros(shape, np.float32))

@@ -96,7 +96,8 @@ class Place:
             return sorted(name for path in files if (name := path.relative_to(self.local).as_posix()).startswith(below))
         import tensorstore
 
-        prefix = tensorstore.KvStore.KeyRange(below, _after(below)) if below else None
+        # Up to the first name that is after all that begin with it.
+        prefix = tensorstore.KvStore.KeyRange(below, below[:-1] + chr(ord(below[-1]) + 1)) if below else None
         return sorted(key.decode() for key in self._remote(lambda: self._store.list(prefix).result()))
 
     def _read(self, name: str, begin: int = 0, end: int | None = None) -> bytes | None:
@@ -120,7 +121,3 @@ class Place:
                 f"{self} cannot be read: {said}. Check the address, the network and the credentials; or copy it to a "
                 "local or shared disk and name that"
             ) from error
-
-
-def _after(prefix: str) -> str:
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)

@@ -7,7 +7,6 @@ Read next: `torch_names.py`, which finds a model's parameters in such a file.
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from openpi_train.data.files import write_json
+from openpi_train.data.files import replacing, write_json
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, blocks, in_file
 from openpi_train.runtime.exits import CheckpointError
@@ -106,23 +105,16 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
     for name, leaf in tensors.items():
         if leaf.dtype not in _NAMES:
             raise ValueError(f"{name} is {leaf.dtype}; supported dtypes are {', '.join(map(str, _NAMES))}")
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [offset, offset + size]}
-        offset += size
+        end = offset + leaf.size_bytes
+        header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # align the arrays to eight bytes
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for leaf in tensors.values():
-                for where in blocks(leaf.everything, leaf.dtype.itemsize):
-                    file.write(np.ascontiguousarray(leaf.read(where)).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for leaf in tensors.values():
+            for where in blocks(leaf.everything, leaf.dtype.itemsize):
+                file.write(np.ascontiguousarray(leaf.read(where)).reshape(-1).view(np.uint8).data)
 
 
 def write_model(folder: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:

@@ -155,10 +155,12 @@ def lay_out_tensors(tensor: str, dims: str, shape: tuple[int, ...]) -> TensorLay
     )
 
 
+# The layout of a parameter by its published name and shape.
+Layout = Callable[[str, tuple[int, ...]], TensorLayout]
+
+
 @contextlib.contextmanager
-def tensors_of(
-    params: Leaves, folder: Path, layout: Callable[[str, tuple[int, ...]], TensorLayout] = layout_of
-) -> Iterator[dict[str, StoredLeaf]]:
+def tensors_of(params: Leaves, folder: Path, layout: Layout = layout_of) -> Iterator[dict[str, StoredLeaf]]:
     """The tensors of all parameters by published name; read in this order, one parameter at a time is `at_hand`."""
     held: dict[str, StoredLeaf] = {}
     with contextlib.ExitStack() as stack:

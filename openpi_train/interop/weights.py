@@ -9,8 +9,7 @@ from collections.abc import Collection
 from openpi_train.interop import peft_adapter
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.checkpoint_hub import is_address
-from openpi_train.interop.openpi import parameter_names
-from openpi_train.interop.openpi_state import state_leaves
+from openpi_train.interop.openpi import parameter_names, state_leaves
 from openpi_train.interop.ours import recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.language_part import language_flags
@@ -42,7 +41,7 @@ class WeightLoader(abc.ABC):
         return None
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
-        """The whole training state to continue from, by our names (`openpi_state.state_leaves`); None: a new one."""
+        """The whole training state to continue from, by our names (`openpi.state_leaves`); None: a new one."""
         del model
         return None
 

@@ -3,7 +3,7 @@
     layers/attention/key_value/weight  ->  model/layers/self_attn/k_proj+v_proj/weight
 
 A stack of layers is one parameter, and so are keys and values, and gate and up.
-Read next: `language.py`, and `interop/hf_tensors.py`, which finds the tensors of a file by these names.
+Read next: `language.py`, and `interop/huggingface.py`, which finds the tensors of a file by these names.
 """
 
 from openpi_train.nn.decoder_sizes import DecoderSizes

@@ -91,9 +91,7 @@ def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[s
         raise CheckpointError(f"{where}: {error}") from error
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _parts(hint: Any) -> list[Any]:

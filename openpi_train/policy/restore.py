@@ -1,7 +1,6 @@
 """The parameters of a checkpoint on the devices, to run its model. Read next: `loading.py`, `text_model.py`."""
 
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,9 @@ def restored(
         kept = merges or dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating)
         wanted = leaf.dtype if kept else jnp.dtype(dtype)
         params[path] = place(leaf, wanted, plan.tree("state", {path: leaf})[path])
-    size = sum(leaf.nbytes for leaf in params.values())
-    count, where = plan.real_mesh.size, f"{plan.real_mesh.size} devices" if plan.real_mesh.size > 1 else "1 device"
-    logger.info(
-        "%s: %.3g GB of parameters on %s%s",
-        stored.where,
-        size / 1e9,
-        where,
-        ", cut" if count > 1 and plan.cuts("copy") else "",
-    )
+    size, count = sum(leaf.nbytes for leaf in params.values()), plan.real_mesh.size
+    where = "1 device" if count == 1 else f"{count} devices{', cut' if plan.cuts('copy') else ''}"
+    logger.info("%s: %.3g GB of parameters on %s", stored.where, size / 1e9, where)
     return (model.without_lora(), _merged(model, params, plan, dtype), plan) if merges else (model, params, plan)
 
 
@@ -101,7 +94,7 @@ def _plan(devices: list[Any], leaves: Leaves) -> Plan:
 
     If the devices are those of several processes, all of these must call it.
     """
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    size = sum(leaf.size_bytes for leaf in leaves.values())
     available = memory_bytes(next(device for device in devices if device.process_index == jax.process_index()))
     if len({device.process_index for device in devices}) > 1:
         available = min(agree.gather("memory of a device", available))

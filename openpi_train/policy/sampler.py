@@ -60,7 +60,8 @@ class Sampler:
     def row_spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every entry of a row, as `sample` takes it."""
         longest = max(self.text_lengths) if self.text_lengths else None
-        return {name: one for name, one in self._spec(longest).items() if name not in _NOT_OBSERVED}
+        spec = row_spec(self.model.batch_spec(1, self.cameras, longest))
+        return {name: one for name, one in spec.items() if name not in _NOT_OBSERVED}
 
     @property
     def chunk(self) -> tuple[int, int]:
@@ -93,9 +94,10 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Compile every program, and run each once."""
+        blank = {name: np.ones(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
         for size in self.sizes:
             for length in self.text_lengths or (None,):
-                self._run(size, length, self._columns([self._blank()] * size, length), np.zeros(size, np.int32))
+                self._run(size, length, self._columns([blank] * size, length), np.zeros(size, np.int32))
 
     def _sample(self, rows: Sequence[Row], draws: Sequence[int], guides: tuple[np.ndarray, ...]) -> np.ndarray:
         size = next(size for size in self.sizes if size >= len(rows))
@@ -112,9 +114,6 @@ class Sampler:
     def _columns(self, rows: Sequence[Row], length: int | None) -> dict[str, np.ndarray]:
         stacked = {name: np.stack([row[name] for row in rows]) for name in self.row_spec()}
         return {name: column[:, :length] if name in _TEXT else column for name, column in stacked.items()}
-
-    def _blank(self) -> Row:
-        return {name: np.ones(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
 
     def _run(
         self, size: int, length: int | None, columns: Mapping[str, np.ndarray], draws: np.ndarray, *guides: np.ndarray
@@ -142,6 +141,3 @@ class Sampler:
 
         devices = Devices(self.plan, self.model.compute_dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)
-
-    def _spec(self, length: int | None) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        return row_spec(self.model.batch_spec(1, self.cameras, length))

@@ -18,8 +18,8 @@ from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime import agree, selftest
 from openpi_train.runtime.exits import NumbersError, UsageError
 from openpi_train.runtime.world import World
-from openpi_train.tools import check_disk
-from openpi_train.tools.finding import Finding, fail, ok, warn
+from openpi_train.tools import check_host
+from openpi_train.tools.check_host import Finding, fail, ok, warn
 from openpi_train.training.prepare import prepare_without_data
 
 _MOST_SKEW_S = 2.0
@@ -72,8 +72,8 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
         yield ok("memory", f"{experiment.name} needs {total:.2f} of {available:.2f} GiB on each device")
     except (UsageError, ValueError) as error:  # ValueError: from the mesh
         yield fail("memory", str(error), "as it says; `--dry-run` shows the same")
-    yield from check_disk.written(Path(experiment.checkpoint_base_dir), "--checkpoint-base-dir", checkpoint_bytes)
-    yield from check_disk.written(experiment.assets_dir, "--assets-base-dir")
+    yield from check_host.writing(Path(experiment.checkpoint_base_dir), "--checkpoint-base-dir", checkpoint_bytes)
+    yield from check_host.writing(experiment.assets_dir, "--assets-base-dir")
 
 
 def data(experiment: Experiment) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
                 continue
             yield fail("dataset", str(error), f"give its place with {flag}")
             continue
-        yield from check_disk.read(Path(source.location).expanduser())
+        yield from check_host.reading(Path(source.location).expanduser())
         if not fresh:
             ready = False
             text = f"{source.location}: there, but not indexed yet, or changed since"

@@ -75,7 +75,7 @@ def _push(conversion: "CheckpointConversion") -> str:
     checkpoint_hub.check_push(address, private=not request.public)
     with tempfile.TemporaryDirectory(prefix="openpi_train-push-") as folder:
         target = Path(folder) / "checkpoint"
-        conversion.into(target).run()
+        dataclasses.replace(conversion, request=dataclasses.replace(request, target=target)).run()
         run = Path(conversion.wanted.where).parent
         results, environment = (_read_if_there(run / name) for name in ("results.json", "environment.json"))
         starts = (environment or {}).get("starts")
@@ -99,13 +99,11 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     check_target(request.target, stored.where)
     _check_same_model(stored, model)
     params = checkpoint_formats.model_params(stored, model)
-    if request.target_format is None:
-        name = "openpi" if stored.format == "ours" else "ours"
-    else:
-        name = request.target_format
+    name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
     if form.write is None:
-        raise UsageError(f"--to {name}: this form is only read; allowed: {', '.join(_written())}")
+        written = ", ".join(one.name for one in checkpoint_formats.FORMATS if one.write is not None)
+        raise UsageError(f"--to {name}: this form is only read; allowed: {written}")
     found = stored.train_state or {}
     if request.params_only or request.merge_lora or request.dtype:
         stored = dataclasses.replace(stored, train_state=None)
@@ -122,7 +120,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
         wanted_model, wanted = wanted_model.without_lora(), merged_lora(model, params)
     if request.dtype is not None:
-        wanted = {path: leaf.cast(_dtype(request.dtype)) for path, leaf in wanted.items()}
+        wanted = {path: leaf.cast(jnp.dtype(request.dtype)) for path, leaf in wanted.items()}
     published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
     said = stored.experiment or as_json(experiment)
     if request.merge_lora:
@@ -162,7 +160,7 @@ class CheckpointConversion:
     def size_bytes(self) -> int:
         """Bytes of all arrays in the result."""
         leaves = [*self.wanted.params.values(), *(self.wanted.train_state or {}).values()]
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(leaf.size_bytes for leaf in leaves)
 
     def summary(self) -> str:
         """What is read and what is written, for the terminal."""
@@ -185,10 +183,6 @@ class CheckpointConversion:
         """The published names of parameters that the form does not hold, and that are not merged into others."""
         names = (self.model.public_name(path) for path in self.params)
         return [name for name in names if name not in self.wanted.params and "lora" not in name]
-
-    def into(self, target: Path) -> "CheckpointConversion":
-        """The same conversion with its result in `target`."""
-        return dataclasses.replace(self, request=dataclasses.replace(self.request, target=target))
 
     def run(self) -> Path:
         """Write the target, read it back, compare, report. A failure leaves nothing behind."""
@@ -252,14 +246,6 @@ def _read_again(wanted: Leaves, found: Leaves, draft: Path) -> dict[str, Any]:
     if again["bit_equal"] != len(wanted):
         raise CheckpointError(f"{again['at']} reads back with another value than was written; is the disk sound?")
     return again
-
-
-def _written() -> list[str]:
-    return [form.name for form in checkpoint_formats.FORMATS if form.write is not None]
-
-
-def _dtype(name: str) -> Any:
-    return jnp.dtype(name)
 
 
 def _check_same_model(stored: Stored, model: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from openpi_train.command_line import Own, Request, parse, parse_known
 from openpi_train.fields import at_least
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
-from openpi_train.tools.requests import ExperimentName
+from openpi_train.tools.requests import ExperimentName, given_fields
 
 if TYPE_CHECKING:
     from openpi_train.data.source import Source
@@ -76,8 +76,7 @@ class Prepare(DataRequest):
 
         # It simulates on the CPU; jax would otherwise reserve a GPU for nothing.
         jax.config.update("jax_platforms", "cpu")
-        fields = ("episodes_per_task", "val_episodes_per_task", "image_size", "seed")
-        changes = {name: value for name in fields if (value := getattr(self, name)) is not None}
+        changes = given_fields(self, "episodes_per_task", "val_episodes_per_task", "image_size", "seed")
         if self.tasks:
             changes["tasks"] = self.tasks
         made = prepare(self.directory, name=self.name, **changes)
@@ -332,8 +331,7 @@ class FitFast(DataRequest):
         out = self.out or Path(looked_for).expanduser()
         if not self.out and not out.is_absolute():
             raise ValueError(f"the experiment's --model.fast-tokenizer is {looked_for or 'not there'}: give --out DIR")
-        fitted = fit(experiment, out, vocab_size=self.vocab_size, scale=self.scale, max_chunks=self.max_chunks)
-        print(fitted.text())
+        print(fit(experiment, out, vocab_size=self.vocab_size, scale=self.scale, max_chunks=self.max_chunks))
 
 
 # tyro makes a subcommand of each.

@@ -1,7 +1,7 @@
 """The `doctor` verb: check everything that a run needs, and report what is wrong and what to do.
 
 One process checks its machine; started with `launch`, `srun` or by `launch kubernetes`, all processes check theirs
-and run the first collective steps of a run together. Read next: `check_host.py`, `check_disk.py`, `check_run.py`.
+and run the first collective steps of a run together. Read next: `check_host.py`, `check_run.py`.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from openpi_train.fields import as_json
 from openpi_train.runtime import agree, logs, session, xla
 from openpi_train.runtime.exits import DONE, USAGE, RunError
 from openpi_train.runtime.world import World, find_world
-from openpi_train.tools import check_disk, check_host, check_run
-from openpi_train.tools.finding import Finding, fail, ok, warn
+from openpi_train.tools import check_host, check_run
+from openpi_train.tools.check_host import Finding, fail, ok, warn
 from openpi_train.tools.requests import DoctorRequest
 
 DEFAULT_PORT = 29500
@@ -93,9 +93,9 @@ def _gpus_to_use() -> int:
 
 def _run(experiment: Experiment | None, world: World) -> Iterable[Finding]:
     """Checks that need the devices or an experiment."""
-    yield from check_disk.written(places.home(), "OPENPI_TRAIN_HOME")
+    yield from check_host.writing(places.home(), "OPENPI_TRAIN_HOME")
     if experiment is None:
-        yield from check_disk.written(Path(), "--checkpoint-base-dir")
+        yield from check_host.writing(Path(), "--checkpoint-base-dir")
         return
     yield from check_run.needs(experiment, world)
     yield from check_run.data(experiment)

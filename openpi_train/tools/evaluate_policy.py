@@ -144,12 +144,12 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
             for episode in episodes[jax.process_index() :: jax.process_count()]
         ]
     names, plotted = policy.form.robot.action_names, episodes[:_PLOTTED_EPISODES]
-    for _, predicted in found:
+    for predicted in found:
         if predicted.episode in plotted:
             picture = figures.chunks(predicted, names, policy.form.robot.control_hz)
             write_text(folder / f"open_loop_{predicted.episode}.svg", picture)
-    parts = agree.gather("open-loop errors", [error.as_list() for error, _ in found])
-    errors = [open_loop.EpisodeError.from_list(values) for part in parts for values in part]
+    parts = agree.gather("open-loop errors", [predicted.sums for predicted in found])
+    errors = [sums for part in parts for sums in part]
     if jax.process_index() == 0:
         result = open_loop.summary(names, errors)
         result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]

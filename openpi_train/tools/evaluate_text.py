@@ -5,9 +5,7 @@ All devices of all processes compute together, as in training. Read next: `evalu
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -31,9 +29,10 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.policy.restore import open_run, restored
+from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sharding.strategy import Plan
-from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
+from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
 from openpi_train.training.devices import Devices
 from openpi_train.training.metrics import json_number
 from openpi_train.training.settle import open_in_turn
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Prompts to complete, if neither the run nor the flags say how many.
 _NUM_PROMPTS = 64
-# Longest texts of a model that is no run's.
-_MAX_LENGTH = 2048
 # Flags of `eval` that language models have no use for.
 _OF_POLICIES = (
     *("dataset", "env", "episodes", "held_out", "execute", "ensemble", "real_time_delay", "max_steps", "videos"),
@@ -82,7 +79,7 @@ def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
         datasets=(),
         tokenizer=str(place),
         kind="preferences" if is_reward else "texts",
-        max_length=min(language.context_length, _MAX_LENGTH),
+        max_length=min(language.context_length, MAX_LENGTH),
         on_no_targets="drop",
         text_lengths=1,
     )
@@ -105,7 +102,8 @@ def run(
     experiment = dataclasses.replace(
         experiment,
         data=data_of(texts, experiment.data, stored),
-        batch_size=_rounded(request.batch_size * jax.process_count(), jax.device_count()),
+        # Rounded up to whole rows on every device.
+        batch_size=-(-request.batch_size * jax.process_count() // jax.device_count()) * jax.device_count(),
     )
     data = open_in_turn(experiment)
     assert isinstance(data, OpenedText)
@@ -172,13 +170,12 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
     """The run's evaluations with what the flags change. Raises UsageError for invalid ones."""
     own = experiment.eval if isinstance(experiment.eval, TextEvaluations) else TextEvaluations()
     num_prompts = texts.num_prompts if texts.num_prompts is not None else own.num_prompts or _NUM_PROMPTS
-    sampled = {name: getattr(texts, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens", "stop")}
-    asked = {name: getattr(texts, name) for name in ("num_rows", "samples", "scores")}
+    sampled = given_fields(texts, "temperature", "top_k", "top_p", "max_new_tokens", "stop")
     config = dataclasses.replace(
         own,
-        **_given(asked),
+        **given_fields(texts, "num_rows", "samples", "scores"),
         num_prompts=num_prompts,
-        sampling=dataclasses.replace(own.sampling, **_given({**sampled, "seed": request.seed})),
+        sampling=dataclasses.replace(own.sampling, **sampled, **given_fields(request, "seed")),
         num_written=num_prompts,
         completions_per_device=request.batch_size,
     )
@@ -186,10 +183,6 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
         flags = [problem.replace("--eval.sampling.", "--").replace("--eval.", "--") for problem in problems]
         raise UsageError("\n".join(flags))
     return config
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _no_completions(
@@ -222,7 +215,3 @@ def data_of(texts: EvaluateTextRequest, own: TextData, stored: Stored) -> TextDa
     where = texts.data if "://" in texts.data or texts.data.startswith("hub:") else str(Path(texts.data).absolute())
     dataset = TextDataset(path=where, split=texts.split, validation=texts.split or where, columns=texts.columns)
     return dataclasses.replace(own, datasets=(dataset,))
-
-
-def _rounded(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

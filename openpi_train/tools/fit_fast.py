@@ -3,52 +3,24 @@
 Read next: `data/fast_tokenizer.py`.
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openpi_train.data.fast_tokenizer import FastTokenizer, fit_fast
+from openpi_train.data.fast_tokenizer import fit_fast
 from openpi_train.data.opened import OpenedDatasets, open_data
 from openpi_train.data.rows import Rows
 from openpi_train.data.transforms import padded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """A fitted, saved tokenizer, and its statistics on `num_checked` chunks that are `held_out` or not."""
-
-    directory: Path
-    num_chunks: int
-    vocab_size: int
-    held_out: bool
-    num_checked: int
-    values_per_chunk: int
-    mean_tokens: float
-    most_tokens: int
-    root_mean_square_error: float
-    largest_error: float
-
-    def text(self) -> str:
-        """The report as text."""
-        which = "held-out" if self.held_out else "the same"
-        return (
-            f"fitted {self.vocab_size} tokens to {self.num_chunks} chunks, saved in {self.directory}\n"
-            f"on {self.num_checked} {which} chunks of {self.values_per_chunk} values: {self.mean_tokens:.1f} tokens a "
-            f"chunk, at most {self.most_tokens} ({self.values_per_chunk / self.mean_tokens:.1f} values a token); what "
-            f"comes back is off by {self.root_mean_square_error:.4f} (root mean square), at most "
-            f"{self.largest_error:.4f}, in normalised units\n"
-            f"use it with --model.fast-tokenizer {self.directory}"
-        )
-
-
-def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> Fitted:
+def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> str:
     """Fit to the experiment's training chunks, normalised and padded as its model sees them, and save to `out`.
 
     At most `max_chunks` are used, spread evenly; datasets count by their weights.
+
+    Returns a report: the tokenizer's statistics on held-out chunks, or without any on the same ones.
 
     Raises ValueError if `out` is not empty, or there is nothing to fit.
     """
@@ -67,8 +39,20 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     training = chunks_of(data, data.train, model.action_dim, max_chunks)
     fast = fit_fast(training, vocab_size=vocab_size, scale=scale)
     directory = fast.save(out)
-    others = data.validation or data.train
-    return _account(fast, directory, training, chunks_of(data, others, model.action_dim, max_chunks), data.validation)
+    others = chunks_of(data, data.validation or data.train, model.action_dim, max_chunks)
+    tokens = [fast.encode(chunk) for chunk in others]
+    lengths = [len(each) for each in tokens]
+    decoded = [fast.decode(each, *others.shape[1:]) for each in tokens]
+    assert not any(again is None for again in decoded), "a chunk's own tokens are a chunk"
+    errors, num_values = np.array(decoded) - others, math.prod(others.shape[1:])
+    return (
+        f"fitted {fast.vocab_size} tokens to {len(training)} chunks, saved in {directory}\n"
+        f"on {len(others)} {'the same' if data.validation is None else 'held-out'} chunks of {num_values} values: "
+        f"{np.mean(lengths):.1f} tokens a chunk, at most {max(lengths)} ({num_values / np.mean(lengths):.1f} values a "
+        f"token); what comes back is off by {np.sqrt(np.mean(errors**2)):.4f} (root mean square), at most "
+        f"{np.abs(errors).max():.4f}, in normalised units\n"
+        f"use it with --model.fast-tokenizer {directory}"
+    )
 
 
 def chunks_of(data: OpenedDatasets, rows: Rows, action_dim: int, most: int) -> np.ndarray:
@@ -86,24 +70,3 @@ def chunks_of(data: OpenedDatasets, rows: Rows, action_dim: int, most: int) -> n
             row = transform(row)
         found.append(padded("actions", row["actions"], action_dim))
     return np.concatenate(found)
-
-
-def _account(
-    fast: FastTokenizer, directory: Path, training: np.ndarray, others: np.ndarray, held_out: Rows | None
-) -> Fitted:
-    tokens: Sequence[list[int]] = [fast.encode(chunk) for chunk in others]
-    decoded = [fast.decode(each, *others.shape[1:]) for each in tokens]
-    errors = np.array([again - chunk for again, chunk in zip(decoded, others, strict=True) if again is not None])
-    assert len(errors) == len(others), "a chunk's own tokens are a chunk"
-    return Fitted(
-        directory=directory,
-        num_chunks=len(training),
-        vocab_size=fast.vocab_size,
-        held_out=held_out is not None,
-        num_checked=len(others),
-        values_per_chunk=math.prod(others.shape[1:]),
-        mean_tokens=float(np.mean([len(each) for each in tokens])),
-        most_tokens=max(map(len, tokens)),
-        root_mean_square_error=float(np.sqrt(np.mean(errors**2))),
-        largest_error=float(np.abs(errors).max()),
-    )

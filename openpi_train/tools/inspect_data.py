@@ -105,43 +105,28 @@ def _cameras(source: Source, robot: Robot | None, episodes: Sequence[int]) -> st
 
 def contact_sheet(source: Source, episodes: list[int], frames: int) -> Image.Image:
     """`frames` pictures of each camera and episode, from the first step to the last; unreadable ones are red."""
-    lines = [(episode, camera) for episode in episodes for camera in source.cameras]
-    height = _thumbnail_height(source, episodes)
+    lines = [
+        (episode, camera, summary.spread(source, episode, frames)) for episode in episodes for camera in source.cameras
+    ]
+    pictures = [[_thumbnail(source, step, camera) for step in steps] for _, camera, steps in lines]
+    height = max((one.height for row in pictures for one in row if one is not None), default=1)
     sheet = Image.new("RGB", (frames * (_WIDTH + _GAP) + _GAP, len(lines) * (height + _LABEL + _GAP) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for line, (episode, camera) in enumerate(lines):
+    for line, (episode, camera, steps) in enumerate(lines):
         top = _GAP + line * (height + _LABEL + _GAP)
-        steps = summary.spread(source, episode, frames)
-        prompt = str(source.prompts[int(source.prompt_index[steps[0]])])
-        draw.text((_GAP, top), _printable(f"episode {episode}, {camera}: {prompt}"), fill="black")
-        for column, step in enumerate(steps):
+        title = f"episode {episode}, {camera}: {source.prompts[int(source.prompt_index[steps[0]])]}"
+        # In the characters that pillow's own font has.
+        draw.text((_GAP, top), title.encode("latin-1", "replace").decode("latin-1"), fill="black")
+        for column, picture in enumerate(pictures[line]):
             place = (_GAP + column * (_WIDTH + _GAP), top + _LABEL)
-            sheet.paste(_thumbnail(source, step, camera, height), place)
+            sheet.paste(picture or Image.new("RGB", (_WIDTH, height), _BAD), place)
     return sheet
 
 
-def _thumbnail_height(source: Source, episodes: list[int]) -> int:
-    """The height that fits all cameras' pictures at their common width."""
-    heights = [1]
-    for camera in source.cameras:
-        for episode in episodes:
-            try:
-                frame = source.frames(summary.spread(source, episode, 1), camera)[0]
-            except BadRecord:
-                continue
-            heights.append(round(_WIDTH * frame.shape[0] / frame.shape[1]))
-            break
-    return max(heights)
-
-
-def _thumbnail(source: Source, step: np.int64, camera: str, height: int) -> Image.Image:
+def _thumbnail(source: Source, step: np.int64, camera: str) -> Image.Image | None:
+    """A picture in the common width; None if it cannot be read."""
     try:
         picture = Image.fromarray(source.frames(np.array([step]), camera)[0])
     except BadRecord:
-        return Image.new("RGB", (_WIDTH, height), _BAD)
-    return picture.resize((_WIDTH, min(height, round(_WIDTH * picture.height / picture.width))))
-
-
-def _printable(text: str) -> str:
-    """The text in the characters that pillow's own font has."""
-    return text.encode("latin-1", "replace").decode("latin-1")
+        return None
+    return picture.resize((_WIDTH, round(_WIDTH * picture.height / picture.width)))

@@ -14,35 +14,16 @@ from openpi_train.policy.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeError:
-    """One episode's sums over all predicted control steps inside it, per action dim; as JSON in `as_list`."""
-
-    episode: int
-    count: int
-    absolute: np.ndarray
-    squared: np.ndarray
-    recorded: np.ndarray
-    recorded_squared: np.ndarray
-
-    def as_list(self) -> list[Any]:
-        """For other processes."""
-        sums = (self.absolute, self.squared, self.recorded, self.recorded_squared)
-        return [self.episode, self.count, *(one.tolist() for one in sums)]
-
-    @classmethod
-    def from_list(cls, values: Sequence[Any]) -> "EpisodeError":
-        """The inverse of `as_list`."""
-        episode, count, *sums = values
-        return cls(episode, count, *(np.asarray(one, np.float64) for one in sums))
-
-
-@dataclasses.dataclass(frozen=True)
 class Predicted:
-    """An episode's recorded actions [n, a], and chunks [h, a] predicted at control steps of it."""
+    """An episode's recorded actions [n, a], and chunks [h, a] predicted at control steps of it.
+
+    `sums` (JSON) are over all predicted control steps inside the episode, per action dim.
+    """
 
     episode: int
     recorded: np.ndarray
     chunks: Mapping[int, np.ndarray]
+    sums: Mapping[str, Any]
 
 
 def held_out_episodes(windows: Windows, count: int) -> list[int]:
@@ -63,7 +44,7 @@ def observation_at(windows: Windows, step: int) -> dict[str, Any]:
     return {**seen, "prompt": windows.prompt_at(step)}
 
 
-def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> tuple[EpisodeError, Predicted]:
+def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> Predicted:
     """Query the policy once per chunk length of the episode, with step numbers as draws.
 
     Args: `batch_size` is the number of observations per query.
@@ -83,27 +64,27 @@ def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> 
     chunks = {step - start: answer["actions"][: end - step] for step, answer in zip(steps, answers, strict=True)}
     told = np.concatenate([recorded[step : step + len(chunk)] for step, chunk in chunks.items()])
     difference = np.concatenate([*chunks.values()]) - told
-    error = EpisodeError(
-        episode, len(told), np.abs(difference).sum(0), (difference**2).sum(0), told.sum(0), (told**2).sum(0)
-    )
-    return error, Predicted(episode, recorded, chunks)
+    parts = {"absolute": np.abs(difference), "squared": difference**2, "recorded": told, "recorded_squared": told**2}
+    sums = {name: part.sum(0).tolist() for name, part in parts.items()}
+    return Predicted(episode, recorded, chunks, {"episode": episode, "count": len(told), **sums})
 
 
-def summary(names: Sequence[str], errors: Sequence[EpisodeError]) -> dict[str, Any]:
+def summary(names: Sequence[str], errors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Per action dim the mean absolute and the root mean squared error, and the latter of the best constant.
 
-    `names` end with the units. Sums are in order of episodes, independent of the process that measured them.
+    `names` end with the units, `errors` are the sums of episodes. They are added in the order of episodes, whichever
+    process measured them.
     """
-    ordered = sorted(errors, key=lambda error: error.episode)
-    count = sum(error.count for error in ordered)
+    ordered = sorted(errors, key=lambda error: error["episode"])
+    count = sum(error["count"] for error in ordered)
     absolute, squared, total, total_squared = (
-        np.sum([getattr(error, name) for error in ordered], axis=0)
+        np.sum([error[name] for error in ordered], axis=0)
         for name in ("absolute", "squared", "recorded", "recorded_squared")
     )
     spread = np.sqrt(np.maximum(total_squared / count - (total / count) ** 2, 0))
     columns = zip(names, absolute / count, np.sqrt(squared / count), spread, strict=True)
     dims = {name: {"mean_absolute": float(a), "rms": float(r), "rms_of_mean": float(s)} for name, a, r, s in columns}
-    return {"episodes": [error.episode for error in ordered], "control_steps": count, "dims": dims}
+    return {"episodes": [error["episode"] for error in ordered], "control_steps": count, "dims": dims}
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -18,15 +18,14 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
-from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, shares
+from openpi_train.interop.posttraining.text_sources import NoSourcesError, shares
 from openpi_train.interop.posttraining.training_flags import (
     DEFAULT_OUTPUT,
     DEFAULT_ROWS,
     TranslatedConfig,
     translate_config,
 )
-from openpi_train.interop.posttraining.yaml_config import Algorithm
-from openpi_train.interop.posttraining.yaml_file import read_yaml
+from openpi_train.interop.posttraining.yaml_config import Algorithm, read_yaml
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig
@@ -38,13 +37,13 @@ from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
-from openpi_train.tools.requests import PosttrainRequest
+from openpi_train.tools.requests import PosttrainRequest, given_fields
 
 logger = logging.getLogger(__name__)
 
 _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {"sft": SupervisedText, "rm": RewardPairs, "dpo": PreferencePairs}
-_LONGEST_TEXT = 2048
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo"}
 _LATER = ("ppo", "grpo")
@@ -85,6 +84,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         datasets = tuple(source.dataset() for source in translated.sources)
     if len(datasets) > 1:
         logger.info("%s", shares(datasets))
+    holds_out = any(source.validation is not None for source in translated.sources)
     experiment = Experiment(
         name=translated.algorithm,
         model=model,
@@ -93,7 +93,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
             datasets=datasets,
             tokenizer=tokenizer,
             kind="texts" if translated.algorithm == "sft" else "preferences",
-            max_length=min(_LONGEST_TEXT, language.context_length),
+            max_length=min(MAX_LENGTH, language.context_length),
             validation_fraction=0.0,
         ),
         weight_loader=CheckpointWeightLoader(params_path=translated.model),
@@ -109,7 +109,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         save_interval=500,
         keep_period=None,
         keep_last=3,
-        eval=Evaluations(interval=500 if _holds_out(translated.sources) else 0),
+        eval=Evaluations(interval=500 if holds_out else 0),
         checkpoint_base_dir=DEFAULT_OUTPUT,
     )
     return experiment, prefix
@@ -153,8 +153,7 @@ def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorith
 
 def _replaced(request: PosttrainRequest) -> dict[str, Any]:
     """The options that replace keys of the config."""
-    names = ("output_dir", "experiment_name", "resume_from_checkpoint")
-    found = {name: value for name in names if (value := getattr(request, name)) is not None}
+    found = given_fields(request, "output_dir", "experiment_name", "resume_from_checkpoint")
     if request.deepspeed_config is not None:
         found |= dict.fromkeys(("deepspeed.config_path", "deepspeed_config"), request.deepspeed_config)
     return found
@@ -187,7 +186,3 @@ def _model_around(language: LanguageConfig, algorithm: Algorithm) -> tuple[Model
     if algorithm == "dpo" and not language.adapter.enabled:
         return ReferencedConfig(policy=language), "--model.policy."
     return language, "--model."
-
-
-def _holds_out(sources: Sequence[TextSource]) -> bool:
-    return any(source.validation is not None for source in sources)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from openpi_train import registry
 from openpi_train.data.files import write_text
 from openpi_train.runtime.exits import RunError
-from openpi_train.tools import figures, report_parts, report_texts
+from openpi_train.tools import figures, report_parts
 from openpi_train.tools.page import missing, page, table
 from openpi_train.tools.requests import ReportRequest
 from openpi_train.tools.run_files import Missing, RunFiles
@@ -33,7 +33,7 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
     """The page. `experiment` names one whose own classes the runs use."""
     like = None if experiment is None else registry.load(experiment)
     parts: dict[str, Callable[[RunFiles], str]] = {
-        "Evaluation": lambda run: (report_texts if report_texts.is_of_texts(run) else report_parts).evaluations(run),
+        "Evaluation": report_parts.evaluations,
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
         "Norm statistics": lambda run: report_parts.norm_stats(run, like),
@@ -61,33 +61,22 @@ def _made(part: Callable[[], str]) -> str:
 
 def _summary(runs: Sequence[RunFiles]) -> str:
     """A table with one line per run."""
-    head = [
-        "run",
-        "step",
-        "state",
-        "loss",
-        "held-out loss",
-        "EMA",
-        "action error",
-        "best constant",
-        "success",
-        "samples/s",
-    ]
     rows = []
     for run in runs:
-        total = run.experiment.get("num_train_steps")
-        state = "ended" if run.is_finished else "going on, or interrupted"
         success = run.last("success/all")
+        errors = [run.last(name) for name in ("val/action_mse_ema", "val/action_mse")]
         rows.append(
-            [
-                run.name,
-                f"{run.step} of {total}",
-                state,
-                *(run.last(name) for name in ("loss", "val/loss", "val/loss_ema")),
-                next((v for n in ("val/action_mse_ema", "val/action_mse") if (v := run.last(n)) is not None), None),
-                run.last("val/action_mse_mean_baseline"),
-                None if success is None else f"{success:.0%}",
-                run.last("samples_per_s"),
-            ]
+            {
+                "run": run.name,
+                "step": f"{run.step} of {run.experiment.get('num_train_steps')}",
+                "state": "ended" if run.is_finished else "going on, or interrupted",
+                "loss": run.last("loss"),
+                "held-out loss": run.last("val/loss"),
+                "EMA": run.last("val/loss_ema"),
+                "action error": next((error for error in errors if error is not None), None),
+                "best constant": run.last("val/action_mse_mean_baseline"),
+                "success": None if success is None else f"{success:.0%}",
+                "samples/s": run.last("samples_per_s"),
+            }
         )
-    return table(head, rows)
+    return table(list(rows[0]), [list(row.values()) for row in rows])

@@ -4,25 +4,32 @@ import html
 import io
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from openpi_train.data.files import read_json
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.tokens import open_tokenizer
 from openpi_train.envs.video import side_by_side
+from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import RunError
 from openpi_train.tools import figures
+from openpi_train.tools.evaluate_text import RESULTS
 from openpi_train.tools.page import figure, folded, media, note, table, text
 from openpi_train.tools.page import figures as beside
 from openpi_train.tools.run_files import Missing, RunFiles
 
 _GIB = 2**30
 _ROWS = 4  # of the sample batch
+# Prompts and completions of each that are shown at once; further prompts are folded.
+_SHOWN, _COMPLETIONS = 4, 4
+_MOST_CHARACTERS = 4000
 # Title, unit, whether logarithmic, and metrics with what each line is called.
 _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Training loss", "loss", True, {"loss": "training"}),
@@ -59,12 +66,7 @@ def curves(runs: Sequence[RunFiles]) -> str:
     successes = {run.name if len(runs) > 1 else "all tasks": run for run in runs if run.series("success/all")[0]}
     if successes:
         bands = {
-            name: (
-                run.series("success/all_low")[0],
-                run.series("success/all_low")[1],
-                run.series("success/all_high")[1],
-            )
-            for name, run in successes.items()
+            name: (*run.series("success/all_low"), run.series("success/all_high")[1]) for name, run in successes.items()
         }
         series = {name: run.series("success/all") for name, run in successes.items()}
         picture = figures.lines(series, unit="share of episodes", bands=bands, limits=(0.0, 1.0))
@@ -204,7 +206,9 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def evaluations(run: RunFiles) -> str:
-    """Open loop and closed loop of the last evaluated step; success rates of the others in a table."""
+    """Open loop and closed loop of the last evaluated step, and success rates of the others; of texts their scores."""
+    if run.experiment.get("data", {}).get("__class__") == "TextData":
+        return _of_texts(run)
     folders = run.evaluations
     if not folders:
         raise Missing(
@@ -283,3 +287,51 @@ def environment(run: RunFiles) -> str:
         + folded("Environment variables", f"<pre>{html.escape(variables) or 'none'}</pre>")
         + folded("The whole experiment", f"<pre>{html.escape(json.dumps(run.experiment, indent=1))}</pre>")
     )
+
+
+def _of_texts(run: RunFiles) -> str:
+    """What `eval` measured, by step; then samples of the first and the last evaluation that has some."""
+    parts = [_measured_texts(run)]
+    folders = [folder for folder in run.evaluations if (folder / SAMPLES).is_file()]
+    for folder in dict.fromkeys(folders[:1] + folders[-1:]):
+        parts.append(f"<h3>Samples, step {text(int(folder.name))}</h3>{_samples(folder / SAMPLES)}")
+    if not any(parts):
+        raise Missing(
+            "no samples and no evaluation: a run writes samples with --eval.num-prompts N, and "
+            f"`python -m openpi_train eval {run.path}` evaluates it afterwards."
+        )
+    return "".join(parts)
+
+
+def _measured_texts(run: RunFiles) -> str:
+    found = {folder.name: read_json(folder / RESULTS) for folder in run.evaluations if (folder / RESULTS).is_file()}
+    names = list(dict.fromkeys(name for one in found.values() for name in one["values"]))
+    if not found:
+        return ""
+    rows = [[int(step), *(one["values"].get(name) for name in names)] for step, one in found.items()]
+    return "<h3>Measured by `eval`</h3>" + table(["step", *names], rows)
+
+
+def _samples(path: Path) -> str:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    shown = "".join(map(_prompt, lines[:_SHOWN]))
+    more = lines[_SHOWN:]
+    return shown + (folded(f"{len(more)} more prompts", "".join(map(_prompt, more))) if more else "")
+
+
+def _prompt(line: Mapping[str, Any]) -> str:
+    """A prompt with its reference and completions."""
+    completions: Sequence[Mapping[str, Any]] = line["completions"]
+    parts = [note(line["place"]), _block("prompt", line["prompt"]), _block("reference", line["reference"])]
+    for one in completions[:_COMPLETIONS]:
+        scores = ", ".join(f"{name} {value:.3g}" for name, value in one["scores"].items())
+        ended = "ended" if one["finish_reason"] == "stop" else "cut off"
+        parts.append(_block(f"completion: {scores or 'not scored'}; {one['tokens']} tokens, {ended}", one["text"]))
+    if len(completions) > _COMPLETIONS:
+        parts.append(note(f"{len(completions) - _COMPLETIONS} more completions are in {SAMPLES}."))
+    return "".join(parts)
+
+
+def _block(title: str, content: str) -> str:
+    cut = content if len(content) <= _MOST_CHARACTERS else f"{content[:_MOST_CHARACTERS]} …"
+    return f"{note(title)}<pre>{html.escape(cut)}</pre>"

@@ -5,7 +5,7 @@ They are separate from the implementations, which need jax, so that `--help` doe
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -14,6 +14,11 @@ from openpi_train.fields import at_least
 
 # The experiment of a verb. Flags that the verb does not have are the experiment's fields, as in training.
 ExperimentName = Annotated[str, Positional, arg(metavar="EXPERIMENT")]
+
+
+def given_fields(request: Request, *names: str) -> dict[str, Any]:
+    """The values of these fields by name, without those that are None: not given."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from openpi_train.data.normalize import NormStats
 from openpi_train.data.opened import open_windows
 from openpi_train.data.windows import WindowShape
 
-_COLUMNS = ("mean", "std", "q01", "q99", "low", "high")
+# Titles of columns, and the norm stats in them.
+_COLUMNS = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low", "max": "high"}
 
 
 def stats_table(config: DataConfig, *, shape: WindowShape, assets_dir: str | Path | None = None) -> str:
@@ -42,11 +43,11 @@ def stats_table(config: DataConfig, *, shape: WindowShape, assets_dir: str | Pat
 def _table(title: str, dims: tuple[str, ...], stats: NormStats, notes: dict[str, str]) -> str:
     table = Table(title=title, title_justify="left")
     table.add_column("dim")
-    for column in ("mean", "std", "q01", "q99", "min", "max"):
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
     table.add_column("flag")
     for number, dim in enumerate(dims):
-        values = [getattr(stats, column) for column in _COLUMNS]
+        values = [getattr(stats, column) for column in _COLUMNS.values()]
         cells = [f"{np.nan if value is None else value[number]:.4g}" for value in values]
         table.add_row(dim, *cells, notes.get(dim, ""))
     return as_text(table)

@@ -157,7 +157,7 @@ def create_state(
 
 
 def read_state(layout: StateLayout, leaves: Leaves, where: str) -> TrainState:
-    """The whole state from `leaves` (`openpi_state.state_leaves`), each shard read by its own device's process.
+    """The whole state from `leaves` (`openpi.state_leaves`), each shard read by its own device's process.
 
     Every process must call it. Raises CheckpointError if they are not the leaves of this run's state.
     """

@@ -11,7 +11,7 @@ from trainers import NoData, make_trainer, running_of
 
 from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.evaluation import completion_scores
+from openpi_train.evaluation import text_evaluations
 from openpi_train.evaluation.measure import Evaluated
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.generation.completion_text import NewText
@@ -80,7 +80,7 @@ def running(tmp_path_factory):
 @pytest.fixture
 def measure(running, monkeypatch):
     """The measure of these evaluations."""
-    monkeypatch.setattr(completion_scores, "Completer", Given)
+    monkeypatch.setattr(text_evaluations, "Completer", Given)
 
     def make(config=TEXTS, **changes):
         (found,) = config.measures(dataclasses.replace(running, **changes))
@@ -157,14 +157,14 @@ def test_processes_score_a_share_each_and_know_all(measure, monkeypatch):
         parts.append(value)
         raise Gathered
 
-    monkeypatch.setattr(completion_scores.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(completion_scores.agree, "gather", say)
+    monkeypatch.setattr(text_evaluations.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(text_evaluations.agree, "gather", say)
     for index in (0, 1, 2):
-        monkeypatch.setattr(completion_scores.jax, "process_index", lambda index=index: index)
+        monkeypatch.setattr(text_evaluations.jax, "process_index", lambda index=index: index)
         with pytest.raises(Gathered):
             measure()(given)
     assert [len(part["scores"]) for part in parts] == [3, 3, 2]
-    monkeypatch.setattr(completion_scores.agree, "gather", lambda name, value: parts)
+    monkeypatch.setattr(text_evaluations.agree, "gather", lambda name, value: parts)
     assert measure()(given) == expected
     parts[1] = {"scores": [], "problem": "the score of process 1 has failed"}
     with pytest.raises(UsageError, match="the score of process 1 has failed"):
@@ -189,7 +189,7 @@ def test_one_completion_has_no_rates(measure, monkeypatch):
         def __init__(self, *given, **how):
             super().__init__(*given, **{**how, "samples": 4})
 
-    monkeypatch.setattr(completion_scores, "Completer", One)
+    monkeypatch.setattr(text_evaluations, "Completer", One)
     config = dataclasses.replace(TEXTS, samples=1, scores=())
     values = measure(config)(evaluated({"": [[" 4"], ["5 6"]]}))
     assert values == {"val/mean_length": 1.5, "val/fraction_ended": 0.5}

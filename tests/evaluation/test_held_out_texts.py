@@ -110,7 +110,7 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
         def scores(self, x, tokens):
             return dataclasses.make_dataclass("Found", ["log_prob"])(jnp.full(tokens.shape, -np.log(VOCABULARY)))
 
-    from openpi_train.evaluation.perplexity import negative_log_likelihood
+    from openpi_train.evaluation.held_out_loss import negative_log_likelihood
 
     total, count = negative_log_likelihood(Uniform(), texts(), 0)
     assert count == texts().weights[:, 1:].sum() and np.exp(total / count) == pytest.approx(VOCABULARY, rel=1e-5)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from openpi_train.evaluation.sample_rates import majority_rate, pass_at_k
+from openpi_train.evaluation.text_evaluations import majority_rate, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -12,7 +12,7 @@ from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_stat
 
 from openpi_train.interop import checkpoint_formats, openpi, ours
 from openpi_train.interop.checkpoint_formats import open_checkpoint
-from openpi_train.interop.openpi_state import state_leaves
+from openpi_train.interop.openpi import state_leaves
 from openpi_train.interop.orbax_item import save_item
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError

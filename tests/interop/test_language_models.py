@@ -19,7 +19,7 @@ from flax import nnx
 
 from openpi_train.interop import huggingface, openpi, safetensors_file
 from openpi_train.interop.checkpoint_formats import open_checkpoint
-from openpi_train.interop.hf_tensors import hf_layout
+from openpi_train.interop.huggingface import hf_layout
 from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory

@@ -4,7 +4,7 @@ import numpy as np
 from exchanged import TINY
 
 from openpi_train.interop import openpi
-from openpi_train.interop.openpi_state import our_items, published_state, state_leaves
+from openpi_train.interop.openpi import our_items, published_state, state_leaves
 from openpi_train.interop.stored_leaves import Stored, in_memory
 
 # Our path -> published name. One name ends another, as a head's and that of the tower around it do.

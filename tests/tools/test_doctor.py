@@ -17,8 +17,8 @@ from openpi_train.launch.processes import free_port
 from openpi_train.runtime import xla
 from openpi_train.runtime.exits import DONE, USAGE
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.tools import check_disk, check_host, check_run
-from openpi_train.tools.finding import Finding
+from openpi_train.tools import check_host, check_run
+from openpi_train.tools.check_host import Finding
 
 GPU_ROW = "NVIDIA H100 80GB HBM3, 570.86.10, 81559, 4\n"
 
@@ -220,16 +220,16 @@ def free_port_pair():
 
 
 def test_a_directory_that_does_not_exist_yet_is_measured_where_it_would_be(tmp_path):
-    (found,) = lines(check_disk.written(tmp_path / "a" / "b", "--checkpoint-base-dir"))
+    (found,) = lines(check_host.writing(tmp_path / "a" / "b", "--checkpoint-base-dir"))
     assert "free, written at" in found and "MB/s" in found
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 def test_a_file_in_the_way_and_too_little_room_are_failures(tmp_path):
     (tmp_path / "file").write_text("x")
-    (found,) = lines(check_disk.written(tmp_path / "file" / "runs", "--checkpoint-base-dir"))
+    (found,) = lines(check_host.writing(tmp_path / "file" / "runs", "--checkpoint-base-dir"))
     assert found.startswith("fail disk") and "is a file -> choose another directory with --checkpoint-base-dir" in found
-    found = lines(check_disk.written(tmp_path, "--checkpoint-base-dir", shutil.disk_usage(tmp_path).total))
+    found = lines(check_host.writing(tmp_path, "--checkpoint-base-dir", shutil.disk_usage(tmp_path).total))
     assert found[0].startswith("fail disk") and "two checkpoints need" in found[0]
 
 

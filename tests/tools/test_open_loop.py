@@ -44,27 +44,27 @@ def scripted(windows, late):
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("batch_size", [2, 100])
 def test_each_control_step_is_compared_with_what_was_done_then(windows, late, batch_size):
-    error, predicted = open_loop.predict(scripted(windows, late), windows, EPISODE, batch_size)
-    actions, _ = recorded(windows)
+    predicted = open_loop.predict(scripted(windows, late), windows, EPISODE, batch_size)
+    error, (actions, _) = predicted.sums, recorded(windows)
     start = min(predicted.chunks)  # Bridge's null first actions start no chunk
     places = np.arange(start, len(actions))
     difference = actions[np.minimum(places + late, len(actions) - 1)] - actions[places]
-    assert error.count == len(places) and sorted(predicted.chunks) == list(range(start, len(actions), HORIZON))
-    np.testing.assert_allclose(error.absolute, np.abs(difference).sum(0), rtol=1e-12)
-    np.testing.assert_allclose(error.squared, (difference**2).sum(0), rtol=1e-12)
-    assert (error.absolute == 0).all() == (late == 0)
+    assert error["count"] == len(places) and sorted(predicted.chunks) == list(range(start, len(actions), HORIZON))
+    np.testing.assert_allclose(error["absolute"], np.abs(difference).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(error["squared"], (difference**2).sum(0), rtol=1e-12)
+    assert (np.array(error["absolute"]) == 0).all() == (late == 0)
 
 
 def test_the_summary_is_over_all_control_steps_and_beside_it_stands_the_best_constant():
     def of(episode, predicted, recorded):
         predicted, recorded = np.array(predicted)[:, None], np.array(recorded)[:, None]
         difference = predicted - recorded
-        sums = (np.abs(difference), difference**2, recorded, recorded**2)
-        return open_loop.EpisodeError(episode, len(recorded), *(one.sum(0) for one in sums))
+        parts = {"absolute": np.abs(difference), "squared": difference**2}
+        parts |= {"recorded": recorded, "recorded_squared": recorded**2}
+        return {"episode": episode, "count": len(recorded), **{name: part.sum(0) for name, part in parts.items()}}
 
     long, short = of(7, [1.0, 0.0, 3.0], [0.0, 2.0, 3.0]), of(2, [9.0], [5.0])
-    sent = [open_loop.EpisodeError.from_list(error.as_list()) for error in (long, short)]
-    found = open_loop.summary(["x_m"], sent)
+    found = open_loop.summary(["x_m"], [long, short])
     assert found["episodes"] == [2, 7] and found["control_steps"] == 4
     # Errors 1, -2, 0, 4; what was done, 0, 2, 3, 5, lies 2.5, 0.5, 0.5, 2.5 from its mean.
     assert found["dims"]["x_m"] == pytest.approx(

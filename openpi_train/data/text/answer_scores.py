@@ -5,7 +5,7 @@
     file.py:function      a function of the user's, called the same way
 
 1 is a right answer, 0 a wrong one; a function of the user's may return any finite number.
-Read next: `evaluation/completion_scores.py`.
+Read next: `evaluation/text_evaluations.py`.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Translates a DeepSpeed JSON config to our flags; unmapped keys are listed with a reason. Read next: `unmapped.py`.
+"""Translates a DeepSpeed JSON config to our flags; unmapped keys are listed with a reason. Read next:
+`unmapped.py`, `openpi_train/optim/schedules.py`.
 
 Absent sections and "auto" values keep the experiment's settings. In a section that is present, omitted keys have
 DeepSpeed's defaults.
@@ -12,14 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.interop.config_file import ConfigFile, Flag, words
-from openpi_train.interop.deepspeed.optimizer import translate_optimizer, translate_schedule
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED
 from openpi_train.runtime.exits import UsageError
 
-_STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
+STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-_NO_CLIPPING = 1e9
+NO_CLIPPING = 1e9
 _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype")
+# DeepSpeed's optimizer types, in lower case, and ours.
+_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "onebitadam", "zerooneadam"), "adamw"),
+    "lion": "lion",
+    "muon": "muon",
+    "sgd": "sgd",
+}
+# DeepSpeed's defaults (torch's for SGD): decay rates of the moments; the others, by our flag.
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+_PARAMS = {
+    "adamw": {"eps": ("eps", ConfigFile.number, 1e-8)},
+    "lion": {},
+    "muon": {"beta": ("momentum", ConfigFile.number, 0.95), "ns-steps": ("ns_steps", ConfigFile.count, 5)},
+    "sgd": {"momentum": ("momentum", ConfigFile.number, 0.0), "nesterov": ("nesterov", ConfigFile.boolean, False)},
+}
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +115,8 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
     _zero(file)
     _offload(file)
     _precision(file)
-    translate_optimizer(file)
-    translate_schedule(file)
+    _optimizer(file)
+    _schedule(file)
     _others(file)
     lines = file.lines()
     return DeepSpeedFlags(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
@@ -162,13 +178,13 @@ def _zero(file: ConfigFile) -> None:
     shard = file.number(shard_key, -1)
     if stage is None:
         return
-    if stage not in _STRATEGIES:
+    if stage not in STRATEGIES:
         raise UsageError(f"{key} is {stage}; allowed: 0, 1, 2, 3")
-    file.flag("sharding.strategy", _STRATEGIES[stage], key)
+    file.flag("sharding.strategy", STRATEGIES[stage], key)
     if stage and shard and shard > 0:
         file.flag("fsdp-devices", shard, shard_key)
     else:
-        file.note(shard_key, "all devices share one copy")
+        file.note("all devices share one copy", shard_key)
     least = "zero_optimization.stage3_param_persistence_threshold"
     elements = file.number(least)
     file.flag("sharding.min-shard-mib", None if elements is None else elements * 4 / 2**20, least)
@@ -182,8 +198,7 @@ def _offload(file: ConfigFile) -> None:
     if device == "cpu" or file.boolean(older_key, False):
         file.flag("sharding.offload", "optimizer", key, older_key)
     elif device == "none":
-        file.note(key, "the state stays on the devices")
-        file.note(older_key, "the state stays on the devices")
+        file.note("the state stays on the devices", key, older_key)
 
 
 def _precision(file: ConfigFile) -> None:
@@ -209,7 +224,7 @@ def _loss_scale(file: ConfigFile) -> None:
         for name, value in {"initial": float(fixed), "minimum": float(fixed), "growth-interval": 0}.items():
             file.flag(f"loss-scaling.{name}", value, "fp16.loss_scale")
         return
-    file.note("fp16.loss_scale", "the scale is dynamic")
+    file.note("the scale is dynamic", "fp16.loss_scale")
     power = file.number("fp16.initial_scale_power", 16)
     file.flag("loss-scaling.initial", None if power is None else 2.0**power, "fp16.initial_scale_power")
     file.becomes("fp16.loss_scale_window", "loss-scaling.growth-interval", ConfigFile.count, 1000)
@@ -219,11 +234,125 @@ def _loss_scale(file: ConfigFile) -> None:
 
 def _others(file: ConfigFile) -> None:
     bound = file.number("gradient_clipping")
-    file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
+    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
     if file.number("steps_per_print") == math.inf:  # accelerate's notation for "never"
-        file.note("steps_per_print", "never: the experiment's own value")
+        file.note("never: the experiment's own value", "steps_per_print")
     else:
         file.becomes("steps_per_print", "log-interval", ConfigFile.count)
     file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)
     file.becomes("wandb.enabled", "wandb-enabled", ConfigFile.boolean)
     file.becomes("wandb.project", "project-name", ConfigFile.text)
+
+
+def _optimizer(file: ConfigFile) -> None:
+    """Translate the optimizer's type and parameters; omitted ones have DeepSpeed's defaults."""
+    if not file.has("optimizer"):
+        return
+    kind = file.text("optimizer.type")
+    ours = _OPTIMIZERS.get((kind or "").lower())
+    if ours is None:
+        raise UsageError(f"optimizer.type is {kind!r}; allowed: {', '.join(sorted(_OPTIMIZERS))} (in any case)")
+    file.flag("optimizer", ours, "optimizer.type")
+    params = "optimizer.params."
+    if ours in _BETAS:
+        prefix = "adam-" if ours == "muon" else ""
+        for name, beta in zip(("b1", "b2"), file.pair(params + "betas", _BETAS[ours]) or (None, None), strict=True):
+            file.flag(f"optimizer.{prefix}{name}", beta, params + "betas")
+    for flag, (name, read, default) in _PARAMS[ours].items():
+        file.becomes(params + name, f"optimizer.{flag}", read, default)
+    decay = file.number(params + "weight_decay", 0.0)
+    file.flag("optimizer.weight-decay", decay, params + "weight_decay")
+    if decay and ours == "adamw" and file.boolean(params + "adam_w_mode", True) is False:
+        raise UsageError(
+            f"optimizer.params.adam_w_mode false adds weight_decay {decay} to the gradient; ours is decoupled. Set it "
+            "to true, or weight_decay to 0"
+        )
+
+
+def _schedule(file: ConfigFile) -> None:
+    """Translate the learning rate schedule; a constant rate if there is an optimizer and no scheduler.
+
+    DeepSpeed uses the schedule's first value for two steps, so its rate at a step is ours at the previous step; its
+    cosine ends one step earlier.
+    """
+    rate_key = "optimizer.params.lr"
+    rate = file.number(rate_key, 1e-3 if file.has("optimizer") else None)
+    if not file.has("scheduler"):
+        if rate is not None:
+            file.flag("lr-schedule.kind", "constant", rate_key)
+            file.flag("lr-schedule.warmup-steps", 0, rate_key)
+            file.flag("lr-schedule.peak-lr", rate, rate_key)
+        return
+    kind = file.text("scheduler.type")
+    match kind:
+        case "WarmupLR" | "WarmupDecayLR":
+            _warmup(file, rate, decays=kind == "WarmupDecayLR")
+        case "WarmupCosineLR":
+            _cosine(file, rate)
+        case "OneCycle":
+            _one_cycle(file)
+        case _:
+            raise UsageError(f"scheduler.type is {kind!r}; allowed: {', '.join(_SCHEDULERS)}")
+
+
+def _warmup(file: ConfigFile, rate: float | None, *, decays: bool) -> None:
+    params, peak_key = "scheduler.params.", "scheduler.params.warmup_max_lr"
+    file.flag("lr-schedule.kind", "linear" if decays else "constant", "scheduler.type")
+    peak = file.number(peak_key, 1e-3 if rate is None else rate)
+    if peak is None or peak_key not in file.values:
+        file.flag("lr-schedule.peak-lr", rate if peak is None else peak, "optimizer.params.lr")
+    else:
+        file.flag("lr-schedule.peak-lr", peak, peak_key)
+        file.note("replaced by the scheduler's warmup_max_lr", "optimizer.params.lr")
+    file.becomes(params + "warmup_min_lr", "lr-schedule.warmup-lr", ConfigFile.number, 0.0)
+    _steps_of_warmup(file)
+    if decays:
+        _total_steps(file)
+        file.flag("lr-schedule.decay-lr", 0.0, "scheduler.type")
+
+
+def _cosine(file: ConfigFile, rate: float | None) -> None:
+    params = "scheduler.params."
+    file.flag("lr-schedule.kind", "cosine", "scheduler.type")
+    file.flag("lr-schedule.peak-lr", rate, "optimizer.params.lr")
+    ratios = {"warmup-lr": ("warmup_min_ratio", 0.0), "decay-lr": ("cos_min_ratio", 1e-4)}
+    for flag, (name, default) in ratios.items():
+        ratio = file.number(params + name, default)
+        if ratio is not None and rate is None:
+            raise UsageError(f"{params}{name} is a fraction of optimizer.params.lr, which the file does not give")
+        file.flag(f"lr-schedule.{flag}", None if ratio is None else ratio * rate, params + name)
+    _steps_of_warmup(file)
+    _total_steps(file)
+
+
+def _one_cycle(file: ConfigFile) -> None:
+    params = "scheduler.params."
+    first, second = params + "cycle_first_step_size", params + "cycle_second_step_size"
+    low, up = file.number(params + "cycle_min_lr"), file.count(first, 2000)
+    down = file.count(second, up)
+    file.flag("lr-schedule.kind", "linear", "scheduler.type")
+    file.flag("lr-schedule.warmup-shape", "linear", "scheduler.type")
+    file.flag("lr-schedule.warmup-lr", low, params + "cycle_min_lr")
+    file.becomes(params + "cycle_max_lr", "lr-schedule.peak-lr", ConfigFile.number)
+    file.flag("lr-schedule.decay-lr", low, params + "cycle_min_lr")
+    file.flag("lr-schedule.warmup-steps", up, first)
+    file.flag("lr-schedule.decay-steps", up + down if up and down else None, first, second)
+    file.note("replaced by the scheduler's rates", "optimizer.params.lr")
+
+
+def _steps_of_warmup(file: ConfigFile) -> None:
+    params = "scheduler.params."
+    file.becomes(params + "warmup_num_steps", "lr-schedule.warmup-steps", ConfigFile.count, 1000)
+    shape = file.text(params + "warmup_type", "log")
+    if shape not in ("log", "linear", None):
+        raise UsageError(f"{params}warmup_type is {shape!r}; allowed: log, linear")
+    file.flag("lr-schedule.warmup-shape", shape, params + "warmup_type")
+
+
+def _total_steps(file: ConfigFile) -> None:
+    key = "scheduler.params.total_num_steps"
+    if key not in file.values:
+        raise UsageError(f"{key} is missing: the step at which the decay ends")
+    total = file.count(key)
+    # transformers, which fills in "auto", uses the run's length.
+    file.flag("lr-schedule.decay-steps", "None" if total is None else total, key)

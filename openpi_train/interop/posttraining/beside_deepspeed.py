@@ -4,15 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from openpi_train.interop.config_file import Flag, words
-from openpi_train.interop.deepspeed.flags import translate_file
+from openpi_train.interop.deepspeed.flags import STRATEGIES, translate_file
 from openpi_train.interop.posttraining.yaml_config import YamlConfig, contradiction
 from openpi_train.runtime.exits import UsageError
 
 _STRATEGY, _SAME_STRATEGY = "distributed_strategy", "hardware.distributed.strategy"
 _FILE, _SAME_FILE = "deepspeed.config_path", "deepspeed_config"
 _STAGE, _OFFLOAD = "deepspeed_zero_stage", "deepspeed_cpu_offload"
-_STRATEGIES = ("ddp", "deepspeed", "auto")
-_ZERO = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
+_KINDS = ("ddp", "deepspeed", "auto")
 _RULE = "by memory and speed (the tool's rule, by parameters: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
 _BATCH = ("batch-size", "keep-effective-batch-size")
 _SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
@@ -68,25 +67,25 @@ class BesideDeepSpeed:
 def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
     """Translate the keys of the strategy, and the DeepSpeed file that they name. Raises UsageError."""
     keys, paths = (_STRATEGY, _SAME_STRATEGY), (_FILE, _SAME_FILE)
-    strategy, path = file.agreed(YamlConfig.word, *keys, allowed=_STRATEGIES), file.agreed(YamlConfig.text, *paths)
+    strategy, path = file.agreed(YamlConfig.word, *keys, allowed=_KINDS), file.agreed(YamlConfig.text, *paths)
     stage, offload = file.whole(_STAGE), file.boolean(_OFFLOAD)
-    if stage is not None and stage not in _ZERO:
+    if stage is not None and stage not in STRATEGIES:
         raise UsageError(f"{_STAGE} is {stage}; allowed: 0, 1, 2, 3")
     if strategy == "ddp" and (beside := [key for key in (*paths, _STAGE, _OFFLOAD) if key in file.values]):
         raise contradiction(f"{_STRATEGY} is ddp and {beside[0]} is {file.values[beside[0]]}")
     if file.boolean("distributed") is False and strategy in ("ddp", "deepspeed"):
         raise contradiction(f"distributed is false and {_STRATEGY} is {strategy}")
-    file.note("distributed", "on all devices of the processes that are started")
+    file.note("on all devices of the processes that are started", "distributed")
     if strategy in ("ddp", "auto"):
         file.flag("sharding.strategy", "replicated" if strategy == "ddp" else "auto", *keys)
-        file.note(_STAGE, "auto chooses")
+        file.note("auto chooses", _STAGE)
     else:
-        file.flag("sharding.strategy", None if stage is None else _ZERO[stage], _STAGE)
-        file.note_present(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
+        file.flag("sharding.strategy", None if stage is None else STRATEGIES[stage], _STAGE)
+        file.note(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
     if strategy == "auto":
-        file.note_present(_RULE, *keys)
+        file.note(_RULE, *keys)
     file.flag("sharding.offload", {None: None, True: "optimizer", False: "none"}[offload], _OFFLOAD)
-    file.note_present("translated below", *paths)
+    file.note("translated below", *paths)
     if path is None:
         return BesideDeepSpeed()
     translated = translate_file(path)

@@ -77,7 +77,7 @@ def text_sources(file: YamlConfig) -> tuple[TextSource, ...]:
         )
     _check_merging(file, section, len(entries))
     weights = _weights(file, entries)
-    file.note(key, f"--data.datasets: {len(entries)} for {file.algorithm}")
+    file.note(f"--data.datasets: {len(entries)} for {file.algorithm}", key)
     validations = [*held_out, *[None] * (len(entries) - len(held_out))]
     return tuple(
         TextSource(path=entry["path"], weight=weight, validation=validation)
@@ -90,15 +90,15 @@ def _weights(file: YamlConfig, entries: Sequence[Mapping[str, Any]]) -> Sequence
     key = "data.merge_config.strategy"
     mixing = file.word(key, _MIXING) or _BY_SIZE
     if len(entries) == 1:
-        file.note(key, "there is one file")
+        file.note("there is one file", key)
         return [1.0]
     given = [float(entry.get("weight", 1.0)) for entry in entries]
     if mixing == "weighted_sampling":
-        file.note(key, "--data.datasets.N.weight: shares of the rows")
+        file.note("--data.datasets.N.weight: shares of the rows", key)
         return given
     if len(set(given)) > 1:
         raise contradiction(f"the files have weights {given} and {key} is {mixing}, which ignores them")
-    file.note(key, "--data.datasets.N.weight: " + ("records" if mixing == _BY_SIZE else "equal"))
+    file.note("--data.datasets.N.weight: " + ("records" if mixing == _BY_SIZE else "equal"), key)
     return [None if mixing == _BY_SIZE else 1.0 for _ in entries]
 
 
@@ -118,7 +118,7 @@ def _leave_other_kinds(file: YamlConfig, section: str) -> None:
     kinds = dict.fromkeys(kind for kinds in _KINDS.values() for kind in kinds)
     for other in _sections(tuple(kinds)):
         if other != section:
-            file.note_present(f"not read by {file.algorithm}", *(f"{other}.{name}" for name in _OF_A_KIND))
+            file.note(f"not read by {file.algorithm}", *(f"{other}.{name}" for name in _OF_A_KIND))
 
 
 def _sections(kinds: Sequence[str]) -> list[str]:
@@ -133,7 +133,7 @@ def _held_out_files(file: YamlConfig, section: str) -> list[str]:
         raise contradiction(f"{' and '.join(keys)} name the validation files")
     for key in keys:
         entries = _read_entries(file, key)
-        file.note(key, "--data.datasets.N.validation" + (", mixed as the training files" if len(entries) > 1 else ""))
+        file.note("--data.datasets.N.validation" + (", mixed as the training files" if len(entries) > 1 else ""), key)
         return [entry["path"] for entry in entries]
     return []
 
@@ -165,9 +165,9 @@ def _check_merging(file: YamlConfig, section: str, num_files: int) -> None:
     """Note the keys that say how files are merged. Raises UsageError if only the first of several would be read."""
     key = f"{section}.merge_datasets"
     merges = file.boolean(key)
-    file.note(key, "several files are mixed while they are read")
-    no_file = "no merged file is written"
-    file.note_present(no_file, f"{section}.merged_cache_path", f"{section}.merged_validation_cache_path")
+    file.note("several files are mixed while they are read", key)
+    caches = (f"{section}.merged_cache_path", f"{section}.merged_validation_cache_path")
+    file.note("no merged file is written", *caches)
     if num_files > 1 and not merges and section != "data":
         raise UsageError(
             f"{section} has {num_files} training files and no merge_datasets: true, so that the older tool reads the "

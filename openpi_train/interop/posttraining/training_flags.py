@@ -6,11 +6,12 @@ them. Absent keys keep the values of `tools/posttrain.py`.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from openpi_train.interop.config_file import Flag
+from openpi_train.interop.deepspeed.flags import NO_CLIPPING
 from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
@@ -19,7 +20,6 @@ from openpi_train.runtime.exits import UsageError
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _WRITERS = ("tensorboard", "wandb")
-_NO_CLIPPING = 1e9
 # Rows of a device if neither file says how many.
 DEFAULT_ROWS = 4
 # Parent of the runs.
@@ -59,7 +59,7 @@ def translate_config(
     file = YamlConfig(config, algorithm, given or {})
     if name is not None:
         file.values.setdefault(_NAME, name)
-    file.note("algorithm", f"this run is {algorithm}")
+    file.note(f"this run is {algorithm}", "algorithm")
     deepspeed = translate_strategy(file)
     _length(file)
     _batch(file, deepspeed)
@@ -91,7 +91,7 @@ def _length(file: YamlConfig) -> None:
             raise contradiction(f"{steps} is {num_steps} and num_epochs is {num_epochs}")
         file.spelled("num-train-steps", YamlConfig.count, steps)
         return
-    file.note(steps, "not above 0: the length is in epochs")
+    file.note("not above 0: the length is in epochs", steps)
     file.spelled("num-epochs", YamlConfig.count, *epochs)
 
 
@@ -122,14 +122,14 @@ def _schedule(file: YamlConfig) -> None:
     file.flag("lr-schedule.kind", None if kind is None else _SCHEDULES[kind], "lr_scheduler_type")
     if ratio:
         file.flag("lr-schedule.warmup-ratio", ratio, "warmup_ratio")
-        file.note("warmup_steps", "warmup_ratio is used")
+        file.note("warmup_ratio is used", "warmup_steps")
     else:
         file.flag("lr-schedule.warmup-steps", steps if ratio is None else steps or 0, "warmup_steps", "warmup_ratio")
 
 
 def _optimizer(file: YamlConfig) -> None:
     bound = file.number("max_grad_norm")
-    file.flag("optimizer.clip-gradient-norm", _NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
+    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
     names = {"weight_decay": "weight-decay", "adam_beta1": "b1", "adam_beta2": "b2", "adam_epsilon": "eps"}
     for key, field in names.items():
         file.spelled(f"optimizer.{field}", YamlConfig.number, key)
@@ -157,7 +157,7 @@ def _saving(file: YamlConfig) -> None:
     file.spelled("save-interval", YamlConfig.count, "save_steps")
     file.spelled("keep-last", YamlConfig.count, "save_total_limit")
     file.word("save_strategy", ("steps",))
-    file.note("save_strategy", "every save_steps, and at the end")
+    file.note("every save_steps, and at the end", "save_strategy")
 
 
 def _logging(file: YamlConfig) -> None:
@@ -183,9 +183,9 @@ def _evaluation(file: YamlConfig) -> None:
     strategy = file.agreed(YamlConfig.word, *strategies, allowed=("steps", "no"))
     if strategy == "no":
         file.flag("eval.interval", 0, *strategies)
-        file.note("eval_steps", "eval_strategy is no")
+        file.note("eval_strategy is no", "eval_steps")
         return
-    file.note_present("every eval_steps", *strategies)
+    file.note("every eval_steps", *strategies)
     file.spelled("eval.interval", YamlConfig.count, "eval_steps")
 
 
@@ -211,21 +211,21 @@ def _objective(file: YamlConfig) -> None:
             raise UsageError(
                 "reference_free is true: losses without a reference are --objective.variant simpo and orpo; remove it"
             )
-        file.note_present("the reference is the start weights", *free)
+        file.note("the reference is the start weights", *free)
     if file.algorithm == "rm":
         for name, only in (("loss_type", "ranking"), ("ranking_loss_type", "log_sigmoid")):
             keys = file.own(name)
             file.agreed(YamlConfig.word, *keys, allowed=(only,))
-            file.note_present("-log sigmoid of the difference of rewards", *keys)
+            file.note("-log sigmoid of the difference of rewards", *keys)
         for name, instead in (("margin", "margins are a column `margin` of the pairs"), ("label_smoothing", "none")):
             keys = file.own(name)
             if value := file.agreed(YamlConfig.number, *keys):
                 raise UsageError(f"{name} is {value}; allowed: 0 ({instead})")
-            file.note_present("0: no effect", *keys)
+            file.note("0: no effect", *keys)
         freezes = file.own("freeze_base_model")
         if file.agreed(YamlConfig.boolean, *freezes):
             file.flag("freeze", "decoder/.*", *freezes)
-        file.note_present("the score head trains", *freezes)
+        file.note("the score head trains", *freezes)
 
 
 def _model(file: YamlConfig) -> str | None:
@@ -235,15 +235,15 @@ def _model(file: YamlConfig) -> str | None:
     if found is None:
         return None
     model = model_place(found)
-    file.note_present(f"weights, sizes and tokenizer of {model}", *(_MODEL if path else (_BASE_MODEL,)))
+    file.note(f"weights, sizes and tokenizer of {model}", *(_MODEL if path else (_BASE_MODEL,)))
     if path:
-        file.note(_BASE_MODEL, "tokenizer and sizes are those of the weights")
+        file.note("tokenizer and sizes are those of the weights", _BASE_MODEL)
     reference = file.own("reference_model_path")
     for key in reference if file.algorithm == "dpo" else ():
         other = file.text(key)
         if other is not None and model_place(other) != model:
             raise contradiction(f"{key} is {other} and the model is {found}; the reference is the start weights")
-        file.note(key, "the start weights")
+        file.note("the start weights", key)
     return model
 
 
@@ -263,15 +263,15 @@ def _resume(file: YamlConfig) -> None:
     key = "resume_from_checkpoint"
     value = file.values.get(key)
     if value in (None, False, ""):
-        file.note(key, "a new run")
+        file.note("a new run", key)
         return
     if value in (True, "true", "latest", "auto"):
         file.flag("resume", True, key)
         return
-    path = PurePath(file.text(key))
+    path = Path(file.text(key))
     while path.name in ("latest", "checkpoints"):
         path = path.parent
-    whole, folders = _absolute(path), _own_folders(file)
+    whole, folders = Path(os.path.abspath(path.expanduser())), _own_folders(file)
     if whole in folders:
         file.flag("resume", True, key)
     elif any(folder in whole.parents for folder in folders):
@@ -284,11 +284,8 @@ def _resume(file: YamlConfig) -> None:
         file.flag("weight-loader.continue-training", True, key)
 
 
-def _own_folders(file: YamlConfig) -> Sequence[PurePath]:
+def _own_folders(file: YamlConfig) -> list[Path]:
     """The run's folder, as it is here and as the tool has it."""
     base, name = file.flags.get("checkpoint-base-dir", DEFAULT_OUTPUT), file.flags.get("exp-name")
-    return [_absolute(PurePath(base, file.algorithm, name)), _absolute(PurePath(base, name))] if name else []
-
-
-def _absolute(path: PurePath) -> PurePath:
-    return PurePath(os.path.abspath(Path(path).expanduser()))
+    folders = (Path(base, file.algorithm, name), Path(base, name)) if name else ()
+    return [Path(os.path.abspath(folder.expanduser())) for folder in folders]
