@@ -25,9 +25,9 @@ _RUN = {
         tokenizer="bytes",
     ),
     "batch_size": 8,
-    "num_train_steps": 30,
+    "num_train_steps": 20,
     "log_interval": 1,
-    "save_interval": 15,
+    "save_interval": 10,
     "eval": EvalConfig(interval=0, num_rows=8, num_sample_steps=2),
 }
 

@@ -22,7 +22,7 @@ datasets = tuple(
     for path in ("{FIXTURES / "v21_video"}", "{FIXTURES / "v30_video"}")
 )
 both = dataclasses.replace(
-    debug, data=DataConfig(datasets=datasets, tokenizer="bytes"), num_train_steps=50, save_interval=50, batch_size=4
+    debug, data=DataConfig(datasets=datasets, tokenizer="bytes"), num_train_steps=20, save_interval=20, batch_size=4
 )
 """
 
@@ -40,8 +40,8 @@ def test_both_formats_train_together_on_two_processes(tmp_path):
     name = f"{tmp_path}/lerobot_experiments.py:both"
     train(tmp_path, name, "--num-workers", "1", processes=2, OPENPI_TRAIN_HOME=str(tmp_path / "home"))
     found = losses(tmp_path, "both")
-    assert set(found) == set(range(1, 51)) and np.isfinite([*found.values()]).all()
-    first, last = ([found[step] for step in steps] for steps in (range(1, 11), range(41, 51)))
+    assert set(found) == set(range(1, 21)) and np.isfinite([*found.values()]).all()
+    first, last = ([found[step] for step in steps] for steps in (range(1, 6), range(16, 21)))
     assert np.mean(last) < np.mean(first)
     for dataset in ("v21_video", "v30_video"):
         assert (tmp_path / "assets" / "both" / dataset / "norm_stats.json").is_file()

@@ -27,7 +27,7 @@ def fast_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("experiment", ["fast", "insulated"])
 def test_two_processes_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, experiment):
     flags = (f"{RUNS}:{experiment}", "--model.fast-tokenizer", fast_tokenizer, "--data.text-lengths", "1")
-    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", str(LAST // 2), processes=2, devices=2)
+    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", str(LAST // 2), processes=2)
     plan = json.loads((tmp_path / "two" / "runs" / experiment / "x" / "plan.json").read_text())
     assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
     # The second half on one process with one device.

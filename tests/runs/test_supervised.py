@@ -19,7 +19,7 @@ SLOWLY = ("--data.pause-s", "0.2")
 
 def test_a_run_killed_twice_ends_well_with_the_losses_of_an_undisturbed_one(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    train(straight, *RUN, processes=2)
+    train(straight, *RUN, devices=2)  # by promise the same on one process
     launch = ("launch", "local", "--processes", "2", "--devices-per-process", "1", "--max-restarts", "2")
     launch += ("--log-dir", str(killed / "output"))
     with subprocess.Popen(
