@@ -298,6 +298,7 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
     assert "failed: the bits differ" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_documented_commands_are_understood():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     commands = re.findall(r"^    python -m benchmarks (.*)$", text, re.MULTILINE)

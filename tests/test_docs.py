@@ -308,6 +308,7 @@ def test_documented_robot_and_source_give_rows(my_runs, tmp_path):
         windows.source.frames(np.array([4]), "images")
 
 
+@pytest.mark.slow
 def test_documented_objective_adds_up_over_micro_batches(my_runs):
     objective = my_runs.AbsoluteError()
     model = toy.LinearConfig().build(nnx.Rngs(0))

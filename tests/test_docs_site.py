@@ -23,6 +23,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=site.parent, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_path):
     site = tmp_path / "site"
     done = build(ROOT / "mkdocs.yml", site)

@@ -16,6 +16,7 @@ FITTING = Mutation(
 )
 
 
+@pytest.mark.slow
 def test_every_mutation_fits_the_tree():
     catalogue.check(catalogue.read())
 

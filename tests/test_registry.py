@@ -101,6 +101,7 @@ def test_verbs_answer_without_importing_jax(verb):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_every_flag_explains_itself(name, capsys, monkeypatch):
     """Each flag has a text, and no two flags of one group share it (tyro hands comments on to fields without one)."""
     monkeypatch.setenv("COLUMNS", "100")

@@ -54,6 +54,7 @@ def feature(example, name):
     return list(getattr(value, kind).value)
 
 
+@pytest.mark.slow
 def test_counts_and_instructions_are_as_asked(made, sources):
     assert made.num_episodes == {"train": 2 * len(ENV.tasks), "val": len(ENV.tasks)}
     for split, source in sources.items():
@@ -185,6 +186,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_expert_that_always_fails_is_an_error_that_names_the_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(tool.tabletop_env, "HOLD_STEPS", 10_000)
     with pytest.raises(RuntimeError, match=r"the expert failed 32 times in a row at \['reach_red'"):
@@ -211,6 +213,7 @@ def test_without_a_directory_it_goes_where_the_experiments_look(tmp_path, cheap,
     assert (tmp_path / "datasets" / "tabletop" / MANIFEST).is_file()
 
 
+@pytest.mark.slow
 def test_the_first_runs_to_miss_an_embedded_dataset_write_it_once(tmp_path, monkeypatch):
     """Three processes at once: one writes, the others wait, and a later one leaves what is there as it is."""
     program = (

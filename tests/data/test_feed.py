@@ -62,6 +62,7 @@ def rows(open_small, mixture_config):
     return open_small(mixture_config).train
 
 
+@pytest.mark.slow
 def test_the_global_batch_is_the_same_on_any_mesh_and_at_any_call(rows, feed_of):
     row = {"row": np.arange(BATCH, dtype=np.int32)}
     expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] | row for step in range(4)]
@@ -91,6 +92,7 @@ def test_processes_together_make_the_same_global_batch_for_any_number_of_them(ro
         assert equal({n: np.concatenate([part[n] for part in together]) for n in together[0]}, whole[step]["columns"])
 
 
+@pytest.mark.slow
 def test_restarting_at_any_step_continues_the_same_batches(rows, feed_of):
     straight = feed_of(rows)
     batches = [host(straight.next()) for _ in range(6)]

@@ -35,6 +35,7 @@ def assert_same(repacked, source):
         np.testing.assert_array_equal(repacked.frames(steps, camera), source.frames(steps, camera))
 
 
+@pytest.mark.slow
 def test_repacked_bridge_equals_its_source(bridge_sample, tmp_path):
     source = Rlds(path=str(bridge_sample), cache_dir=str(tmp_path / "cache")).open()
     path = repack(source, tmp_path / "out", steps_per_file=64)

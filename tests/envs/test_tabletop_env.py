@@ -60,6 +60,7 @@ def test_a_task_with_an_unknown_or_unfitting_colour_is_refused():
         Task(Kind.BOWL, "red", "blue")
 
 
+@pytest.mark.slow
 def test_initial_states_are_apart_on_the_table_and_never_solved(starts):
     assert not goals(starts).any()
     assert not np.asarray(ENV.success(starts)).any()
@@ -99,6 +100,7 @@ def test_initial_states_are_functions_of_key_and_task_alone(keys, starts):
     assert len(np.unique(np.asarray(starts.blocks)[:, 0, 0])) == len(tasks)
 
 
+@pytest.mark.slow
 def test_success_needs_the_goal_to_hold_for_several_steps(starts):
     row = int(np.flatnonzero(kinds == Kind.REACH)[0])
     scene = jax.tree.map(lambda leaf: leaf[row : row + 1], starts)
@@ -176,6 +178,7 @@ def test_doing_nothing_or_moving_at_random_does_not_solve_tasks(starts, gripper)
     assert not np.asarray(ENV.success(still)).any()
 
 
+@pytest.mark.slow
 def test_observation_is_the_robots_own(starts):
     seen = ENV.observe(starts)
     assert set(seen.images) == set(ENV.cameras)

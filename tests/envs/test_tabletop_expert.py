@@ -23,6 +23,7 @@ def demonstrations():
     return demonstrate(ENV.reset(keys, jnp.asarray(tasks)), keys, num_steps=ENV.max_steps)
 
 
+@pytest.mark.slow
 def test_the_expert_solves_every_task_in_nineteen_of_twenty_disturbed_episodes_and_more(demonstrations):
     solved = np.asarray(demonstrations[2].goal_steps >= tabletop_env.HOLD_STEPS).any(0)
     rates = {name: solved[tasks == number].mean() for number, name in enumerate(ENV.tasks)}
@@ -47,6 +48,7 @@ def test_a_command_is_a_function_of_the_scene_alone(demonstrations):
     assert np.allclose(jax.vmap(expert)(rows), commands[20, :8], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_disturbance_differs_between_keys_and_repeats_with_the_key(demonstrations):
     keys = jax.random.split(jax.random.key(2), len(tasks))
     starts = ENV.reset(keys, jnp.asarray(tasks))

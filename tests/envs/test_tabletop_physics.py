@@ -52,6 +52,7 @@ def grasped(scene):
     return scene
 
 
+@pytest.mark.slow
 def test_actions_are_bounded(scene):
     after = act(scene, move=(1, -1, 1), turn=(1, -1, 1), gripper=-5.0)
     assert np.allclose(after.tip - scene.tip, [0.03, -0.03, 0.03], atol=1e-7)
@@ -257,6 +258,7 @@ def test_nothing_floats_and_what_is_held_is_between_the_fingers(rough):
     assert (-carried[..., 2])[held >= 0].max() <= tabletop_physics.GRASP_HIGHEST_M
 
 
+@pytest.mark.slow
 def test_the_batch_equals_the_loop_and_repeats_exactly(rough):
     """Bit for bit between repeats; between batch and single scene to the rounding of other instruction orders."""
     scenes, actions = rough

@@ -41,6 +41,7 @@ def pixel(point, size=64):
     return int(size / 2 - up * scale), int(size / 2 + across * scale)
 
 
+@pytest.mark.slow
 def test_every_block_shows_its_colour_where_a_pinhole_camera_puts_it(scenes, pictures):
     for row in range(ROWS):
         for block, colour in zip(np.asarray(scenes.blocks[row]), np.asarray(scenes.colours[row]), strict=True):
@@ -96,6 +97,7 @@ def test_the_wrist_camera_turns_with_the_gripper(scenes):
     assert finger_tips(before).any((1, 2)).all()
 
 
+@pytest.mark.slow
 def test_height_shows_the_gripper_rises_in_the_picture_above_its_shadow(scenes):
     heights = jnp.asarray([0.02, 0.2])
     raised = jax.tree.map(lambda leaf: leaf[:2], scenes)
@@ -114,6 +116,7 @@ def test_the_batch_equals_the_loop(scenes, pictures):
             assert (alone != pictures[name][row]).any(-1).mean() <= 1e-3
 
 
+@pytest.mark.slow
 def test_larger_pictures_show_the_same_scene(scenes, pictures):
     large = np.asarray(TabletopEnv(image_size=128).observe(scenes).images["image_0"])
     assert large.shape == (ROWS, 128, 128, 3)

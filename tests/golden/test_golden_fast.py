@@ -90,6 +90,7 @@ def run(request):
     return case, jax.tree.map(np.asarray, out), gradients, np.asarray(tokens)
 
 
+@pytest.mark.slow
 def test_embedded_tokens_and_masks_equal_openpi(run):
     case, out, _, _ = run
     np.testing.assert_array_equal(out["input_mask"], case.io["out/input_mask"])

@@ -91,6 +91,7 @@ def assert_like_openpi(case, name, ours):
     assert root_mean_square(ours - expected) < min(case.noise(f"out/{name}"), 3e-2), name
 
 
+@pytest.mark.slow
 def test_masks_positions_and_types_equal_openpi(case, inside):
     for name in ("prefix_mask", "attn_mask", "positions"):
         np.testing.assert_array_equal(inside[name], case.io[f"out/{name}"])
@@ -118,6 +119,7 @@ def test_last_activations_equal_openpi(case, inside):
         np.testing.assert_allclose(inside["prefix_out"][counts], case.io["out/prefix_out"][counts], **FLOAT32)
 
 
+@pytest.mark.slow
 def test_outputs_and_loss_equal_openpi(case, run):
     _, out, _ = run
     for name in ("v_t", "loss_per_element"):
@@ -162,6 +164,7 @@ def test_masked_inputs_do_not_change_the_velocity_at_all(case, run):
     np.testing.assert_array_equal(other["v_t"], out["v_t"])
 
 
+@pytest.mark.slow
 def test_sampled_actions_equal_openpi(case):
     noise = jnp.asarray(case.io["in/noise"])
     names = [name.removeprefix("out/") for name in case.io if name.startswith("out/sample_actions_")]

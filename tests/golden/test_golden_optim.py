@@ -47,6 +47,7 @@ def _tree(numbers, prefix):
         ("adamw_decay", AdamW(weight_decay=0.1)),
     ],
 )
+@pytest.mark.slow
 def test_adamw_steps_equal_openpi(numbers, case, optimizer):
     schedule = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=10, decay_lr=1e-3).create()
     rule = optimizer.create(schedule)

@@ -47,6 +47,7 @@ def trained(request):
     return case, history, first, jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_every_steps_loss_and_norms_equal_openpi(trained):
     case, history, _, last = trained
     recorded = case.meta["train"]["info_per_step"]

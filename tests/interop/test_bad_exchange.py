@@ -331,6 +331,7 @@ def test_training_cannot_go_on_from_what_was_published_for_inference(good):
         state_leaves(open_checkpoint(good), openpi.parameter_names(TINY.model))
 
 
+@pytest.mark.slow
 def test_a_training_state_that_lacks_a_moment(tmp_path, monkeypatch):
     params = made_up()
     state = training_state(params)

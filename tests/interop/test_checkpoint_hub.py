@@ -45,6 +45,7 @@ def fetch(address: str, server, cache, **environment: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, monkeypatch, capsys):
     params = made_up()
     source = write(tmp_path / "5", params)
@@ -68,6 +69,7 @@ def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, m
         np.testing.assert_array_equal(leaf.whole(), params[names[path]])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_fetched_says_why(fake, tmp_path):
     fake.repos["me/there"] = {"config.json": b"{}", "weights.bin": b"0"}
     for address, said in {

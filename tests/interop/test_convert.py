@@ -73,6 +73,7 @@ def test_all_comes_back_bit_for_bit(tmp_path, experiment):
     assert second["outputs"]["velocity"]["largest_value"] > 0
 
 
+@pytest.mark.slow
 def test_rounding_is_reported_where_another_type_is_asked_for(tmp_path):
     params = made_up()
     source = write(tmp_path / "5", params, train_state=as_stored(training_state(params)).params)
@@ -110,6 +111,7 @@ def test_merged_factors_compute_what_they_did_apart(tmp_path):
     assert experiment_from_json(merged.wanted.experiment or {}, experiment).model == experiment.model.without_lora()
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_wrong_weight():
     right = by_path(made_up())
     wrong = {**right, "action_out_proj/bias": right["action_out_proj/bias"].map(lambda bias: bias + np.float32(0.5))}
@@ -118,6 +120,7 @@ def test_the_comparison_sees_a_wrong_weight():
     assert found["shape"] == [2, 1, TINY.model.action_horizon, TINY.model.action_dim]
 
 
+@pytest.mark.slow
 def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     experiment = tiny()
     file = tmp_path / "mine.py"
@@ -136,6 +139,7 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     assert "was trained with another model; repeat its --model flags" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, capsys):
     experiment = dataclasses.replace(TINY, name="of_a_file_of_the_users")
     ours.write(tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None)
@@ -143,6 +147,7 @@ def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, caps
     assert "(ours): 50 parameters" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_diffusion_policy_is_converted_with_its_norm_stats(tmp_path):
     experiment = dataclasses.replace(robot_dp_tiny_14, name="dp", exp_name="convert")
     wide = {"mean": [0.0] * 14, "std": [1.0] * 14, "q01": [0.0] * 14, "q99": [1.0] * 14}

@@ -220,6 +220,7 @@ def test_other_keys_become_flags(changes, words, absent):
     assert absent not in line
 
 
+@pytest.mark.slow
 def test_schedules_are_deepspeeds(tmp_path):
     """The formulas of its `lr_schedules.py`; its cosine ends one step earlier."""
     warm = {"warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 110}

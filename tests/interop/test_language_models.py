@@ -104,6 +104,7 @@ def test_scores_with_a_cache_are_those_of_transformers(name):
     np.testing.assert_allclose(found, io["float32"], rtol=0, atol=1e-5 * np.abs(io["float32"]).max())
 
 
+@pytest.mark.slow
 def test_the_loss_of_ragged_targets_and_its_gradient_are_torchs():
     config, io = model_of("gemma3"), recorded("gemma3")
     graph, targets = graph_of(config), jnp.asarray(io["labels"][:, 1:])
@@ -186,6 +187,7 @@ def folder(tmp_path):
     return Path(shutil.copytree(GENUINE / "smollm2", tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_it_goes_through_a_checkpoint_of_ours_with_all_that_belongs_to_it(tmp_path, folder):
     write_tokenizer(folder, 32)
     experiment = dataclasses.replace(TINY, model=model_of("smollm2"))

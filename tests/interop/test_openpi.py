@@ -55,6 +55,7 @@ def test_a_part_of_a_leaf_is_read_by_its_index(golden, expected):
     np.testing.assert_array_equal(leaf.read(part), expected[name][part])
 
 
+@pytest.mark.slow
 def test_a_bucket_is_read_as_a_disk_is(golden, expected, tmp_path, monkeypatch):
     with bucket(golden, monkeypatch) as requests:
         stored = open_checkpoint("gs://bucket/openpi_checkpoint/5/")
@@ -133,6 +134,7 @@ def openpis_train_state(names):
     return jax.eval_shape(tree)
 
 
+@pytest.mark.slow
 def test_a_training_state_goes_from_openpi_to_ours_and_back_bit_for_bit(trained, config, tmp_path):
     openpi.write(tmp_path / "5", trained)
     first = open_checkpoint(tmp_path / "5", config)

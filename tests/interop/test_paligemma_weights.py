@@ -78,6 +78,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_the_backbone_computes_what_transformers_computes(dtype):
     """To 8 units in the last place of the largest value, after five layers whose sums run in another order.
 

@@ -59,6 +59,7 @@ def compiled(config, encoding):
 
 
 @pytest.mark.parametrize("name", FLOW)
+@pytest.mark.slow
 def test_loss_and_actions_are_those_of_the_original(name, monkeypatch):
     case = load_case(name)
     actions, noise, time = (jnp.asarray(case.io[f"in/{key}"]) for key in ("actions", "noise", "time"))
@@ -80,6 +81,7 @@ def test_loss_and_actions_are_those_of_the_original(name, monkeypatch):
     assert loss < 5e-6 and sampled < 5e-6
 
 
+@pytest.mark.slow
 def test_logits_of_action_tokens_are_lerobots():
     case = load_case("lerobot_pi0_fast")
     words, actions = case.io["in/tokens"], case.io["in/action_tokens"]

@@ -43,6 +43,7 @@ def convert(source, target, experiment=TINY, **flags) -> Path:
     return plan(ConvertRequest(source=str(source), target=Path(target), outputs=False, **flags), experiment).run()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_found_however_it_is_named(saved, tmp_path, monkeypatch):
     home = tmp_path / "home"
     link = home / ".cache/openpi/openpi-assets/checkpoints/pi0_base"
@@ -86,6 +87,7 @@ def test_a_bucket_that_does_not_answer_is_told_soon(monkeypatch, tmp_path):
         open_checkpoint("gs://openpi-assets/checkpoints/pi0_base/params")
 
 
+@pytest.mark.slow
 def test_a_home_and_a_relative_target_are_understood(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -128,6 +130,7 @@ def test_norm_stats_stay_in_the_checkpoint(saved, tmp_path, asset_id):
 
 
 @pytest.mark.parametrize("form", ["lerobot", "openpi_torch"])
+@pytest.mark.slow
 def test_a_training_state_that_a_form_cannot_hold_is_left_out_and_told(saved, tmp_path, form):
     result = convert(saved, tmp_path / "out", target_format=form)
     told = json.loads((result / "parity.json").read_text())
@@ -136,6 +139,7 @@ def test_a_training_state_that_a_form_cannot_hold_is_left_out_and_told(saved, tm
     assert convert(result, tmp_path / "back").is_dir()
 
 
+@pytest.mark.slow
 def test_a_loss_scale_goes_to_no_other_form(saved, tmp_path):
     source = open_checkpoint(saved)
     scale = {"scale/factor": in_memory(np.float32(1024)), "scale/good_steps": in_memory(np.int32(3))}
@@ -146,6 +150,7 @@ def test_a_loss_scale_goes_to_no_other_form(saved, tmp_path):
     assert told["training_state"]["left_out"] == sorted(scale)
 
 
+@pytest.mark.slow
 def test_an_average_of_a_frozen_parameter_gives_way_to_what_was_trained_on(tmp_path):
     experiment = tiny(language=LORA, action_expert=LORA)
     params = made_up(experiment)
@@ -158,6 +163,7 @@ def test_an_average_of_a_frozen_parameter_gives_way_to_what_was_trained_on(tmp_p
         np.testing.assert_array_equal(leaf.whole(), state[f"params/{name}"] if frozen else params[name])
 
 
+@pytest.mark.slow
 def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkeypatch):
     moment, written = "opt_state/1/0/nu/state_proj/bias", ours.write
 
@@ -175,6 +181,7 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
 
 
 @pytest.mark.parametrize("where", ["numbers", "description"])
+@pytest.mark.slow
 def test_a_flipped_byte_in_a_training_state_of_ours_is_found(saved, tmp_path, where):
     ours.write(tmp_path / "5", open_checkpoint(saved), TINY.model)
     # A file of the store holds numbers of some arrays and the JSON that describes others.
@@ -237,6 +244,7 @@ def test_pieces_of_a_conversion_are_small_however_large_a_leaf_is(saved, tmp_pat
     assert len(sizes) > 100 and max(sizes) <= 2000
 
 
+@pytest.mark.slow
 def test_factors_are_merged_layer_by_layer_as_at_once(tmp_path):
     experiment = tiny(language=LORA, action_expert=LORA)
     params = made_up(experiment)

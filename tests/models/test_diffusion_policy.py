@@ -135,6 +135,7 @@ def test_shares_add_up_filler_counts_for_nothing_and_evaluation_repeats_itself(m
     assert run(batch, keys, train=False) == run(batch, keys, train=False) != run(batch, keys, train=True)
 
 
+@pytest.mark.slow
 def test_crops_are_anywhere_in_training_by_the_row_alone_and_in_the_centre_else():
     height, width = 10, 12
     place = jnp.arange(height)[:, None, None] * 100 + jnp.arange(width)[None, :, None]
@@ -157,6 +158,7 @@ def test_crops_are_anywhere_in_training_by_the_row_alone_and_in_the_centre_else(
         dataclasses.replace(CROP, height=11).fixed(images)
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_row_keys_and_ends_within_the_limits(model):
     batch, objective = rows(), Diffusion(augmentation=CROP)
     keys = row_keys(0, 0, batch.row)

@@ -55,6 +55,7 @@ def tiny():
     return graph, params, jax.jit(lambda params, *inputs: merge_module(graph, params).velocity(*inputs))
 
 
+@pytest.mark.slow
 def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
     _, params, velocity = tiny
     seen, inputs, absent = observation(TINY), draws(TINY, 1), "left_wrist_0_rgb"
@@ -85,6 +86,7 @@ def test_images_prompt_state_actions_and_time_reach_the_velocity_and_padding_doe
     np.testing.assert_array_equal(padded, before)
 
 
+@pytest.mark.slow
 def test_draws_that_share_a_context_give_what_each_gives_alone(tiny):
     _, params, velocity = tiny
     seen, (noisy, time) = observation(TINY), draws(TINY, 3)
@@ -261,6 +263,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
     )
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_the_training_loss_on_held_out_rows(tiny):
     batch = TINY.batch_spec(2, SLOTS)
     generator = np.random.default_rng(5)

@@ -112,6 +112,7 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
     assert sum(trainable) == expected["trainable_params"]
 
 
+@pytest.mark.slow
 def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
     config, _, params, velocity = tiny
     seen = observation(config)
@@ -125,6 +126,7 @@ def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
     assert not np.allclose(velocity(params, seen, noisy, time), expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_padding_that_no_prompt_needs_changes_nothing(tiny):
     config, _, params, velocity = tiny
     short = observation(config)

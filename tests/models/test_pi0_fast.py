@@ -70,6 +70,7 @@ def fast():
     return params, lambda params: merge_module(graph, params), compiled
 
 
+@pytest.mark.slow
 def test_an_absent_camera_gives_what_a_masked_one_gives_and_keeps_its_positions(fast):
     params, _, compiled = fast
     seen, absent = seen_by(FAST), "left_wrist_0_rgb"
@@ -82,6 +83,7 @@ def test_an_absent_camera_gives_what_a_masked_one_gives_and_keeps_its_positions(
     assert not np.allclose(np.asarray(compiled(params, seen))[counts], expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_decoding_says_what_the_whole_sequence_makes_likeliest(fast):
     params, model, _ = fast
     seen = dataclasses.replace(seen_by(FAST), token_loss_mask=None)
@@ -105,6 +107,7 @@ def test_decoding_says_what_the_whole_sequence_makes_likeliest(fast):
     assert is_best[follows[:, 1:]][~ended.ravel()].all()
 
 
+@pytest.mark.slow
 def test_behind_the_end_of_a_row_there_is_padding_and_the_others_go_on(fast):
     params, model, _ = fast
     seen, steps = seen_by(FAST), FAST.max_decoding_steps
@@ -124,6 +127,7 @@ def test_behind_the_end_of_a_row_there_is_padding_and_the_others_go_on(fast):
     np.testing.assert_array_equal(found[1], free[1])
 
 
+@pytest.mark.slow
 def test_drawn_tokens_are_a_rows_own_and_a_low_temperature_takes_the_likeliest(fast):
     params, model, _ = fast
     seen = seen_by(FAST)
@@ -146,6 +150,7 @@ def test_drawn_tokens_are_a_rows_own_and_a_low_temperature_takes_the_likeliest(f
         model(params).sample_tokens(seen, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_a_table_cut_by_rows_gives_the_same_scores_and_gradients():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     keys = jax.random.split(jax.random.key(0), 3)
@@ -208,6 +213,7 @@ def insulated():
     return params, batch, values, gradients
 
 
+@pytest.mark.slow
 def test_the_flow_loss_has_exactly_no_gradient_in_the_backbone_and_the_token_loss_none_in_the_expert(insulated):
     params, _, values, gradients = insulated
     np.testing.assert_allclose(values["loss"], 2.0 * values["flow_loss"] + 0.5 * values["token_loss"], rtol=1e-6)
@@ -220,6 +226,7 @@ def test_the_flow_loss_has_exactly_no_gradient_in_the_backbone_and_the_token_los
         assert bool(jnp.any(of_tokens)) == (path in backbone), path
 
 
+@pytest.mark.slow
 def test_the_insulated_language_model_says_what_pi0_fast_says_with_its_parameters(insulated):
     """With all images there, positions are the same; and pi0-FAST is held to openpi's numbers (`tests/golden`)."""
     params, batch, _, _ = insulated

@@ -26,6 +26,7 @@ REWARD = RewardConfig(language=LANGUAGE)
 COPIED = ReferencedConfig(policy=LANGUAGE)
 
 
+@pytest.mark.slow
 def test_reward_is_the_score_of_each_texts_last_token():
     """In whichever place of the row it is, and with padding that has a token's number."""
     model = REWARD.build(nnx.Rngs(0))
@@ -95,6 +96,7 @@ def test_reference_is_a_copy_that_is_frozen_and_not_rounded():
     assert {leaf.dtype for leaf in jax.eval_shape(lambda: state(ADAPTED)).frozen.values()} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_policy_with_an_adapter_is_its_own_reference():
     adapted = ADAPTED.build(nnx.Rngs(0))
     params = module_params(adapted)

@@ -82,6 +82,7 @@ def test_brightness_alone_scales_the_unit_range():
     assert 1.15 < factors.max() <= 1.3
 
 
+@pytest.mark.slow
 def test_sampling_at_whole_places_copies_and_between_them_averages():
     image = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (5, 6, 3)), jnp.float32)
     rows, columns = jnp.meshgrid(jnp.arange(5.0), jnp.arange(6.0), indexing="ij")

@@ -62,6 +62,7 @@ def run(graph, params, *inputs):
     return merge_module(graph, params)(*inputs)
 
 
+@pytest.mark.slow
 def test_gemma_in_it_equals_the_policies_gemma():
     """To rounding: both compute the same sums, with weights that lie otherwise and angles from other roundings."""
     graph, params = build(GEMMA)
@@ -98,6 +99,7 @@ def test_gemma_in_it_equals_the_policies_gemma():
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.slow
 def test_texts_packed_into_a_row_give_what_each_gives_alone_and_padding_is_not_seen(sizes):
     graph, params = build(sizes)
     lengths = (7, 5, 3)
@@ -116,6 +118,7 @@ def test_texts_packed_into_a_row_give_what_each_gives_alone_and_padding_is_not_s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.slow
 def test_with_a_cache_it_gives_what_it_gives_without_for_texts_of_any_length(sizes, dtype):
     graph, params = build(sizes, dtype=jnp.dtype(dtype))
     lengths, new = np.array([6, 4]), 7
@@ -149,6 +152,7 @@ def test_with_a_cache_it_gives_what_it_gives_without_for_texts_of_any_length(siz
     )
 
 
+@pytest.mark.slow
 def test_a_loop_writes_the_cache_where_it_lies():
     """The compiled loop of single tokens allocates no second cache."""
     graph, params = build(dataclasses.replace(LLAMA, depth=2))
@@ -173,6 +177,7 @@ def test_a_loop_writes_the_cache_where_it_lies():
 
 
 @pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+@pytest.mark.slow
 def test_recomputing_changes_no_gradient_of_layers_of_two_kinds(remat):
     tokens = tokens_of(2, 8)
 
@@ -184,6 +189,7 @@ def test_recomputing_changes_no_gradient_of_layers_of_two_kinds(remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expected, found)
 
 
+@pytest.mark.slow
 def test_a_sliding_layer_sees_its_window_and_no_farther():
     sizes = dataclasses.replace(LLAMA, depth=1, window=4, sliding_layers=(0,))
     graph, params = build(sizes)
@@ -195,6 +201,7 @@ def test_a_sliding_layer_sees_its_window_and_no_farther():
         np.testing.assert_array_equal(np.flatnonzero(differs), np.arange(changed, first_same))
 
 
+@pytest.mark.slow
 def test_low_rank_factors_start_as_nothing_and_fold_into_the_weights():
     plain = Decoder(EVERYTHING, AdapterConfig(), dtype=jnp.float32, remat="none", rngs=nnx.Rngs(0))
     low = Decoder(EVERYTHING, AdapterConfig(rank=2, alpha=3.0), dtype=jnp.float32, remat="none", rngs=nnx.Rngs(0))

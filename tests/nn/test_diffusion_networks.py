@@ -30,6 +30,7 @@ def transformer(rngs, dims=3, condition=5, obs=2, width=16, depth=2, heads=2):
     return DenoisingTransformer(dims, condition, **sizes, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_those_of_torch():
     known = diffusion_case.facts()["parameters"]
     found = {"unet 14": diffusion_case.count(lambda rngs: unet(rngs, 14, 3 * (512 + 14), (256, 512, 1024), 128))}

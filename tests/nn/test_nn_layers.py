@@ -60,6 +60,7 @@ def test_recomputing_changes_no_gradient(stacked, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
 
 
+@pytest.mark.slow
 def test_a_cut_stack_computes_the_same_and_its_gradient_comes_back_in_one_piece(stacked):
     graph, params = nnx.split(stacked)
 
@@ -100,6 +101,7 @@ def test_an_adaptive_norm_starts_as_the_plain_one_with_a_closed_gate():
     np.testing.assert_array_equal(gate, np.zeros((2, 6, 8)))
 
 
+@pytest.mark.slow
 def test_each_group_of_tokens_has_its_own_condition():
     x = jax.random.normal(jax.random.key(0), (1, 6, 8))
     condition = jax.random.normal(jax.random.key(1), (1, 3, 5))

@@ -40,6 +40,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.slow
 def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
     def chunked(x, table):
         found = token_scores(x, table, TOKENS, head, with_entropy=True, with_mean=True)

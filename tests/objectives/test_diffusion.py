@@ -107,6 +107,7 @@ def centred(batch):
 
 
 @pytest.mark.parametrize(("denoiser", "prediction"), POLICIES)
+@pytest.mark.slow
 def test_losses_are_those_of_diffusion_policy(recorded, denoiser, prediction):
     objective = Diffusion(noise_schedule=NoiseSchedule(prediction_type=prediction), num_draws=given.DRAWS)
     noise = np.stack([given.values(f"noise {draw}", (given.ROWS, *CHUNK)) for draw in range(given.DRAWS)], axis=1)
@@ -148,6 +149,7 @@ class GivenNoise(NoiseSchedule):
         (*POLICIES[2], "ddim", 16),
     ],
 )
+@pytest.mark.slow
 def test_samples_are_those_of_diffusion_policy(recorded, denoiser, prediction, sampler, num_steps):
     objective = Diffusion(noise_schedule=GivenNoise(prediction_type=prediction), sampler=sampler, augmentation=CROP)
     start, keys = jnp.asarray(given.values("start", (given.ROWS, *CHUNK))), jax.random.split(jax.random.key(0), 3)
@@ -191,6 +193,7 @@ class Spy(nnx.Module, pytree=False):
         return jnp.zeros_like(noisy)
 
 
+@pytest.mark.slow
 def test_loss_is_loss_at_what_the_keys_draw(recorded):
     objective = Diffusion(augmentation=CROP, num_draws=2)
     keys, batch = jax.random.split(jax.random.key(5), given.ROWS), rows()
@@ -229,6 +232,7 @@ def many_rows(count):
 
 
 @pytest.mark.parametrize("num_steps", [100, 7])
+@pytest.mark.slow
 def test_every_diffusion_step_is_drawn_as_often_and_the_network_is_told_the_one_of_its_noise(num_steps):
     count, spy = 20_000, Spy()
     objective = Diffusion(noise_schedule=NoiseSchedule(num_train_timesteps=num_steps))

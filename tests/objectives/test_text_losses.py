@@ -81,6 +81,7 @@ CASES = [name.split("/")[1] for name in TORCH if name.startswith("pairs/") and n
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_preference_loss_is_torchs(case):
     name = case.removesuffix("_smooth").removesuffix("_nll")
     objective = PreferencePairs(
@@ -173,6 +174,7 @@ def texts(tokens, segments, positions, weights):
     return TextBatch(**{name: jnp.asarray(array) for name, array in given.items()}, row=jnp.arange(len(tokens)))
 
 
+@pytest.mark.slow
 def test_each_prompt_meets_the_next_completion():
     tokens = np.array([[11, 12, 13, 14, 15, 0, 0], [1, 2, 3, 4, 5, 6, 7], [21, 22, 23, 0, 0, 0, 0]])
     # Row 0: prompt 11 12, completion 13 14 15. Row 1 only fills. Row 2: undesirable, prompt 21, completion 22 23.
@@ -186,6 +188,7 @@ def test_each_prompt_meets_the_next_completion():
     assert found.positions.tolist() == positions.tolist()
 
 
+@pytest.mark.slow
 def test_mismatched_completion_is_cut_at_the_end_of_the_row_and_a_rows_second_text_is_left_out():
     segments = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])
     weights = np.array([[0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 0]], np.float32)
@@ -199,6 +202,7 @@ def test_mismatched_completion_is_cut_at_the_end_of_the_row_and_a_rows_second_te
     assert found.tokens[0].tolist() == [1, 2, 12, 13, 14, 15] and found.weights[0].tolist() == [0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_drift_is_the_mean_over_mismatched_texts_and_never_negative():
     objective = JudgedCompletions(beta=0.3)
     values = jnp.array([[0.5, 7.0], [1.5, 7.0], [-0.2, 7.0], [99.0, 7.0]])  # row 3 only fills

@@ -156,6 +156,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_every_layers_matrix():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mask", [None, "bias$"])
+@pytest.mark.slow
 def test_without_gradients_what_the_mask_names_shrinks_by_rate_times_decay_and_the_rest_stays(name, mask):
     optimizer = OPTIMIZERS[name](weight_decay=DECAY, decay_mask=mask)
     if name == "sgd":
@@ -182,6 +183,7 @@ HALF = [AdamW(weight_decay=0.1), Lion(), SGD(), Muon()]
 
 
 @pytest.mark.parametrize("optimizer", HALF, ids=lambda optimizer: type(optimizer).__name__)
+@pytest.mark.slow
 def test_moments_in_bfloat16_are_the_float32_ones_rounded(optimizer):
     half = dataclasses.replace(optimizer, moment_dtype="bfloat16")
     start = random(9)

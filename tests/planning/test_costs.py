@@ -24,6 +24,7 @@ def with_model(experiment, **fields):
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **fields))
 
 
+@pytest.mark.slow
 def test_a_row_costs_three_times_its_forward_products_with_the_cameras_that_the_robots_have():
     found = of_policies(with_model(debug, remat="none"))["none"]
     assert found.flops_per_row == found.model_flops_per_row
@@ -31,6 +32,7 @@ def test_a_row_costs_three_times_its_forward_products_with_the_cameras_that_the_
     assert found.flops_per_row == pytest.approx(3 * flops_by_hand.pi0(debug.model, len(debug.data.cameras)), rel=0.03)
 
 
+@pytest.mark.slow
 def test_who_keeps_less_recomputes_more_and_the_models_own_work_stays():
     found = list(of_policies(with_model(debug, remat="auto")).values())
     assert [one.remat for one in found] == ["none", "dots", "attention", "full"]
@@ -39,6 +41,7 @@ def test_who_keeps_less_recomputes_more_and_the_models_own_work_stays():
     assert len({one.model_flops_per_row for one in found}) == 1
 
 
+@pytest.mark.slow
 def test_narrower_types_and_fewer_draws_take_less():
     def size(experiment):
         return of_policies(experiment)["none"].activation_bytes_per_row
@@ -72,6 +75,7 @@ def test_the_compiler_needs_about_as_much_for_each_row_more(remat):
     assert {"none": 0.85, "dots": 0.8, "full": 0.6}[remat] * per_row < estimate < 1.3 * per_row
 
 
+@pytest.mark.slow
 def test_another_judge_of_memory_can_be_asked():
     experiment = with_model(debug, remat="full")
     gradient = prepare.traced_gradient(experiment, prepare.whole_layout(experiment, ONE))

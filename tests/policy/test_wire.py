@@ -208,6 +208,7 @@ def held_while(action):
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_arrays_are_views_of_the_message_and_nothing_is_copied():
     image = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), np.uint8)
     data = wire.encode({"image": image, "state": np.zeros(7)})
@@ -233,6 +234,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
+@pytest.mark.slow
 def test_reading_takes_no_more_than_the_message_and_as_much_as_its_bounds_say(case):
     def read():
         with contextlib.suppress(wire.WireError):

@@ -45,6 +45,7 @@ def test_a_longer_prompt_makes_longer_rows_and_the_limit_still_cuts(tmp_path, ca
     assert f"prompt of {len(LONG) + 2} tokens cut to 12" in caplog.text
 
 
+@pytest.mark.slow
 def test_memory_is_planned_for_rows_as_long_as_the_prompts_need(tmp_path):
     experiment = cli.parse_experiment("debug", [*places(tmp_path), "--data.datasets.0.prompt", SHORT])
     world = find_world(WorldFlags(), {})

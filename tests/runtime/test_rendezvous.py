@@ -70,6 +70,7 @@ def test_four_processes_that_agree_meet(free_port):
     assert meet_all(*(world_of(free_port, index, 4) for index in range(4))) == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_missing_process_is_named_and_so_are_those_present(free_port):
     errors = meet_all(world_of(free_port, 0, 4), world_of(free_port, 2, 4), timeout_s=3.0)
     assert all(isinstance(error, PeerLostError) for error in errors)
@@ -84,6 +85,7 @@ def test_a_missing_process_is_named_and_so_are_those_present(free_port):
     )
 
 
+@pytest.mark.slow
 def test_missing_hosts_are_named_where_the_launcher_knows_them(free_port):
     world = dataclasses.replace(world_of(free_port, 0, 6), hosts=("node1", "node2", "node3"))
     (error,) = meet_all(world, timeout_s=1.0)
@@ -92,6 +94,7 @@ def test_missing_hosts_are_named_where_the_launcher_knows_them(free_port):
     )
 
 
+@pytest.mark.slow
 def test_a_missing_process_zero_is_named_with_what_to_check(free_port):
     (error,) = meet_all(world_of(free_port, 1, 2), timeout_s=1.0)
     assert isinstance(error, PeerLostError)
@@ -204,6 +207,7 @@ def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog
     assert first == [None]
 
 
+@pytest.mark.slow
 def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
     monkeypatch.setattr(waiting, "REPORT_EVERY_S", 0.1)
     caplog.set_level(logging.INFO)

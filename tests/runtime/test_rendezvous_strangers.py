@@ -117,6 +117,7 @@ def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port + 1), timeout=30)
 
 
+@pytest.mark.slow
 def test_ten_thousand_strangers_are_ignored_and_real_processes_still_meet(zero, caplog):
     made, port = zero
     draw = random.Random(0)
@@ -307,6 +308,7 @@ def verdict():
         yield wait, theirs
 
 
+@pytest.mark.slow
 def test_a_verdict_that_drips_is_not_waited_for_without_end(verdict):
     wait, theirs = verdict
 

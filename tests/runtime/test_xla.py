@@ -26,6 +26,7 @@ def world(index=0, count=1, local_index=0, local_count=1):
     )
 
 
+@pytest.mark.slow
 def test_what_the_user_set_is_never_changed():
     environ = {"XLA_CLIENT_MEM_FRACTION": "0.5", "NCCL_DEBUG": "INFO", "XLA_FLAGS": f"{SCHEDULER}=false"}
     before = dict(environ)
@@ -74,6 +75,7 @@ def test_the_extent_of_a_run_follows_from_its_processes_and_gpus(place, visible,
     assert xla.extent_of(place, {"CUDA_VISIBLE_DEVICES": visible}) == extent
 
 
+@pytest.mark.slow
 def test_flags_are_added_to_the_users(tmp_path):
     environ = {"XLA_FLAGS": "--xla_gpu_autotune_level=2"}
     xla.apply_settings("gpu", environ, "devices")

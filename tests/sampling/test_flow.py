@@ -58,6 +58,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("num_steps", [1, 5])
+@pytest.mark.slow
 def test_a_chunks_context_is_made_once_whatever_the_denoising_steps(name, num_steps):
     model, seen, keys = Counting(), toy.batch(2).observation, jax.random.split(jax.random.key(0), 2)
     with jax.disable_jit():  # loops run in Python, and every call counts
@@ -122,6 +123,7 @@ def test_a_guided_step_more_costs_no_pass_over_the_prefix(name):
         assert counted(functools.partial(sample, num_steps), params, seen) == once + num_steps * each
 
 
+@pytest.mark.slow
 def test_the_chain_holds_every_step_and_ends_in_the_sample():
     model, seen = toy.LinearConfig().build(nnx.Rngs(0)), toy.batch(2).observation
     chain = FlowSampler().chain(model, seen, NOISE, None, STEPS)

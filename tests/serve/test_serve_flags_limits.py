@@ -138,6 +138,7 @@ def test_a_message_of_so_many_bytes_is_read_and_one_more_is_not():
     assert serve("run", "--port=0", "--max-message-mib=1", talk=talk).talked == 1009
 
 
+@pytest.mark.slow
 def test_a_connection_without_requests_is_closed():
     def talk(server):
         with server.connect() as connection:

@@ -128,6 +128,7 @@ def test_an_error_of_ours_shows_no_traceback_and_ends_the_connection():
             assert ask(other, request(1))["actions"][0] == 2
 
 
+@pytest.mark.slow
 def test_a_client_of_bad_requests_alone_is_sent_away():
     with serving(StubPolicy()) as (port, _), client(port) as connection, pytest.raises(ConnectionClosedError) as closed:
         for _ in range(101):
@@ -210,6 +211,7 @@ def test_only_who_has_the_key_comes_in():
         assert get(port, "/healthz")[0] == 200
 
 
+@pytest.mark.slow
 def test_an_idle_client_and_half_a_handshake_are_closed_in_time():
     with serving(StubPolicy(), limits={"idle_s": 0.5}) as (port, _):
         with client(port) as connection, pytest.raises(ConnectionClosed) as closed:
@@ -222,6 +224,7 @@ def test_an_idle_client_and_half_a_handshake_are_closed_in_time():
                 pass
 
 
+@pytest.mark.slow
 def test_half_a_message_does_not_hold_up_others_and_is_given_up():
     with serving(StubPolicy(), limits={"ping_s": 0.5}) as (port, _), client(port) as other:
         with client(port) as connection:

@@ -228,6 +228,7 @@ def test_frames_are_allowed_by_time_too(monkeypatch):
         assert wire.decode(message(client))["actions"][0] == 2
 
 
+@pytest.mark.slow
 def test_the_next_request_waits_in_the_network_until_this_one_is_answered():
     policy = StubPolicy()
     large = frame(BINARY, wire.encode(request(2, image=np.zeros(48 << 20, np.uint8))))
@@ -290,6 +291,7 @@ def big(kind):
 @pytest.mark.parametrize(
     "kind", [*PICTURES, "a map of millions", "small maps", "plain bytes", "wide text", "wide text in a text frame"]
 )
+@pytest.mark.slow
 def test_a_request_holds_no_more_than_twice_its_bytes(kind):
     whole = big(kind.removesuffix(" in a text frame"))
     sent = frame(TEXT if "frame" in kind else BINARY, whole)

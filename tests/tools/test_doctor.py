@@ -288,6 +288,7 @@ def test_norm_stats_that_are_missing_or_degenerate_are_told_by_dim(tmp_path):
     assert f"actions {first} (std = 0: raised)" in warned
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_told_before_it_is_started(tmp_path):
     world = find_world(WorldFlags(), {})
     assert not lines(check_run.needs(experiment("debug", tmp_path), world), "fail")

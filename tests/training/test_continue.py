@@ -47,6 +47,7 @@ def load(directory):
     return leaves
 
 
+@pytest.mark.slow
 def test_every_leaf_of_the_state_is_where_it_was(saved, tmp_path):
     layout, state, directory = saved
     ours.write(tmp_path / "ours", open_checkpoint(directory, CONFIG), CONFIG)

@@ -222,6 +222,7 @@ def action_error(objective, model, rows):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.slow
 def test_losses_and_action_errors_of_weights_and_average_are_those_of_numpy(name):
     values, *models = evaluate(objective=OBJECTIVES[name])
     held_out, trained = first_rows(NUM_ROWS), first_rows(NUM_TRAIN_ROWS, seed=1)
@@ -266,6 +267,7 @@ class RecordedConfig(toy.LinearConfig):
     # the second; the third is the last of a chunk, and repeats: (1 + 4 + 9) * 10 over 12 steps of 3 dims.
     [(0, 0.0), (1, 140 / 36)],
 )
+@pytest.mark.slow
 def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, expected):
     config, plan = RecordedConfig(shift=shift), Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     objective = toy.FlowThatSamplesItself()
@@ -280,6 +282,7 @@ def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, ex
     assert values["val/action_mse"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_experiments_own_measure_is_of_the_weights_and_of_their_average():
     config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:2]), strategy="replicated")
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED)

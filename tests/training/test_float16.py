@@ -108,6 +108,7 @@ def test_updates_are_those_of_float32_to_rounding_whatever_the_scale(layout):
     assert exact_states[0].scale is None
 
 
+@pytest.mark.slow
 def test_small_gradients_survive_only_with_a_scale():
     """Errors of 1e-7 times a share of 1/96 lie far below float16's least number, 6e-8."""
     rows = toy.batch(8, ragged=False)
@@ -158,6 +159,7 @@ def test_overflow_is_skipped_and_halves_the_scale_until_it_goes_through():
         np.testing.assert_allclose(metrics["learning_rate"], rates(updates), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_parameters_that_overflow_stop_the_run_at_the_least_scale():
     _, states = run_steps([])
     start = dataclasses.replace(states[0], params={**states[0].params, "kernel": jnp.full((4, 4), 1e6)})
@@ -219,6 +221,7 @@ def test_a_checkpoint_keeps_the_scale_bit_for_bit_and_older_ones_are_read(tmp_pa
         Checkpoints(tmp_path / "old").restore(abstract(state))
 
 
+@pytest.mark.slow
 def test_resumed_steps_equal_uninterrupted_ones(tmp_path):
     batches = [GOOD[0], large(30.0), GOOD[1], GOOD[2], large(30.0), GOOD[3]]
     whole, _ = run_steps(batches)

@@ -44,6 +44,7 @@ def test_no_work_is_done_for_gradients_of_fixed_weights():
     assert fixed.activation_bytes_per_row < whole.activation_bytes_per_row
 
 
+@pytest.mark.slow
 def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
     whole, _ = cost(None)
     fixed, _ = cost("backbone")
@@ -60,6 +61,7 @@ def test_under_a_fixed_backbone_the_prefix_goes_forward_alone():
     assert fixed.activation_bytes_per_row < 0.4 * whole.activation_bytes_per_row
 
 
+@pytest.mark.slow
 def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backward_pass_does():
     graph, params = built(TINY)
     trained = {path for path in params if "/action/" in path or not path.startswith(("image_encoder", "transformer"))}

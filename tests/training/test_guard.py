@@ -137,6 +137,7 @@ def reads_by_step(run, monkeypatch):
     return reads
 
 
+@pytest.mark.slow
 def test_the_loop_reads_from_the_devices_at_log_lines_alone(run, monkeypatch):
     reads = reads_by_step(run, monkeypatch)
     assert [step for step, count in reads.items() if count] == [4, 8]
@@ -144,6 +145,7 @@ def test_the_loop_reads_from_the_devices_at_log_lines_alone(run, monkeypatch):
     assert [line["step"] for line in lines] == [4, 8]
 
 
+@pytest.mark.slow
 def test_such_a_read_would_be_counted(run, monkeypatch):
     note = run.note
 
@@ -175,6 +177,7 @@ def test_transfers_that_are_asked_for_pass_and_other_errors_stay_as_they_are():
     assert not hasattr(raised.value, "__notes__")
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_steps_that_were_asked_for(run):
     train(run)
     assert json.loads((run.directory / "program.json").read_text())["model_flops"] > 0
@@ -185,6 +188,7 @@ def test_a_profile_holds_the_steps_that_were_asked_for(run):
 
 
 @pytest.mark.parametrize(("steps", "says"), [(4, "wrote a profile"), (3, "the run ended before step 4")])
+@pytest.mark.slow
 def test_a_run_that_ends_early_writes_what_was_traced_or_says_that_nothing_was(tmp_path, caplog, steps, says):
     caplog.set_level("INFO")
     profiler = Profiler(tmp_path, 5, 1, nothing)

@@ -78,6 +78,7 @@ def run(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_a_restored_state_takes_the_steps_that_the_saved_one_would_have_taken(run):
     feed = Batches(run.plan)
     restored = run.begin(EXPERIMENT, feed)

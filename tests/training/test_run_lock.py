@@ -78,6 +78,7 @@ def test_a_killed_process_leaves_no_lock_behind(other, tmp_path, monkeypatch):
     assert (tmp_path / "debug/x/.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+@pytest.mark.slow
 def test_a_start_that_waits_goes_on_when_the_one_before_has_ended(other, tmp_path):
     threading.Timer(1.0, other.stdin.close).start()
     open_run(request(tmp_path))

@@ -77,6 +77,7 @@ def test_zero3_cuts_parameters_moments_and_average():
 
 
 @pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.slow
 def test_loss_equals_the_closed_form(reference, index):
     """numpy, from the objective's own draws for this step."""
     objective = FlowMatching(augment=False, num_flow_draws=2)
@@ -98,6 +99,7 @@ def test_loss_equals_the_closed_form(reference, index):
     np.testing.assert_allclose(reference[0][index]["loss"], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_step_and_row_only():
     objective = FlowMatching(augment=False)
     from openpi_train.keys import row_keys
@@ -116,6 +118,7 @@ def test_draws_depend_on_seed_step_and_row_only():
         assert len({row.tobytes() for row in draws}) == 6  # no two rows draw alike
 
 
+@pytest.mark.slow
 def test_times_follow_openpis_distribution():
     objective = FlowMatching(augment=False, num_flow_draws=1000)
     from openpi_train.keys import row_keys
@@ -131,6 +134,7 @@ def test_times_follow_openpis_distribution():
     assert abs(beta.var() - spread**2) < 5 * spread**2 * np.sqrt(2 / beta.size)
 
 
+@pytest.mark.slow
 def test_padded_steps_and_dims_have_no_influence_where_masked():
     objective = FlowMatching(augment=False, mask_action_dims=True)
     rows = toy.batch(8)
@@ -152,6 +156,7 @@ def test_padded_steps_and_dims_have_no_influence_where_masked():
     assert float(objective.norms(rows)["elements"]) == float(rows.action_mask.sum()) * 3
 
 
+@pytest.mark.slow
 def test_an_update_with_nan_is_not_applied():
     bad = toy.batch(8, seed=1)
     bad = dataclasses.replace(bad, actions=bad.actions.at[3, 0, 0].set(jnp.nan))
@@ -173,6 +178,7 @@ def test_an_update_with_nan_is_not_applied():
         np.testing.assert_array_equal(ours, old)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_are_bfloat16_and_never_change():
     config = toy.LinearConfig(low_rank=True)
     _, start = run_steps(config=config, steps=0)
@@ -187,6 +193,7 @@ def test_frozen_leaves_are_bfloat16_and_never_change():
     np.testing.assert_allclose(history[-1]["param_norm"], optax.tree.norm(kernels), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_average_is_of_updated_parameters():
     _, first = run_steps(steps=0)
     _, second = run_steps(steps=1)

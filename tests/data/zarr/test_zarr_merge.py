@@ -89,6 +89,7 @@ def test_a_merge_of_six_stores_is_their_union(six, tmp_path, capsys):
     assert not list(tmp_path.glob("*unfinished*"))
 
 
+@pytest.mark.slow
 def test_a_merge_that_is_killed_goes_on_where_it_was(six, tmp_path, monkeypatch, small_blocks):
     out, written = tmp_path / "six.zarr", []
     crc = zarr_writer._crc

@@ -287,6 +287,7 @@ def test_another_dtype_is_cast_only_when_asked(run):
     np.testing.assert_array_equal(restored.frozen["img/w"], make_state(2).frozen["img/w"].astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_ema_switched_on_is_named_as_such(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(make_state(1, ema=False), **SAVED_WITH)
@@ -394,6 +395,7 @@ def test_saving_over_a_checkpoint_that_was_not_restored_is_an_error(run):
         ({"keep_last": 2, "keep_period": 3}, [3, 5, 6]),
     ],
 )
+@pytest.mark.slow
 def test_keep_last_and_keep_period(tmp_path, options, kept):
     checkpoints = save_steps(tmp_path, 1, 2, 3, 4, 5, 6, **options)
     assert checkpoints.steps() == kept
@@ -444,6 +446,7 @@ def test_left_overs_of_killed_saves_are_removed_and_logged(tmp_path, caplog):
     assert "7.orbax-checkpoint-tmp, left behind" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_clean_up_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     checkpoints = save_steps(tmp_path, 1)
 
