@@ -130,19 +130,19 @@ def test_every_setting_that_tokens_depend_on_has_its_own_cache(folder):
 def test_an_interrupted_encoding_is_continued(folder, encoded, monkeypatch, caplog):
     """Whatever ends the process: a part is written whole or not at all, and the manifest last."""
     caplog.set_level(logging.INFO)
-    write_bytes = encoded_parts.files.write_bytes
+    write_npz = encoded_parts.files.write_npz
     written = []
 
-    def fails_at_the_third(path, content):
+    def fails_at_the_third(path, arrays):
         if len(written) == 3:
             raise KeyboardInterrupt
         written.append(path)
-        write_bytes(path, content)
+        write_npz(path, arrays)
 
-    monkeypatch.setattr(encoded_parts.files, "write_bytes", fails_at_the_third)
+    monkeypatch.setattr(encoded_parts.files, "write_npz", fails_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         cache(folder).open()
-    monkeypatch.setattr(encoded_parts.files, "write_bytes", write_bytes)
+    monkeypatch.setattr(encoded_parts.files, "write_npz", write_npz)
     written[1].write_bytes(written[1].read_bytes()[:-100])  # a damaged part is noticed, too
     del encoded[:]
     store = cache(folder).open()
