@@ -24,7 +24,7 @@ from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import VideoRecorder
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, StoppedError, TrainerView
-from openpi_train.evaluation.sums import Programs
+from openpi_train.evaluation.sums import CompiledPrograms
 from openpi_train.fields import as_json
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params, merge_module
@@ -45,7 +45,7 @@ class MeshPolicy:
         self.batch_size = config.episodes_per_device * (mesh.size // mesh.shape[TENSOR])
         self.rows = local_rows(trainer.plan.batch, self.batch_size)
         self.params: Params = {}
-        self._programs = Programs({"policy": self._program})
+        self._programs = CompiledPrograms({"policy": self._program})
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         """The chunks [b, h, a] from the present control step on, in the robot's units."""

@@ -16,7 +16,7 @@ from openpi_train.nn.params import merge_module
 from openpi_train.runtime import agree
 
 
-class Programs:
+class CompiledPrograms:
     """Functions by name, each compiled once for inputs with the same shardings. All processes call the same ones."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]):
@@ -37,7 +37,7 @@ class Sums:
     """Sums of programs by name, each a function of arguments, a batch and the batch's index."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], running: Running):
-        self._programs, self._stop_requested = Programs(functions), running.stop_requested
+        self._programs, self._stop_requested = CompiledPrograms(functions), running.stop_requested
 
     def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
         """The sum of a program's results over `batches`, in float64 on the host. Raises StoppedError if stopped.
