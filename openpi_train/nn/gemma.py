@@ -195,6 +195,7 @@ class Gemma(nnx.Module):
             lambda rngs: GemmaLayer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,
             rngs,
+            is_cut=len(configs) > 1,
         )
         self.final_norm = nnx.Dict(
             {

@@ -50,14 +50,15 @@ _WITHOUT_ARITHMETIC = frozenset(
 M = TypeVar("M", bound=nnx.Module)
 
 
-def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M:
+def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs, *, is_cut: bool = False) -> M:
     """One module with the parameters of `depth` separately initialised layers, stacked on a new first axis.
 
-    Run it by `scan_layers` and the functions below, which gather each layer when it runs.
+    Run it by `scan_layers` and the functions below, which gather each layer when it runs. `is_cut`: training may run it
+    by `cut_last`, whose copy the forecast of memory then counts.
     """
     stacked = nnx.vmap(make)(rngs.split(depth))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
-        variable.set_metadata(gathering=Gathering.BY_LAYER)
+        variable.set_metadata(gathering=Gathering.BY_LAYER, is_cut=is_cut)
     return stacked
 
 

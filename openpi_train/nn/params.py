@@ -45,9 +45,10 @@ def gatherings(module: nnx.Module) -> dict[str, Gathering]:
     return {path: gathering for path, gathering in found.items() if gathering is not None}
 
 
-def stacked_paths(module: nnx.Module) -> frozenset[str]:
-    """The parameters that hold one array per layer, on their first dim (`layers.py: stack_layers`)."""
-    return frozenset(path for path, way in gatherings(module).items() if way is Gathering.BY_LAYER)
+def cut_stack_paths(module: nnx.Module) -> frozenset[str]:
+    """The parameters of stacks of layers whose last layer is computed apart (`layers.py: cut_last`)."""
+    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return frozenset("/".join(map(str, path)) for path, variable in variables if variable.get_metadata("is_cut", False))
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:

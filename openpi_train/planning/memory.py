@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_train.nn.params import merge_module, stacked_paths
+from openpi_train.nn.params import cut_stack_paths, gatherings, merge_module
+from openpi_train.nn.shard import Gathering
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import FSDP
 from openpi_train.sharding.strategy import HOST_MEMORY
@@ -98,24 +99,35 @@ def predict(
 
     Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises; otherwise those of a
     micro-batch are temporarily whole, in the compute dtype `dtype`. So is the copy used for computation, of all
-    parameters that are sharded or have another dtype.
+    parameters that are gathered or have another dtype. Rows of a table that are sharded stay where they are, and so
+    does their gradient.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
-    grads = bytes_per_device(shapes.params, plan.tree("grads", shapes.params))
     leaves = {**shapes.frozen, **shapes.params}
+    module = merge_module(layout.graphdef, leaves)
+    specs = {path: plan.spec("state", leaf, path) for path, leaf in leaves.items()}
+    by_row = {
+        path for path, way in gatherings(module).items() if way is Gathering.BY_ROW and specs[path][:1] == (FSDP,)
+    }
 
-    def narrow(paths: Iterable[str]) -> int:
-        """Bytes of these parameters in `dtype`, sharded like the copy."""
-        narrowed = {path: jax.ShapeDtypeStruct(leaves[path].shape, dtype) for path in paths}
-        return bytes_per_device(narrowed, plan.tree("copy", {path: leaves[path] for path in narrowed}))
+    def held(part: Any, paths: Iterable[str], dtype: Any) -> int:
+        """Bytes of these parameters in `dtype`, sharded like `part`."""
+        total = 0
+        for path in paths:
+            spec = specs[path] if path in by_row else plan.spec(part, leaves[path], path)
+            narrowed = jax.ShapeDtypeStruct(leaves[path].shape, dtype)
+            total += bytes_per_device(narrowed, jax.sharding.NamedSharding(plan.mesh, spec))
+        return total
 
-    copied = {path for path, leaf in leaves.items() if leaf.dtype != dtype or FSDP in plan.spec("state", leaf, path)}
-    compute_copy = narrow(copied)
+    grads = held("grads", shapes.params, jnp.float32)
+    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and not plan.cuts("copy")}
+    copied = gathered | {path for path, leaf in leaves.items() if leaf.dtype != dtype}
+    compute_copy = held("copy", copied, dtype)
     if num_micros > 1 and plan.cuts("state") and not plan.cuts("copy"):
         # A stack less its last layer (`nn/layers.py: cut_last`) is a second copy; the next micro-batch needs the first.
-        compute_copy += narrow(copied & stacked_paths(merge_module(layout.graphdef, leaves)))
-    micro_grads = grads if plan.cuts("grads") else narrow(shapes.params)
+        compute_copy += held("copy", copied & cut_stack_paths(module), dtype)
+    micro_grads = grads if plan.cuts("grads") else held("copy", shapes.params, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),
         frozen=bytes_per_device(shapes.frozen, shardings.frozen),
@@ -177,8 +189,7 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     activations = (
         f"activations about {memory.activations / GIB:.1f} GiB" if memory.activations else "no activations yet"
     )
-    advice.append("train low-rank adapters only: pi0_bridge_traj_lora")
-    advice.append("try the small model: pi0_bridge_traj_tiny")
+    advice += experiment.model.smaller_runs
     raise DoesNotFit(
         f"{experiment.name} does not fit. Bytes needed on each device: "
         f"state {memory.state / GIB:.1f} GiB (parameters {memory.params / GIB:.1f}, frozen {memory.frozen / GIB:.1f}, "
