@@ -187,6 +187,11 @@ class Data(abc.ABC):
         """The camera slots of a row, used to estimate the cost of a row. Default: none."""
         return ()
 
+    @property
+    def row_in_words(self) -> str:
+        """What makes a row large, for the head of a plan."""
+        return f"{len(self.cameras)} camera(s)"
+
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []

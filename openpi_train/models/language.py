@@ -4,7 +4,7 @@ Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published f
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import tyro
@@ -77,6 +77,11 @@ class LanguageConfig(TransformerConfig):
             attention=self.attention,
             rngs=rngs,
         )
+
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        adapters = () if self.adapter.enabled else ("train low-rank adapters only: --model.adapter.rank 16",)
+        return *adapters, "cut the texts shorter: --data.max-length"
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         shared = {"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim}

@@ -84,6 +84,11 @@ class ModelConfig(abc.ABC):
         """
         return {None: self}
 
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        """What else to train where a run needs more memory than there is, as sentences (default: nothing is known)."""
+        return ()
+
     def public_name(self, path: str) -> str:
         """The name under which the parameter `path` is published in checkpoints (default: its own)."""
         return path

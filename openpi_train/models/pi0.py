@@ -5,7 +5,7 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from flax import nnx
@@ -44,6 +44,10 @@ class Pi0Config(prompted.PromptedConfig):
     action_expert_variant: str = "gemma_300m"
     # Sizes of the action expert that differ from its variant's.
     action_expert: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        return "train low-rank adapters only: pi0_bridge_traj_lora", "try the small model: pi0_bridge_traj_tiny"
 
     def __post_init__(self):
         language, action = self.experts.values()

@@ -5,7 +5,7 @@ Read next: `language.py`, `objectives/preference_pairs.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -82,6 +82,14 @@ class ReferencedConfig(ModelConfig):
     def remat_choices(self) -> Mapping[str | None, "ReferencedConfig"]:
         choices = self.policy.remat_choices().items()
         return {name: dataclasses.replace(self, policy=policy) for name, policy in choices}
+
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        return (
+            "train low-rank adapters only, which need no copy as a reference: a LanguageConfig with an adapter",
+            "precompute what the reference says: a LanguageConfig with --objective.reference precomputed",
+            *self.policy.smaller_runs[1:],
+        )
 
     def build(self, rngs: nnx.Rngs) -> PolicyAndReference:
         return PolicyAndReference(self.policy, rngs)

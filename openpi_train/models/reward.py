@@ -1,7 +1,7 @@
 """Reward models: a language model whose last token of a text is given a score. Read next: `language.py`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -89,6 +89,10 @@ class RewardConfig(ModelConfig):
     def remat_choices(self) -> Mapping[str | None, "RewardConfig"]:
         choices = self.language.remat_choices().items()
         return {name: dataclasses.replace(self, language=language) for name, language in choices}
+
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        return [line.replace("--model.", "--model.language.") for line in self.language.smaller_runs]
 
     def build(self, rngs: nnx.Rngs) -> RewardModel:
         return RewardModel(self.decoder, rngs)

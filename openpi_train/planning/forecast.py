@@ -214,7 +214,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
         return None, (
             f"nothing fits: {least.words()} needs least, with {least.rows} row(s) on a device at a time, and "
             f"{least.machine.usable_bytes / GIB:.1f} GiB can be used; take more or larger devices, or train low-rank "
-            "adapters only (pi0_bridge_traj_lora)"
+            "adapters only"
         )
     first = fitting[0]
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]

@@ -20,7 +20,7 @@ def tables(report: "Report") -> str:
     one = report.forecasts[0]
     head = [
         f"{experiment.name} on {machine.num_devices} x {machine.kind.name}, {hosts}: batch {experiment.batch_size}, "
-        f"{len(experiment.data.cameras)} camera(s){groups}{offload}",
+        f"{experiment.data.row_in_words}{groups}{offload}",
         f"parameters: {report.num_params:,} train, {report.num_frozen:,} are kept fixed",
         f"model FLOPs (forward and backward): {report.model_flops_per_row / 1e12:.4g} T per sample, "
         f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",

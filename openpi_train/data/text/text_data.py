@@ -98,6 +98,10 @@ class TextData(Data):
         """The tokens of the longest row that is allowed."""
         return self.max_length * (2 if self.kind == "preferences" else 1)
 
+    @property
+    def row_in_words(self) -> str:
+        return f"rows of {self.longest_row} tokens"
+
     def check(self) -> list[str]:
         problems = [problem for number, dataset in enumerate(self.datasets) for problem in _check(number, dataset)]
         if not self.datasets:
