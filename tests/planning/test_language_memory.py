@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 from openpi_train_configs.gsm8k_runs import gsm8k_dpo_llama32_1b, gsm8k_reward_llama32_1b, gsm8k_sft_llama32_1b
 
+from openpi_train import cli
+from openpi_train.data.files import write_json
 from openpi_train.experiment import Experiment
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -96,3 +98,14 @@ def test_what_needs_less_is_said_for_language_models(experiment, flag):
 def test_the_head_of_a_plan_has_the_length_of_rows():
     experiment, _ = chosen(gsm8k_dpo_llama32_1b)
     assert experiment.data.row_in_words == "rows of 128 tokens"  # two texts
+
+
+def test_a_folder_with_a_config_alone_is_planned(tmp_path):
+    """Qwen2.5-7B: no weights, no tokenizer, no data."""
+    config = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    config |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "rms_norm_eps": 1e-6}
+    write_json(tmp_path / "config.json", {**config, "rope_theta": 1e6, "tie_word_embeddings": False})
+    flags = ["--exp-name", "plan", "--model.path", str(tmp_path), "--model.remat", "full"]
+    report = plan.make_report(cli.parse_experiment("gsm8k_sft_qwen25_05b", flags), H100)
+    assert report.num_params == 7_615_616_512  # as the hub counts them
+    assert report.recommended is not None
