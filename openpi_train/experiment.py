@@ -199,7 +199,7 @@ class Experiment:
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
         if self.num_epochs is None:  # else the length in steps is known when the data are open
             problems += self.lr_schedule.check(self.num_train_steps)
-        problems += [*self.optimizer.check(), *self.loss_scaling.check()]
+        problems += [*self.optimizer.check(), *self.loss_scaling.check(), *self.objective.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
