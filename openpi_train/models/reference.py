@@ -40,6 +40,10 @@ class PolicyAndReference(nnx.Module):
         """What the policy's activations say of these tokens."""
         return self.policy.scores(x, tokens, **how)
 
+    def logits(self, x: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+        """The policy's logits of every token of the vocabulary."""
+        return self.policy.logits(x)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferencedConfig(ModelConfig):
