@@ -15,8 +15,8 @@ from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generator import Generator, joined
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator, end_tokens
+from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import policy_of
 from openpi_train.nn.params import Params
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 # Prompts whose references are looked at for the tokens that end them.
 _LOOKED_AT = 256
+# Draws that are looked up at once.
+_BLOCK = 1024
 
 
 class PromptSource:
@@ -53,6 +55,7 @@ class PromptSource:
         sizes = [len(samples) for samples in self._samples]
         self._firsts = np.cumsum([0, *sizes[:-1]])
         self._mixture = Mixture(sizes, [member.weight for member in self._members], data.train.mixture.seed)
+        self._block, self._located = -1, (np.zeros(0), np.zeros(0), np.zeros(0))
         # The rows of the data, and which of them are left out.
         self.identity: Mapping[str, Any] = {"texts": data.train.identity, "most_tokens": most_tokens}
 
@@ -76,5 +79,9 @@ class PromptSource:
         return list(dict.fromkeys(end for end in found if end is not None))
 
     def _locate(self, draw: int) -> tuple[int, int]:
-        dataset, _, index = self._mixture.locate(np.array([draw]))
-        return int(dataset[0]), int(index[0])
+        block, place = divmod(draw, _BLOCK)
+        if block != self._block:
+            self._block = block
+            self._located = self._mixture.locate(block * _BLOCK + np.arange(_BLOCK))
+        dataset, _, index = self._located
+        return int(dataset[place]), int(index[place])

@@ -17,7 +17,7 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator, end_tokens
-from openpi_train.models.reference import policy_of
+from openpi_train.models.accompanied import policy_of
 from openpi_train.nn.params import Params
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.prompt_source import PromptSource

@@ -159,6 +159,14 @@ def test_attempts_that_were_cut_may_stay_out_of_the_loss():
     assert masks.any(axis=1).tolist() == [not cut for cut in is_cut] and any(is_cut)
 
 
+def test_rows_that_fill_an_iteration_count_nowhere():
+    """One mixed group of the four that are asked for."""
+    feed, state, *_ = made(mixed_only=True, max_waves=1, reward=lambda context, number: float(context == 2 > number))
+    batches = [feed.next(state) for _ in range(3)]
+    masks, advantages = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("mask", "advantages"))
+    assert masks.any(axis=1).sum() == 3 and not advantages[~masks].any()
+
+
 def test_a_run_without_two_different_rewards_changes_nothing():
     feed, state, step, plan = made(reward=lambda *_: 1.0, mixed_only=True, max_waves=2)
     before = np.asarray(state.params["weight"])
