@@ -65,7 +65,7 @@ class TextActor(Actor):
         )
         self._length = prompts.longest + practice.max_new_tokens
         self._judge = Judge(
-            practice.rewards, timeout_s=practice.reward_timeout_s, on_timeout=practice.on_reward_timeout
+            practice.rewards, running, timeout_s=practice.reward_timeout_s, on_timeout=practice.on_reward_timeout
         )
         self._texts: TextGenerator | None = None
         self.identity: Mapping[str, Any] = prompts.identity

@@ -52,9 +52,8 @@ def completed(text, reference="", num_new_tokens=5, most_new_tokens=20):
 
 
 def judged(rewards, given, timeout_s=60.0, on_timeout="error"):
-    judge = Judge(
-        [TextReward(name=name, weight=weight) for name, weight in rewards], timeout_s=timeout_s, on_timeout=on_timeout
-    )
+    terms = [TextReward(name=name, weight=weight) for name, weight in rewards]
+    judge = Judge(terms, None, timeout_s=timeout_s, on_timeout=on_timeout)
     try:
         return judge(given)
     finally:
@@ -148,4 +147,5 @@ def test_what_is_no_reward_is_refused_before_the_run_begins(functions, tmp_path)
     assert "is no regular expression" in problems("regex:(")
     assert "overlong:TOKENS" in problems("overlong:few")
     assert "there is no file" in problems(f"{tmp_path}/none.py:f")
+    assert f"there is no {tmp_path}/none" in problems(f"model:{tmp_path}/none") and not problems(f"model:{tmp_path}")
     assert "weight nan must be a finite number" in problems("exact_match", float("nan"))

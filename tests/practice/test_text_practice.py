@@ -4,15 +4,22 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from openpi_train_configs.arithmetic_practice import arithmetic_grpo
 from trainers import make_trainer, running_of
 
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.generation.generator import Generator
+from openpi_train.interop import huggingface
+from openpi_train.interop.openpi import parameter_names
+from openpi_train.interop.stored_leaves import Stored, in_memory
+from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.practice_feed import PracticeFeed
@@ -196,6 +203,37 @@ def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):
     assert made.feed._actor._prompts.longest == 5
     with pytest.raises(DataError, match="has no prompt of at most 2 tokens"):
         make(max_length=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices):
+    model = RewardConfig(language=dataclasses.replace(arithmetic_grpo.model, sizes=SIZES))
+    params = module_params(model.build(nnx.Rngs(0)))
+    head = np.random.default_rng(0).normal(size=(1, SIZES.width)).astype(np.float32)
+    params = {path: jnp.asarray(head) if path == "score/weight" else leaf * 3 for path, leaf in params.items()}
+    names = parameter_names(model)
+    leaves = {names[path]: in_memory(np.asarray(leaf)) for path, leaf in params.items()}
+    huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), model)
+    reward = TextReward(name=f"model:{tmp_path}/model")
+    made = make(devices, practice=dataclasses.replace(PRACTICE, rewards=(reward,)))
+    with jax.set_mesh(made.plan.real_mesh):
+        attempts = made.feed._actor.act(made.state.params, [0, 1, 2], 2)
+    module = merge_module(nnx.split(model.build(nnx.Rngs(0)))[0], params)
+    columns = [jnp.asarray(attempts.columns[name]) for name in ("tokens", "positions", "segments")]
+    expected = module.rewards(*columns, num_segments=1)[:, 0]
+    np.testing.assert_allclose(attempts.rewards, expected, rtol=1e-4, atol=1e-5)
+    assert np.std(attempts.rewards) > 0
+
+
+def test_what_is_no_reward_model_is_refused(make, tmp_path):
+    language = dataclasses.replace(arithmetic_grpo.model, sizes=SIZES)
+    names = parameter_names(language)
+    params = module_params(language.build(nnx.Rngs(0)))
+    leaves = {names[path]: in_memory(np.asarray(leaf)) for path, leaf in params.items()}
+    huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), language)
+    with pytest.raises(UsageError, match="has no score head: it is no reward model"):
+        make(practice=dataclasses.replace(PRACTICE, rewards=(TextReward(name=f"model:{tmp_path}/model"),)))
 
 
 @pytest.mark.parametrize(

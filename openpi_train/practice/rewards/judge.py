@@ -6,6 +6,7 @@ Read next: `text_reward.py`.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,14 +31,14 @@ class Rewards:
 
 
 class Judge:
-    """Rewards completions. Each process computes its share of them.
+    """Rewards completions in a run. Each process computes its share of them.
 
     Args: `timeout_s`, `on_timeout` are those of `FunctionReward`.
     """
 
-    def __init__(self, rewards: Sequence[TextReward], *, timeout_s: float, on_timeout: str):
+    def __init__(self, rewards: Sequence[TextReward], running: Any, *, timeout_s: float, on_timeout: str):
         self._rewards = tuple(rewards)
-        self._terms = [reward.term(timeout_s=timeout_s, on_timeout=on_timeout) for reward in rewards]
+        self._terms = [reward.term(running, timeout_s=timeout_s, on_timeout=on_timeout) for reward in rewards]
 
     def __call__(self, completed: Sequence[Completed]) -> Rewards:
         """The rewards of these completions, equal on all processes. Every process must call it with the same ones.
@@ -45,16 +46,23 @@ class Judge:
         Raises DataError on all processes if a reward fails, or is no finite number, on one.
         """
         index, count = jax.process_index(), jax.process_count()
+        mine: dict[int, list[float | None]] = {}
+        values, problem = np.full((len(self._terms), len(completed)), np.nan), None
         try:
-            mine, problem = [self._checked(number, completed[index::count]) for number in range(len(self._terms))], None
+            for number, term in enumerate(self._terms):
+                if not term.together:
+                    mine[number] = self._checked(number, completed[index::count])
         except Exception as error:
-            mine, problem = [], f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        parts = agree.gather("rewards of completions", {"values": mine, "problem": problem})
+            problem = f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        parts = agree.gather("rewards of completions", {"values": list(mine.values()), "problem": problem})
         if problems := [f"process {n}: {part['problem']}" for n, part in enumerate(parts) if part["problem"]]:
             raise DataError(problems[0])
-        values = np.full((len(self._terms), len(completed)), np.nan)
-        for number, part in enumerate(parts):
-            values[:, number::count] = np.array(part["values"], np.float64)  # None becomes NaN
+        for process, part in enumerate(parts):
+            for number, found in zip(mine, part["values"], strict=True):
+                values[number, process::count] = np.array(found, np.float64)  # None becomes NaN
+        for number, term in enumerate(self._terms):
+            if term.together:
+                values[number] = np.array(self._checked(number, completed), np.float64)
         weights = np.array([reward.weight for reward in self._rewards])
         known = ~np.isnan(values)
         total = np.where(known.any(axis=0), (weights[:, None] * np.where(known, values, 0.0)).sum(axis=0), np.nan)

@@ -3,6 +3,7 @@
     exact_match, number_match   as in evaluations (`data/text/answer_scores.py`)
     regex:PATTERN               1 if the whole text, without white space at its ends, has this form, else 0
     overlong:N                  0 for a completion that leaves N tokens of those allowed, and then down to -1 (DAPO)
+    model:CHECKPOINT            the score of a reward model (`reward_model.py`)
     file.py:function            a function of the user's, in a process of its own (`function_reward.py`)
 
 A reward is a number, or None for none: a completion that no reward says anything of is in no baseline.
@@ -13,6 +14,8 @@ import abc
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 from openpi_train.data.text.answer_scores import AnswerScore, known_scores
 from openpi_train.practice.rewards.function_reward import FunctionReward, file_problem
@@ -31,7 +34,12 @@ class Completed:
 
 
 class Term(abc.ABC):
-    """One reward of a completion."""
+    """One reward of a completion.
+
+    Processes share out the completions; those of a `together` term are given to all processes, which compute together.
+    """
+
+    together: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
@@ -78,8 +86,8 @@ class OverlongTerm(Term):
 class TextReward:
     """One term of the reward."""
 
-    # exact_match, number_match, regex:PATTERN, overlong:TOKENS, or a function file.py:function(prompt, completion,
-    # reference) that returns a number or None.
+    # exact_match, number_match, regex:PATTERN, overlong:TOKENS, model:CHECKPOINT of a reward model, or a function
+    # file.py:function(prompt, completion, reference) that returns a number or None.
     name: str
     # The term is multiplied by this.
     weight: float = 1.0
@@ -97,20 +105,26 @@ class TextReward:
         elif kind == "overlong":
             if not argument.isdecimal() or int(argument) == 0:
                 return [f"{flag}.name {self.name}: needed is overlong:TOKENS, such as overlong:64"]
+        elif kind == "model":
+            return [f"{flag}.name {self.name}: {problem}" for problem in model_problem(argument)]
         elif kind.endswith(".py"):
             return [f"{flag}.name {self.name}: {problem}" for problem in file_problem(self.name)]
         elif self.name not in known_scores():
-            names = ", ".join([*known_scores(), "regex:PATTERN", "overlong:TOKENS", "file.py:function"])
+            names = ", ".join(
+                [*known_scores(), "regex:PATTERN", "overlong:TOKENS", "model:CHECKPOINT", "file.py:function"]
+            )
             return [f"{flag}.name {self.name!r} is no reward: allowed are {names}"]
         return []
 
-    def term(self, *, timeout_s: float, on_timeout: str) -> Term:
-        """What computes it."""
+    def term(self, running: Any, *, timeout_s: float, on_timeout: str) -> Term:
+        """What computes it in this run. Every process must call it. Raises UsageError if it cannot be used."""
         kind, _, argument = self.name.partition(":")
         if kind == "regex":
             return FormTerm(argument)
         if kind == "overlong":
             return OverlongTerm(int(argument))
+        if kind == "model":
+            return ModelTerm(argument, running)
         if kind.endswith(".py"):
             return FunctionTerm(FunctionReward(self.name, timeout_s=timeout_s, on_timeout=on_timeout))
         return AnswerTerm(known_scores()[self.name])
@@ -127,3 +141,25 @@ class FunctionTerm(Term):
 
     def close(self) -> None:
         self._function.close()
+
+
+class ModelTerm(Term):
+    """The score of a reward model."""
+
+    together = True
+
+    def __init__(self, where: str, running: Any):
+        from openpi_train.practice.rewards.reward_model import ModelReward  # which imports this module
+
+        self._model = ModelReward(where, running)
+
+    def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
+        return self._model(completed)
+
+
+def model_problem(where: str) -> list[str]:
+    """Why there can be no reward model, as far as can be seen without opening it."""
+    if not where:
+        return ["needed is model:CHECKPOINT"]
+    is_path = "://" not in where and not where.startswith("hub:")
+    return [f"there is no {where} (looked in {Path.cwd()})"] if is_path and not Path(where).exists() else []
