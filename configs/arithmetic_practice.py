@@ -39,7 +39,8 @@ arithmetic_grpo = dataclasses.replace(
 """GRPO: the model answers the arithmetic task's prompts eight times each, and learns from which answers are right.
 
 Command: python -m openpi_train arithmetic_grpo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 33 CPU s. Result: 89 % of 1,100 held-out problems, one sampled answer each, from weights
+with 51 % (one seed; 2026-11-24, commit c9ebfe6).
 """
 
 arithmetic_rloo = dataclasses.replace(
@@ -50,7 +51,8 @@ arithmetic_rloo = dataclasses.replace(
 """RLOO: the same with the mean of a group's other answers as the baseline, and one ratio for a whole answer.
 
 Command: python -m openpi_train arithmetic_rloo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 32 CPU s. Result: 89 % of 1,100 held-out problems, one sampled answer each, from weights
+with 51 % (one seed; 2026-11-24, commit c9ebfe6).
 """
 
 arithmetic_ppo = dataclasses.replace(
@@ -69,5 +71,6 @@ arithmetic_ppo = dataclasses.replace(
 """PPO: one answer to each prompt, compared with what a critic of its own expects; two passes over every collection.
 
 Command: python -m openpi_train arithmetic_ppo --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 81 CPU s. Result: 91 % of 1,100 held-out problems, one sampled answer each, from weights
+with 51 % (one seed; 2026-11-24, commit c9ebfe6).
 """
