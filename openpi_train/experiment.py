@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -22,6 +22,7 @@ from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
+from openpi_train.practice.practice import Practice
 from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.sharding.mesh import does_not_divide
@@ -53,6 +54,8 @@ class Experiment:
     objective: Objective
     # The training data.
     data: Data
+    # How the run makes attempts and learns from them; None: it learns from the data.
+    practice: Annotated[Practice | None, tyro.conf.AvoidSubcommands] = None
     # Start weights.
     weight_loader: WeightLoader = setting(default_factory=CheckpointWeightLoader, on_resume="accept")
     # The learning rate, by optimizer step.
@@ -199,11 +202,12 @@ class Experiment:
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
         if self.num_epochs is None:  # else the length in steps is known when the data are open
             problems += self.lr_schedule.check(self.num_train_steps)
-        problems += [*self.optimizer.check(), *self.loss_scaling.check()]
+        problems += [*self.optimizer.check(), *self.loss_scaling.check(), *self.objective.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
+        problems += self._check_practice()
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))
@@ -241,6 +245,44 @@ class Experiment:
                 f"--batch-size {self.batch_size}; change one of them"
             ]
         return []
+
+    def _check_practice(self) -> list[str]:
+        """Why the run cannot learn from own attempts as it should."""
+        practice, objective = self.practice, type(self.objective)
+        if (practice is not None) != objective.practises:
+            if practice is None:
+                return [
+                    f"objective {objective.__name__} learns from own attempts, and the experiment has no `practice`"
+                ]
+            return [f"objective {objective.__name__} does not learn from own attempts: `practice` is of no use"]
+        if practice is None:
+            return []
+        problems = practice.check(
+            objective=self.objective, model=self.model, data=self.data, batch_size=self.batch_size
+        )
+        if problems:
+            return problems
+        num_steps = practice.steps_per_iteration(self.batch_size)
+        intervals = {"--num-train-steps": self.num_train_steps, "--save-interval": self.save_interval}
+        if self.local_checkpoints.dir is not None:
+            intervals["--local-checkpoints.interval"] = self.local_checkpoints.interval
+        if self.num_epochs is not None:
+            problems.append(
+                "--num-epochs counts passes over the data, and this run makes its own: give --num-train-steps"
+            )
+        return problems + [
+            f"{flag} {steps} is not a multiple of the {num_steps} optimizer steps of an iteration (--practice.epochs "
+            "x attempts / --batch-size), within which nothing can be saved; "
+            f"try {max(steps // num_steps, 1) * num_steps}"
+            for flag, steps in intervals.items()
+            if steps % num_steps
+        ]
+
+    def batch_spec(self, num_rows: int) -> Any:
+        """The batch of so many rows that the objective takes, the longest possible, as shapes. Opens no files."""
+        if self.practice is not None:
+            return self.practice.batch_spec(self.data, None, num_rows)
+        return self.data.batch_spec(self.model, num_rows)
 
     def _check_flags(self) -> list[str]:
         problems = []

@@ -7,7 +7,7 @@ Letters in shapes, everywhere in the project:
     b batch rows      t tokens            h action horizon (steps of a chunk)
     a action dims     s state dims        r flow draws per row
     d model width     n query heads       k key/value heads      v vocabulary
-    o observation history steps
+    o observation history steps           u units of an attempt (tokens, denoising steps)
 """
 
 import dataclasses
@@ -139,6 +139,57 @@ class PreferenceBatch:
     def segments(self) -> Int[Array, "b t"]:
         """The number of each token's text in its row; 0 is padding."""
         return self.texts.segments
+
+
+@pytree
+class TokenTraces:
+    """Completions that a policy made, each with its prompt; `weights` of `texts` mark the tokens that it chose.
+
+    `num_tokens` are those that the tokenizer has: no other could be chosen.
+    """
+
+    texts: TextBatch
+    num_tokens: Int[Array, " b"]
+
+    @property
+    def row(self) -> Int[Array, " b"]:
+        """The rows' positions in the global batch."""
+        return self.texts.row
+
+    @property
+    def segments(self) -> Int[Array, "b t"]:
+        """The number of each token's text in its row; 0 is padding."""
+        return self.texts.segments
+
+
+@pytree
+class PracticeBatch:
+    """One batch of a policy's own attempts. An attempt is a row of `u` units: tokens, denoising steps.
+
+    `traces` is what the policy did, in the form of its law (`sampling/law.py`). `mask` marks the units that count.
+    `log_probs` are those of the policy that acted; of rows that `is_fresh` marks, the policy that acted is the one
+    that learns, and they are not looked at. `values` are those of the critic before it learnt from these attempts,
+    `returns` what it should have said. What an objective does not use is 0.
+    """
+
+    traces: Any
+    mask: Bool[Array, "b u"]
+    advantages: Float[Array, "b u"]
+    log_probs: Float[Array, "b u"]
+    reference_log_probs: Float[Array, "b u"]
+    values: Float[Array, "b u"]
+    returns: Float[Array, "b u"]
+    is_fresh: Bool[Array, " b"]
+
+    @property
+    def row(self) -> Int[Array, " b"]:
+        """The rows' positions in the global batch."""
+        return self.traces.row
+
+    @property
+    def segments(self) -> Int[Array, "b t"]:
+        """The number of each token's text in its row; 0 is padding. Of tokens only."""
+        return self.traces.segments
 
 
 def flatten_rows(batch: Any) -> dict[str, Any]:

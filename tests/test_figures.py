@@ -21,6 +21,7 @@ OTHERS = {
     "5ba07ac": "diffusion_policy",
     "d309eae": "robomimic",
     "4813bbe": "octo",
+    "f2cd577": "TRL",
     "b9baaae": "RoboticsDiffusionTransformer",
 }
 HASH = re.compile(r"(?<![\w.])(?=[a-f]*\d)[0-9a-f]{7,40}(?![\w.])")

@@ -19,6 +19,7 @@ ROWS = (
     {"models"},
     {"objectives", "interop", "generation"},
     {"evaluation"},
+    {"practice"},
     {"experiment"},
     {"choice"},
     {"registry", "planning", "elastic"},

@@ -22,7 +22,14 @@ NAMES += (
     "paligemma_tokens_lora",
     "paligemma_tokens_tiny",
 )
-NAMES += ("arithmetic_sft", "arithmetic_reward", "arithmetic_dpo_lora", "gsm8k_sft_qwen25_05b", "gsm8k_dpo_gemma3_1b")
+NAMES += (
+    "arithmetic_sft",
+    "arithmetic_grpo",
+    "arithmetic_reward",
+    "arithmetic_dpo_lora",
+    "gsm8k_sft_qwen25_05b",
+    "gsm8k_dpo_gemma3_1b",
+)
 
 
 def test_the_promised_experiments_are_there_and_described():

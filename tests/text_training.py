@@ -18,21 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 from trainers import make_evaluator, make_trainer
 
+from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.judged_completions import JudgedCompletions
+from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.runtime import compile_cache
+from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
-from openpi_train.types import PreferenceBatch, TextBatch
+from openpi_train.types import PracticeBatch, PreferenceBatch, TextBatch, TokenTraces
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 24
 SIZES = DecoderSizes(
@@ -66,6 +69,28 @@ def pairs(seed, rows=ROWS):
     return PreferenceBatch(texts=texts, margin=jnp.asarray(random.uniform(0, 1, rows), jnp.float32))
 
 
+def attempts(texts, seed):
+    """The texts as own attempts: ragged, some fresh; the units of row 3 stay out, as those of rows that only fill."""
+    random = np.random.default_rng(100 + seed)
+    mask = (np.asarray(texts.weights)[:, 1:] > 0) & (np.arange(len(texts.row)) != 3)[:, None]
+    units = {
+        name: jnp.asarray(random.normal(size=mask.shape) * scale + shift, jnp.float32)
+        for name, scale, shift in (
+            ("advantages", 1, 0),
+            ("log_probs", 0.2, -3),
+            ("reference_log_probs", 0.2, -3),
+            ("values", 1, 0),
+            ("returns", 1, 0),
+        )
+    }
+    return PracticeBatch(
+        traces=TokenTraces(texts=texts, num_tokens=jnp.full(len(texts.row), VOCABULARY)),
+        mask=jnp.asarray(mask),
+        is_fresh=jnp.asarray(random.integers(0, 2, len(texts.row)) > 0),
+        **units,
+    )
+
+
 def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, steps=2, tensor=1, *, evaluated=True):
     """Metrics of each step, the last state, and the held-out loss of other rows (None unless `evaluated`).
 
@@ -78,6 +103,8 @@ def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, s
     *batches, held_out = (pairs(seed) for seed in range(steps + 1))
     if isinstance(objective, SupervisedText):
         batches, held_out = [batch.texts for batch in batches], held_out.texts
+    if isinstance(objective, PolicyGradient):
+        *batches, held_out = (attempts(one.texts, number) for number, one in enumerate((*batches, held_out)))
     history = []
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, model, trainer.optimizer, model.frozen, False, 7)
@@ -105,14 +132,24 @@ OBJECTIVES = {
     "aot_unpaired": (COPIED, PreferencePairs(variant="aot_unpaired", beta=0.5)),
     "aot_adapter": (ADAPTED, PreferencePairs(variant="aot", beta=0.5)),
     "judged": (COPIED, JudgedCompletions(undesirable_weight=2.0)),
+    "policy": (
+        ActorCriticConfig(policy=LANGUAGE, with_reference=True),
+        PolicyGradient(
+            law=TokenLaw(temperature=0.8, top_k=12),
+            average="attempts",
+            kl_weight=0.1,
+            value_weight=0.5,
+            entropy_weight=0.01,
+        ),
+    ),
     "reward": (RewardConfig(language=LANGUAGE), RewardPairs(centering=0.1)),
 }
 
 # Processes, each with its share of four devices, and what they train: an objective, a strategy, the micro-batches.
 # Every objective meets both numbers of processes, and every strategy with every number of micro-batches is there.
 PROCESSES = {
-    2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1)},
-    4: {"supervised": ("zero3", 1), "sigmoid": ("replicated", 4), "reward": ("zero2", 1)},
+    2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1), "policy": ("zero3", 1)},
+    4: {"supervised": ("zero3", 1), "sigmoid": ("replicated", 4), "reward": ("zero2", 1), "policy": ("zero2", 4)},
 }
 
 

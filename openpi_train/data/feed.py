@@ -133,7 +133,7 @@ class RowFeed(Feed):
         return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity}
 
     def seek(self, position: dict[str, Any]) -> None:
-        changed = _differences(position, {**self.position(), "step": position["step"]})
+        changed = differences(position, {**self.position(), "step": position["step"]})
         if changed:
             raise ValueError(
                 "the data position belongs to other data than this run's, so its rows cannot be continued:\n  "
@@ -225,12 +225,12 @@ class RowFeed(Feed):
             logger.warning("bad record %d, row replaced: %s", self.bad_records, message)
 
 
-def _differences(saved: Any, present: Any, path: str = "") -> list[str]:
+def differences(saved: Any, present: Any, path: str = "") -> list[str]:
     """One line for every entry in which two JSON values differ."""
     if isinstance(saved, dict) and isinstance(present, dict):
         names = sorted({*saved, *present})
-        return [line for name in names for line in _differences(saved.get(name), present.get(name), f"{path}.{name}")]
+        return [line for name in names for line in differences(saved.get(name), present.get(name), f"{path}.{name}")]
     if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
         pairs = enumerate(zip(saved, present, strict=True))
-        return [line for number, (a, b) in pairs for line in _differences(a, b, f"{path}.{number}")]
+        return [line for number, (a, b) in pairs for line in differences(a, b, f"{path}.{number}")]
     return [] if saved == present else [f"{path.lstrip('.')}: then {saved!r}, now {present!r}"]

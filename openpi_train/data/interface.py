@@ -114,6 +114,12 @@ class Feed(abc.ABC):
         """Each dataset's share of the rows so far; empty if there is only one dataset."""
         return {}
 
+    def metrics(self) -> Mapping[str, float]:
+        """What else to log at this step, by the names in `metrics.jsonl`. It must depend on `position` and the steps
+        since alone, but for times. Default: nothing.
+        """
+        return {}
+
     def close(self) -> None:  # noqa: B027
         """Release threads, processes and files."""
 

@@ -15,7 +15,8 @@ from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generator import Generator, joined
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator, end_tokens
-from openpi_train.models.reference import policy_of
+from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.params import Params
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import TENSOR
@@ -83,17 +84,15 @@ class Completer:
 
     def _with(self, params: Params) -> TextGenerator:
         """The generator with the parameters of the model that gives texts."""
-        own = {path.removeprefix(self._prefix): leaf for path, leaf in params.items() if path.startswith(self._prefix)}
+        own = part_of(params, self._prefix)
         if self._texts is not None:
             self._texts.generator.use(own)
             return self._texts
-        graphdef = nnx.split(nnx.eval_shape(lambda: self._language.build(nnx.Rngs(0))))[0]
-        devices: Any = self._running.trainer.devices
         ends = [prompt.end for prompt in self.prompts if prompt.end is not None]
-        generator = Generator(
-            graphdef,
+        generator = generator_of(
+            self._language,
             own,
-            dataclasses.replace(devices, graphdef=graphdef),
+            self._running.trainer.devices,
             num_rows=self._num_rows,
             max_length=self._max_length,
             end_ids=[*end_tokens(self._tokenizer), *ends],
@@ -101,3 +100,14 @@ class Completer:
         )
         self._texts = TextGenerator(generator, self._tokenizer, {})
         return self._texts
+
+
+def part_of(params: Params, prefix: str) -> Params:
+    """The parameters below a prefix, by their paths after it."""
+    return {path.removeprefix(prefix): leaf for path, leaf in params.items() if path.startswith(prefix)}
+
+
+def generator_of(language: LanguageConfig, params: Params, devices: Any, **how: Any) -> Generator:
+    """A generator of a language model in a run, on its `devices`; `how` are further arguments of `Generator`."""
+    graphdef = nnx.split(nnx.eval_shape(lambda: language.build(nnx.Rngs(0))))[0]
+    return Generator(graphdef, params, dataclasses.replace(devices, graphdef=graphdef), **how)

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from openpi_train.generation import token_rows
 from openpi_train.generation.sampling_settings import MAX_STOP_IDS, SamplingSettings
-from openpi_train.generation.token_choice import RowSettings
 from openpi_train.generation.token_rows import NONE, NUM_TOP, Admission, NewRowTokens, TokenRows
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.key_value_cache import KeyValueCache
 from openpi_train.nn.params import Params, merge_module
+from openpi_train.nn.token_limits import RowSettings
 from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.types import tree_of
 

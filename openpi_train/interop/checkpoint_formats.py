@@ -24,8 +24,8 @@ from openpi_train.interop import (
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
+from openpi_train.models.accompanied import CRITIC, REFERENCE
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import REFERENCE
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 
@@ -157,11 +157,15 @@ def open_place(where: str | Path) -> Place:
 def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None) -> Leaves:
     """The parameters of `stored` by our path: exactly those that `model` needs. Raises CheckpointError otherwise.
 
-    `may_miss` is a regular expression of published names that may be absent. The reference that a policy was trained
-    with is left out for a model that has none.
+    `may_miss` is a regular expression of published names that may be absent. The reference and the critic that a policy
+    was trained with are left out for a model that has none.
     """
     expected = openpi.published_params(model)
-    found = {name: leaf for name, leaf in stored.params.items() if name in expected or not name.startswith(REFERENCE)}
+    found = {
+        name: leaf
+        for name, leaf in stored.params.items()
+        if name in expected or not name.startswith((REFERENCE, CRITIC))
+    }
     account(found, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
     paths = {name: path for path, name in openpi.parameter_names(model).items()}
     return {paths[name]: leaf for name, leaf in found.items()}

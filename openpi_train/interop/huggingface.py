@@ -25,11 +25,11 @@ from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
+from openpi_train.models.accompanied import AccompaniedConfig
 from openpi_train.models.hf_config import FAMILIES, hf_config, hf_reward_config, sizes_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -147,7 +147,7 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
 
     A reward model's is for `AutoModelForSequenceClassification`. Raises UsageError if the model cannot be written.
     """
-    language = None if isinstance(model, ReferencedConfig) or model is None else language_of(model)
+    language = None if isinstance(model, AccompaniedConfig) or model is None else language_of(model)
     if language is None:
         raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
     refuse_factors(stored.params)
@@ -181,7 +181,7 @@ def hf_layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
 
 def written_part(model: ModelConfig) -> ModelConfig:
     """What is written of a model: of a policy and its reference the policy, else all of it."""
-    return model.policy if isinstance(model, ReferencedConfig) else model
+    return model.policy if isinstance(model, AccompaniedConfig) else model
 
 
 def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[str, Any]) -> bool:

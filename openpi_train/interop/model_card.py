@@ -25,6 +25,7 @@ _STARTS = {"huggingface": "--model.path", "peft": "--weight-loader.adapter-path"
 _TASKS = {
     "LanguageConfig": "text-generation",
     "ReferencedConfig": "text-generation",
+    "ActorCriticConfig": "text-generation",
     "RewardConfig": "text-classification",
 }
 

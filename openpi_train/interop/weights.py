@@ -12,9 +12,9 @@ from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.openpi import parameter_names, state_leaves
 from openpi_train.interop.ours import recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
+from openpi_train.models.accompanied import AccompaniedConfig
 from openpi_train.models.language_part import language_flags
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import SCORE
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -101,7 +101,7 @@ class CheckpointWeightLoader(WeightLoader):
 
     def _adapted(self, model: ModelConfig, part: ModelConfig, params: Leaves) -> Leaves:
         """The start of `model` from the parameters of `part`, itself or its base, with the adapter added to them."""
-        if isinstance(part, ReferencedConfig):
+        if isinstance(part, AccompaniedConfig):
             raise UsageError(
                 f"--weight-loader.adapter-path {self.adapter_path}: {self.params_path} has a reference beside the "
                 "policy, and an adapter is added to a language model: convert it with --to huggingface first"

@@ -5,9 +5,9 @@ Read next: `language.py`, `reference.py`, `reward.py`.
 
 import dataclasses
 
+from openpi_train.models.accompanied import AccompaniedConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 
 
@@ -16,7 +16,7 @@ def language_of(model: ModelConfig) -> LanguageConfig | None:
     match model:
         case LanguageConfig():
             return model
-        case ReferencedConfig():
+        case AccompaniedConfig():
             return model.policy
         case RewardConfig():
             return model.language
@@ -26,7 +26,7 @@ def language_of(model: ModelConfig) -> LanguageConfig | None:
 def language_flags(model: ModelConfig) -> str:
     """How the flags of the language model in this model begin: `--model.`, and the name of its field if it has one."""
     match model:
-        case ReferencedConfig():
+        case AccompaniedConfig():
             return "--model.policy."
         case RewardConfig():
             return "--model.language."
@@ -36,7 +36,7 @@ def language_flags(model: ModelConfig) -> str:
 def with_language(model: ModelConfig, language: LanguageConfig) -> ModelConfig:
     """The model with another language model in it. It must have one (`language_of`)."""
     match model:
-        case ReferencedConfig():
+        case AccompaniedConfig():
             return dataclasses.replace(model, policy=language)
         case RewardConfig():
             return dataclasses.replace(model, language=language)

@@ -7,6 +7,8 @@ sent. Read next: `shard.py`, `decoder.py`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +85,13 @@ def token_scores(
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
-    t = tokens.shape[1]
     by_rows = _scores_by_rows if isinstance(table, Shard) else _scores
-    score = functools.partial(by_rows, table, head, with_entropy, with_mean)
+    return in_chunks(functools.partial(by_rows, table, head, with_entropy, with_mean), x, tokens)
+
+
+def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
+    """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated a few tokens at a time."""
+    t = tokens.shape[1]
     if t <= CHUNK_TOKENS:
         return score(x, tokens)
     missing = -t % CHUNK_TOKENS

@@ -32,6 +32,12 @@ class Objective(abc.ABC):
     text_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether it uses the margins of preferences (`PreferenceBatch.margin`).
     uses_margins: ClassVar[bool] = False
+    # Whether it learns from the policy's own attempts (`types.PracticeBatch`).
+    practises: ClassVar[bool] = False
+
+    def check(self) -> list[str]:
+        """Invalid settings, as sentences that name the flag to change (default: none)."""
+        return []
 
     @property
     def needed(self) -> frozenset[str]:

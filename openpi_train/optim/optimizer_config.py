@@ -25,6 +25,10 @@ class OptimizerConfig(abc.ABC):
     weight_decay: float = 0.0
     # Regex of the parameter paths that decay; None decays all.
     decay_mask: str | None = None
+    # Regex of the parameter paths that learn at another rate, such as critic/; None: none.
+    rate_mask: str | None = None
+    # Their rate, relative to the schedule's.
+    rate_factor: float = 1.0
     # Storage dtype of the moments between steps; they are computed in float32.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -54,14 +58,29 @@ class OptimizerConfig(abc.ABC):
                     f"{flag}: a moment in bfloat16 that changes by {1 - rate:.2g} of itself per step would be rounded "
                     f"back to what it was; at most {1 - _FINEST_BFLOAT16_STEP:.3g}, or --optimizer.moment-dtype float32"
                 )
-        return [*problems, *check_regex("decay_mask", self.decay_mask)]
+        if not 0 < self.rate_factor < float("inf"):
+            problems.append(f"--optimizer.rate-factor {self.rate_factor} must be above 0 and finite")
+        if (self.rate_mask is None) != (self.rate_factor == 1):
+            problems.append(
+                f"--optimizer.rate-mask {self.rate_mask} with --optimizer.rate-factor {self.rate_factor}: give both, "
+                "the parameters and the factor of their learning rate, or neither"
+            )
+        masks = {"decay_mask": self.decay_mask, "rate_mask": self.rate_mask}
+        return problems + [problem for name, mask in masks.items() for problem in check_regex(name, mask)]
 
     def create(self, schedule: optax.Schedule) -> optax.GradientTransformation:
         """Clip by the global norm, then the update rule."""
         rule = self.update_rule(schedule)
         if self.moment_dtype != "float32":
             rule = moments_stored_as(jnp.dtype(self.moment_dtype), rule)
+        if self.rate_mask is not None:
+            rule = optax.chain(rule, optax.stateless(lambda updates, _: self._at_own_rates(updates)))
         return optax.chain(optax.clip_by_global_norm(self.clip_gradient_norm), rule)
+
+    def _at_own_rates(self, updates: Any) -> dict[str, Any]:
+        """The updates, times `rate_factor` where `rate_mask` matches."""
+        matches = re.compile(self.rate_mask or "").search
+        return {path: self.rate_factor * leaf if matches(path) else leaf for path, leaf in updates.items()}
 
     def decays(self, params: Mapping[str, Any]) -> dict[str, bool]:
         """By path: whether weight decay acts on the parameter."""

@@ -146,5 +146,5 @@ def named_optimizer(name: str, like: OptimizerConfig) -> OptimizerConfig:
         raise ValueError(f"unknown optimizer {name!r}; allowed: {', '.join(OPTIMIZERS)}")
     if type(like) is OPTIMIZERS[name]:
         return like
-    shared = ("clip_gradient_norm", "decay_mask", "moment_dtype")
+    shared = ("clip_gradient_norm", "decay_mask", "rate_mask", "rate_factor", "moment_dtype")
     return OPTIMIZERS[name](**{field: getattr(like, field) for field in shared})

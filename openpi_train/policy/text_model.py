@@ -20,8 +20,8 @@ from openpi_train.generation.text_generator import TextGenerator, end_tokens
 from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import policy_of
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training.devices import Devices

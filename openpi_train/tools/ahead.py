@@ -57,7 +57,7 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
     )
     prepared = prepare.prepare_without_data(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
-    batch = experiment.data.batch_spec(experiment.model, experiment.batch_size)
+    batch = experiment.batch_spec(experiment.batch_size)
     began = time.monotonic()
     with jax.set_mesh(trainer.plan.real_mesh):
         lowered = trainer.jitted_step(layout.shardings).lower(layout.abstract(), batch)

@@ -22,8 +22,8 @@ from openpi_train.fields import as_json
 from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.accompanied import policy_of
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import policy_of
 from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs

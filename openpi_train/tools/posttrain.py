@@ -27,9 +27,10 @@ from openpi_train.interop.posttraining.training_flags import (
 )
 from openpi_train.interop.posttraining.yaml_config import Algorithm, read_yaml
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig, policy_of
+from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.preference_pairs import PreferencePairs

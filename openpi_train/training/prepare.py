@@ -237,7 +237,7 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
     """
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
     one = dataclasses.replace(experiment, grad_accum=1)
-    batch = batch_spec(ROWS) if batch_spec else experiment.data.batch_spec(experiment.model, ROWS)
+    batch = batch_spec(ROWS) if batch_spec else experiment.batch_spec(ROWS)
     trainer = make_trainer(one, state.of(experiment.model), whole)
 
     def gradient(state: TrainState, batch: Any) -> Any:

@@ -97,7 +97,7 @@ class Run:
         """Write one line of metrics; with several datasets it includes each one's realised share of the rows so far."""
         shares = self.feed.proportions()
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
-        self.last_metrics = {**values, **mixed}
+        self.last_metrics = {**values, **mixed, **self.feed.metrics()}
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
         for sentence in self.trainer.objective.warnings(values):

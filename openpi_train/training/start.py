@@ -21,6 +21,7 @@ from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.launch import status
 from openpi_train.planning.device_limits import peak_flops
+from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
@@ -89,12 +90,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         keep_period=experiment.keep_period,
         local_directory=experiment.local_checkpoints.dir,
     )
-    feed = data.feed(
-        batch_size=experiment.batch_size,
-        sharding=trainer.plan.batch,
-        num_workers=experiment.num_workers,
-        cores=usable_cores() // agree.gather("hosts of the processes", platform.node()).count(platform.node()),
-    )
+    feed = open_feed(experiment, trainer, data, directory)
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer)
         evaluator = make_evaluator(experiment, trainer, data, directory)
@@ -127,6 +123,16 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         ),
         history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
     )
+
+
+def open_feed(experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path) -> Feed:
+    """The run's batches: of its data, or of its own attempts. Every process must call it."""
+    cores = usable_cores() // agree.gather("hosts of the processes", platform.node()).count(platform.node())
+    if experiment.practice is None:
+        how: Any = {"sharding": trainer.plan.batch, "num_workers": experiment.num_workers, "cores": cores}
+        return data.feed(batch_size=experiment.batch_size, **how)
+    actor = experiment.practice.actor(running_of(experiment, trainer, data, directory), experiment.data)
+    return PracticeFeed(experiment.practice, actor, trainer, batch_size=experiment.batch_size)
 
 
 @phase("making the state")
@@ -171,16 +177,24 @@ def first_state(
 @phase("reading the held-out rows")
 def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path) -> Evaluator:
     """The run's evaluator, with held-out rows that stay on the devices."""
-    running = Running(
+    return Evaluator(running_of(experiment, trainer, data, directory, with_rows=True), experiment.eval)
+
+
+def running_of(
+    experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path, *, with_rows: bool = False
+) -> Running:
+    """The run as measures and actors see it, with its held-out rows if asked; of own attempts there are none."""
+    with_rows &= experiment.practice is None
+    rows = data.held_out(experiment.eval.num_rows, experiment.batch_size, trainer.plan.batch) if with_rows else []
+    return Running(
         trainer=trainer,
         data=data,
-        held_out=data.held_out(experiment.eval.num_rows, experiment.batch_size, trainer.plan.batch),
+        held_out=rows,
         batch_size=experiment.batch_size,
         num_train_steps=experiment.num_train_steps,
         directory=directory,
         stop_requested=preempt.stop_requested,
     )
-    return Evaluator(running, experiment.eval)
 
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:

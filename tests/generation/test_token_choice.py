@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.generation.token_choice import RowSettings, choose_tokens, limited
+from openpi_train.generation.token_choice import choose_tokens
+from openpi_train.nn.token_limits import RowSettings, limited
 
 ROWS, VOCABULARY = 12, 37
 

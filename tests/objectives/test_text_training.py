@@ -38,7 +38,7 @@ MORE_LAYOUTS = {"replicated x 1": ("replicated", 1, 1), "zero2 x 4": ("zero2", 4
 # Each objective where most is sent and accumulated, and the other layouts: every case compiles for seconds.
 CASES = [
     *((name, "zero3 x 4") for name in OBJECTIVES),
-    *((name, "replicated x 4") for name in ("supervised", "sigmoid")),
+    *((name, "replicated x 4") for name in ("supervised", "sigmoid", "policy")),
     *((name, "zero2 x 1") for name in ("reward", "judged")),
 ]
 
@@ -87,7 +87,7 @@ def test_processes_change_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sigmoid", "reward"])
+@pytest.mark.parametrize("name", ["sigmoid", "reward", "policy"])
 def test_tensor_groups_change_nothing(name):
     model, objective = OBJECTIVES[name]
     assert not model.check_tensor(2)

@@ -224,6 +224,9 @@ def test_a_moment_that_bfloat16_would_freeze_is_refused():
         (Lion(weight_decay=-1.0), "--optimizer.weight-decay -1.0 must be at least 0"),
         (Muon(adam_mask="("), r"--optimizer.adam-mask '\(' is no regular expression"),
         (SGD(decay_mask="("), r"--optimizer.decay-mask '\(' is no regular expression"),
+        (SGD(rate_mask="(", rate_factor=2.0), r"--optimizer.rate-mask '\(' is no regular expression"),
+        (SGD(rate_factor=2.0), "give both, the parameters and the factor"),
+        (SGD(rate_mask="a", rate_factor=0.0), "--optimizer.rate-factor 0.0 must be above 0"),
         (Muon(ns_steps=0), "--optimizer.ns-steps 0 must be at least 1"),
     ],
     ids=lambda value: type(value).__name__,
@@ -257,3 +260,17 @@ def test_matrices_of_the_full_models(name):
     for path in params:
         by_adam = path.endswith(("/bias", "/scale")) or "embedding" in path or "_proj/" in path
         assert (matrices[path] is None) == by_adam, path
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_may_learn_at_a_rate_of_their_own(name):
+    params = {"critic/a": jnp.ones((3, 4)), "policy/a": jnp.ones((3, 4))}
+    grads = {path: jnp.linspace(-1.0, 1.0, 12).reshape(3, 4) for path in params}
+    schedule = optax.constant_schedule(0.1)
+    plain, own = (
+        OPTIMIZERS[name](**settings).create(schedule) for settings in ({}, {"rate_mask": "critic/", "rate_factor": 3.0})
+    )
+    expected, _ = plain.update(grads, plain.init(params), params)
+    found, _ = own.update(grads, own.init(params), params)
+    np.testing.assert_allclose(found["critic/a"], 3 * expected["critic/a"], rtol=1e-6)
+    np.testing.assert_array_equal(found["policy/a"], expected["policy/a"])

@@ -11,7 +11,7 @@ Read next: `evaluation/text_evaluations.py`.
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ _KNOWN = {
     "exact_match": AnswerScore("exact_match", exact_match, words_of),
     "number_match": AnswerScore("number_match", number_match, number_of),
 }
+
+
+def known_scores() -> Mapping[str, AnswerScore]:
+    """The scores that have a name."""
+    return _KNOWN
 
 
 def score_named(name: str) -> AnswerScore:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from openpi_train.data.text.text_rows import TextRows
+from openpi_train.data.text.text_rows import RowMember, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer
 
 _AT_ONCE = 256
@@ -41,17 +41,24 @@ def prompts_of(rows: TextRows, tokenizer: TextTokenizer) -> Iterator[TextPrompt]
             store = rows.members[member].store
             for sample in rows.members[member].samples_of(row).tolist():
                 tokens, targets = store.text(sample * store.texts_per_sample)
-                prompt, reference = _cut(tokens, targets)
+                prompt, _ = _cut(tokens, targets)
                 if not prompt or prompt in seen or store.labels[sample] == _UNDESIRABLE:
                     continue
                 seen.add(prompt)
-                yield TextPrompt(
-                    tokens=prompt,
-                    text=tokenizer.decode(prompt),
-                    reference=tokenizer.decode(reference, skip_special_tokens=True),
-                    end=_end(reference, tokenizer),
-                    place=f"{rows.members[member].name}: {store.place(sample)}",
-                )
+                yield prompt_of(rows.members[member], sample, tokenizer)
+
+
+def prompt_of(member: RowMember, sample: int, tokenizer: TextTokenizer) -> TextPrompt:
+    """The prompt of a sample, and what follows it there."""
+    tokens, targets = member.store.text(sample * member.store.texts_per_sample)
+    prompt, reference = _cut(tokens, targets)
+    return TextPrompt(
+        tokens=prompt,
+        text=tokenizer.decode(prompt),
+        reference=tokenizer.decode(reference, skip_special_tokens=True),
+        end=_end(reference, tokenizer),
+        place=f"{member.name}: {member.store.place(sample)}",
+    )
 
 
 def _cut(tokens: np.ndarray, targets: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,179 @@
+"""Policy gradients from recorded attempts: PPO (Schulman et al. 2017), GRPO, RLOO, REINFORCE++, DAPO, GSPO, RIPT.
+
+They differ in their advantages (`practice/estimator.py`) and in the settings here. Formulas as in TRL's
+`GRPOTrainer`, `RLOOTrainer` and `PPOTrainer` (at f2cd577); denominators are those of the whole optimizer batch.
+Read next: `sampling/law.py`, which gives the log-probabilities, and `practice/practice_feed.py` for the batches.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from openpi_train.fields import at_least
+from openpi_train.objectives.objective import Metrics, Norms, Objective
+from openpi_train.sampling.law import Law
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.types import PracticeBatch
+
+# A larger logarithm of a ratio has no gradient: its exponential would overflow.
+_LARGEST = 20.0
+# A larger share of clipped units says that the learning rate is too high.
+_MANY_CLIPPED = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Objective):
+    """Makes what went better than expected more probable, as far as the clipped ratio to the acting policy allows.
+
+    With the ratio r of the probabilities of a unit under the policy that learns and the one that acted, its advantage A
+    and the bounds l = 1 - clip_low and h = 1 + clip_high, the loss of a unit is -min(r A, clip(r, l, h) A). Where the
+    policy acted with the very parameters that it learns with, r is 1, the loss is the mean of -A, which may be 0, and
+    its gradient is that of REINFORCE.
+    """
+
+    practises: ClassVar[bool] = True
+
+    # How actions are drawn; attempts are made and scored by it.
+    law: Law = dataclasses.field(default_factory=TokenLaw)
+    # What a ratio is of: each unit; or all units of an attempt, as the geometric mean of their ratios (GSPO) or as
+    # their product (RLOO).
+    ratio: Literal["unit", "mean", "product"] = "unit"
+    # What counts the same: every unit (DAPO), every attempt (GRPO), or every unit with attempts counted as if each had
+    # `max_units` (Dr. GRPO).
+    average: Literal["units", "attempts", "constant"] = "units"
+    # Units of an attempt for `average constant`.
+    max_units: int | None = at_least(1, None)
+    # How far below 1 a ratio still has an effect.
+    clip_low: float = at_least(0, 0.2)
+    # How far above 1 (DAPO: 0.28).
+    clip_high: float = at_least(0, 0.2)
+    # The largest ratio also for what went worse than expected (two-sided clipping); None: no limit.
+    clip_most: float | None = at_least(1, None)
+    # Weight of the divergence from the reference.
+    kl_weight: float = at_least(0, 0.0)
+    # Its estimate, with d = log(reference / policy): k1 is -d, k2 is d^2 / 2, k3 is exp(d) - d - 1.
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    # Weight of the entropy, which is raised.
+    entropy_weight: float = 0.0
+    # Weight of the critic's squared error; 0: there is no critic.
+    value_weight: float = at_least(0, 0.0)
+    # A value may leave what the critic said before by this much; None: no limit.
+    value_clip: float | None = at_least(0, 0.2)
+
+    def check(self) -> list[str]:
+        """Invalid settings, as sentences that name the flag to change."""
+        problems = [f"--objective.law: {problem}" for problem in self.law.check()]
+        if (self.average == "constant") != (self.max_units is not None):
+            problems.append(
+                f"--objective.average {self.average} with --objective.max-units {self.max_units}: give both constant "
+                "and the number of units, such as the longest completion's tokens, or neither"
+            )
+        if self.clip_low > 1:
+            problems.append(f"--objective.clip-low {self.clip_low} must be at most 1")
+        if self.clip_most is not None and self.clip_most <= 1 + self.clip_high:
+            problems.append(
+                f"--objective.clip-most {self.clip_most} must be above 1 + clip_high, {1 + self.clip_high}, or the "
+                "other clip has no effect"
+            )
+        return problems
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """What the law needs, a reference to stay close to, and a critic to train."""
+        reference = {"reference"} if self.kl_weight else set()
+        return self.law.needs | reference | ({"value"} if self.value_weight else set())
+
+    def norms(self, batch: PracticeBatch) -> Norms:
+        """The number of units that count, and of attempts that have some."""
+        return {
+            "units": jnp.maximum(batch.mask.sum(), 1).astype(jnp.float32),
+            "attempts": jnp.maximum(batch.mask.any(axis=1).sum(), 1).astype(jnp.float32),
+        }
+
+    @jax.named_scope("loss")
+    def loss(
+        self, model: nnx.Module, batch: PracticeBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """This micro-batch's share of the loss, and of the metrics, which are means over units."""
+        del keys, train
+        found = self.law.scores(model, batch.traces)
+        mask, lengths = batch.mask.astype(jnp.float32), batch.mask.sum(axis=1, keepdims=True)
+        weights = self._weights(mask, jnp.maximum(lengths, 1), norms)
+        acting = jnp.where(batch.is_fresh[:, None], jax.lax.stop_gradient(found.log_prob), batch.log_probs)
+        log_ratio = jnp.where(batch.mask, found.log_prob - acting, 0.0)
+        ratio = jnp.exp(self._limited(self._of_attempts(log_ratio, jnp.maximum(lengths, 1))))
+        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        bounded = ratio if self.clip_most is None else jnp.minimum(ratio, self.clip_most)
+        policy = (weights * jnp.maximum(-batch.advantages * bounded, -batch.advantages * clipped)).sum()
+
+        def mean(values: Array) -> Array:
+            return (mask * values).sum() / norms["units"]
+
+        is_low = (ratio < 1 - self.clip_low) & (batch.advantages < 0)
+        is_high = (ratio > 1 + self.clip_high) & (batch.advantages > 0)
+        metrics = {
+            "policy_loss": policy,
+            "ratio": mean(ratio),
+            "clip_fraction": mean(is_low | is_high),
+            "clip_fraction_low": mean(is_low),
+            "clip_fraction_high": mean(is_high),
+            "approx_kl": mean(0.5 * jnp.square(log_ratio)),
+            "entropy": mean(found.entropy),
+        }
+        loss = policy - self.entropy_weight * (weights * found.entropy).sum()
+        if self.kl_weight:
+            kl = self.divergence(found.log_prob, batch.reference_log_probs)
+            loss += self.kl_weight * (weights * kl).sum()
+            metrics["kl"] = mean(kl)
+        if self.value_weight:
+            values = self.law.values(model, batch.traces)
+            error = (mask * self._value_error(values, batch)).sum() / norms["units"]
+            loss += self.value_weight * error
+            metrics |= {"value_loss": error, "value": mean(values), "return": mean(batch.returns)}
+        return loss, {"loss": loss, **metrics}
+
+    def divergence(self, log_probs: Float[Array, "b u"], reference: Float[Array, "b u"]) -> Float[Array, "b u"]:
+        """The estimate of the divergence from the reference at every unit."""
+        d = reference - log_probs
+        if self.kl_kind == "k1":
+            return -d
+        return 0.5 * jnp.square(d) if self.kl_kind == "k2" else jnp.exp(self._limited(d)) - d - 1
+
+    def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """A warning if many units are clipped."""
+        if (metrics.get("clip_fraction") or 0.0) <= _MANY_CLIPPED:
+            return []
+        return [
+            f"more than {_MANY_CLIPPED:g} of the units are clipped (clip_fraction): the policy moves too far on one "
+            "collection. Lower --lr-schedule.peak-lr, or --practice.epochs"
+        ]
+
+    def _weights(self, mask: Float[Array, "b u"], lengths: Any, norms: Norms) -> Float[Array, "b u"]:
+        """How much each unit counts."""
+        if self.average == "units":
+            return mask / norms["units"]
+        units: Any = lengths if self.average == "attempts" else self.max_units
+        return mask / (norms["attempts"] * units)
+
+    def _of_attempts(self, log_ratio: Float[Array, "b u"], lengths: Any) -> Array:
+        if self.ratio == "unit":
+            return log_ratio
+        total = jnp.sum(log_ratio, axis=1, keepdims=True)
+        return jnp.broadcast_to(total if self.ratio == "product" else total / lengths, log_ratio.shape)
+
+    def _value_error(self, values: Float[Array, "b u"], batch: PracticeBatch) -> Float[Array, "b u"]:
+        """Half of the squared error; of a value that leaves its bounds, that at the bound if it is larger."""
+        error = jnp.square(values - batch.returns)
+        if self.value_clip is not None:
+            near = batch.values + jnp.clip(values - batch.values, -self.value_clip, self.value_clip)
+            error = jnp.maximum(error, jnp.square(near - batch.returns))
+        return 0.5 * error
+
+    @staticmethod
+    def _limited(logarithm: Array) -> Array:
+        return jnp.clip(logarithm, -_LARGEST, _LARGEST)

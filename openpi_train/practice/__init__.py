@@ -1,0 +1,1 @@
+"""Learning from own actions: rewards, advantages, the feed that acts. Read next: `advantages.py`."""

@@ -1,0 +1,102 @@
+"""Collects the attempts of an iteration: which contexts are drawn, which groups are kept. Read next: `practice.py`."""
+
+import dataclasses
+import logging
+
+import numpy as np
+
+from openpi_train.nn.params import Params
+from openpi_train.practice.advantages import mixed
+from openpi_train.practice.outcomes import Outcomes
+from openpi_train.practice.practice import Actor, Attempts, Practice, joined_attempts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collection:
+    """The attempts that an iteration learns from, the id of each one's group, and which are more than filler."""
+
+    attempts: Attempts
+    groups: np.ndarray
+    counts: np.ndarray
+    metrics: dict[str, float]
+
+
+class Collector:
+    """Collects attempts, an iteration at a time.
+
+    What it collects is a pure function of the parameters and of its own `draws`, the number of contexts drawn so far,
+    and `outcomes`. Contexts are drawn in waves of a fixed number, so that devices always run the same programs.
+    """
+
+    def __init__(self, practice: Practice, actor: Actor):
+        self._practice, self._actor = practice, actor
+        self.draws, self.outcomes = 0, Outcomes()
+
+    def collect(self, params: Params) -> Collection:
+        """The attempts of the next iteration. Every process must call it.
+
+        With `mixed_only` mixed groups are kept in the order of their draws until there are enough. The others of their
+        wave are not kept for later, when they would be another policy's. After `max_waves` the missing ones are filled.
+        """
+        practice = self._practice
+        everything, groups = self._wave(params)
+        waves = 1
+        while True:
+            is_mixed = mixed(everything.outcomes, groups)
+            kept = np.flatnonzero(is_mixed) if practice.mixed_only else np.arange(len(everything))
+            if len(kept) >= practice.num_attempts or waves == practice.max_waves:
+                break
+            more, their_groups = self._wave(params)
+            everything, groups = joined_attempts([everything, more]), np.concatenate([groups, their_groups])
+            waves += 1
+        if practice.mixed_only and not len(kept):
+            logger.warning(
+                "all groups of %d waves have equal outcomes: nothing is learnt from this iteration. Check the rewards "
+                "of the attempts, or raise --practice.group-size",
+                waves,
+            )
+        num_filled = max(practice.num_attempts - len(kept), 0)
+        numbers = np.concatenate([kept[: practice.num_attempts], np.zeros(num_filled, int)])
+        metrics = _metrics(everything, groups, is_mixed)
+        metrics |= {"waves": float(waves), "filled": num_filled / practice.num_attempts}
+        return Collection(
+            attempts=everything.taken(numbers),
+            groups=groups[numbers],
+            counts=np.arange(practice.num_attempts) < practice.num_attempts - num_filled,
+            metrics=metrics,
+        )
+
+    def _wave(self, params: Params) -> tuple[Attempts, np.ndarray]:
+        """Attempts at the next contexts, and the id of each one's group, which is the draw's number."""
+        draws = [self._draw() for _ in range(self._practice.num_groups)]
+        attempts = self._actor.act(params, draws, self._practice.group_size)
+        self.outcomes.record(attempts.contexts, attempts.outcomes)
+        return attempts, np.repeat(draws, self._practice.group_size)
+
+    def _draw(self) -> int:
+        """The next draw whose context is not passed over."""
+        while True:
+            draw, self.draws = self.draws, self.draws + 1
+            if not self.outcomes.passes_over(self._actor.context(draw), self._practice.skip_solved):
+                return draw
+
+
+def _metrics(attempts: Attempts, groups: np.ndarray, is_mixed: np.ndarray) -> dict[str, float]:
+    """Of all attempts that were made, kept or not."""
+    known = ~np.isnan(attempts.rewards)
+    rewards = attempts.rewards[known]
+    lengths = attempts.mask.sum(axis=1)
+    _, first = np.unique(groups, return_index=True)
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "without_reward": float(1 - known.mean()),
+        "groups_mixed": float(is_mixed[first].mean()),
+        "length_mean": float(lengths.mean()),
+        "length_min": float(lengths.min()),
+        "length_max": float(lengths.max()),
+        "cut": float(attempts.is_cut.mean()),
+        **{name: float(np.nanmean(values)) for name, values in attempts.parts.items() if not np.isnan(values).all()},
+    }

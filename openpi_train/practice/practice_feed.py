@@ -1,0 +1,178 @@
+"""`PracticeFeed`: the batches of a run that learns from its own attempts. Read next: `collection.py`, `recorded.py`.
+
+    iteration       attempts -> rewards -> scores of the acting policy -> advantages
+    its steps       epochs x mini-batches of these attempts, one per optimizer step
+
+The run's position is complete between two iterations only: then it is the number of contexts drawn so far and what came
+of them. All else of an iteration follows from that, the seed and the parameters.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.data import order
+from openpi_train.data.feed import differences
+from openpi_train.data.interface import Feed
+from openpi_train.data.placement import local_rows, on_devices
+from openpi_train.practice.collection import Collection, Collector
+from openpi_train.practice.outcomes import Outcomes
+from openpi_train.practice.practice import Actor, Practice
+from openpi_train.practice.recorded import Recorded, RecordedScores
+from openpi_train.runtime.phases import phase
+from openpi_train.types import PracticeBatch, tree_of
+
+logger = logging.getLogger(__name__)
+
+
+class PracticeFeed(Feed):
+    """Batches of the attempts that the present parameters make.
+
+    Args:
+        trainer: `training.step.Trainer` of the run, whose objective has a `law`.
+        batch_size: attempts per optimizer step, of which each process makes arrays of those that its devices hold.
+    """
+
+    def __init__(self, practice: Practice, actor: Actor, trainer: Any, *, batch_size: int):
+        self._practice, self._actor, self._trainer = practice, actor, trainer
+        self._batch_size, self._sharding = batch_size, trainer.plan.batch
+        self._row_numbers = local_rows(self._sharding, batch_size)
+        self._num_steps = practice.steps_per_iteration(batch_size)
+        self._num_batches = practice.num_attempts // batch_size
+        self._collector = Collector(practice, actor)
+        objective = trainer.objective
+        with_reference = bool(objective.kl_weight or practice.advantages.kl_weight)
+        with_values = bool(objective.value_weight)
+        # What is learnt from in one step is always fresh.
+        self._needs_scores = self._num_steps > 1 or with_reference or with_values
+        self._scores = RecordedScores(
+            trainer.devices,
+            objective.law,
+            num_micros=trainer.grad_accum,
+            with_reference=with_reference,
+            with_values=with_values,
+        )
+        self._iteration = self._step = 0
+        self._metrics: dict[str, float] = {}
+        self._columns: dict[str, np.ndarray] = {}
+        self._collection: Collection | None = None
+
+    def next(self, state: Any = None) -> PracticeBatch:
+        """The batch of the next step. Acts first, where an iteration begins."""
+        if self._step == 0:
+            with phase("acting"):
+                self._practise(state)
+        numbers = self._numbers(*divmod(self._step, self._num_batches))
+        batch = self._batch({name: column[numbers] for name, column in self._columns.items()}, self._step == 0)
+        self._step += 1
+        if self._step == self._num_steps:
+            self._iteration, self._step = self._iteration + 1, 0
+        return batch
+
+    @property
+    def can_be_saved(self) -> bool:
+        return self._step == 0
+
+    def position(self) -> dict[str, Any]:
+        collector = self._collector
+        return {
+            "iteration": self._iteration,
+            "draws": collector.draws,
+            "outcomes": collector.outcomes.as_json(),
+            "data": self._actor.identity,
+        }
+
+    def seek(self, position: dict[str, Any]) -> None:
+        if changed := differences(position["data"], self._actor.identity):
+            raise ValueError(
+                "the run's attempts were made at other contexts than this run's, so it cannot go on:\n  "
+                + "\n  ".join(changed)
+                + "\nrestore these settings, or start a new run from the checkpoint's weights"
+            )
+        self._iteration, self._step = position["iteration"], 0
+        self._collector.draws, self._collector.outcomes = position["draws"], Outcomes(position["outcomes"])
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._metrics
+
+    def rows(self, step: int) -> list[str]:
+        """The attempts of the batch that was given last."""
+        del step
+        if self._collection is None:
+            return []
+        numbers = self._numbers(*divmod((self._step or self._num_steps) - 1, self._num_batches))
+        return [self._actor.describe(self._collection.attempts, int(number)) for number in numbers]
+
+    def close(self) -> None:
+        self._actor.close()
+
+    def _practise(self, state: Any) -> None:
+        """Make the attempts of an iteration, and all that its steps need of them."""
+        started = time.monotonic()
+        params = {**state.frozen, **state.params}
+        collected = self._collector.collect(params)
+        acted = time.monotonic()
+        self._collection = collected
+        attempts, practice = collected.attempts, self._practice
+        mask = attempts.mask & collected.counts[:, None]
+        if practice.mask_cut:
+            mask &= ~attempts.is_cut[:, None]
+        recorded = self._recorded(params, attempts.columns, mask.shape)
+        log_ratios = recorded.log_probs.astype(np.float64) - recorded.reference_log_probs
+        advantages, returns = practice.advantages(
+            np.where(collected.counts, attempts.rewards, np.nan),
+            collected.groups,
+            mask,
+            log_ratios,
+            recorded.values.astype(np.float64),
+        )
+        self._columns = {
+            **attempts.columns,
+            "mask": mask,
+            "advantages": advantages.astype(np.float32),
+            "returns": returns.astype(np.float32),
+            "log_probs": recorded.log_probs,
+            "reference_log_probs": recorded.reference_log_probs,
+            "values": recorded.values,
+        }
+        units = float(attempts.mask.sum())
+        self._metrics = {f"practice/{name}": value for name, value in collected.metrics.items()}
+        self._metrics |= {
+            "practice/iteration": float(self._iteration + 1),
+            "time/acting_s": acted - started,
+            "time/scoring_s": time.monotonic() - acted,
+            "practice/units_per_s": units / max(acted - started, 1e-9),
+        }
+        self.wait_s += time.monotonic() - started
+
+    def _recorded(self, params: Any, columns: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Recorded:
+        """The scores of all attempts; zeros if nothing needs them."""
+        if not self._needs_scores:
+            none = np.zeros(shape, np.float32)
+            return Recorded(log_probs=none, reference_log_probs=none, values=none)
+        parts = np.arange(self._practice.num_attempts).reshape(self._num_batches, -1)
+        batches = [self._placed({name: column[part] for name, column in columns.items()}) for part in parts]
+        return self._scores(params, [self._actor.traces(batch) for batch in batches])
+
+    def _numbers(self, epoch: int, batch: int) -> np.ndarray:
+        """The attempts of a batch: each row takes its own attempts, in another order in every epoch."""
+        rows = np.arange(self._batch_size)
+        keys = order.scramble(self._trainer.seed, self._collector.draws, epoch, rows)
+        return order.permute(np.full(len(rows), batch), self._num_batches, keys) * self._batch_size + rows
+
+    def _batch(self, columns: dict[str, np.ndarray], is_fresh: bool) -> PracticeBatch:
+        placed = self._placed({**columns, "is_fresh": np.full(self._batch_size, is_fresh)})
+        names = [name for name in PracticeBatch.__dataclass_fields__ if name != "traces"]
+        return tree_of(PracticeBatch, traces=self._actor.traces(placed), **{name: placed[name] for name in names})
+
+    def _placed(self, columns: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch's columns as global arrays, and its row numbers."""
+        columns = {**columns, "row": np.arange(self._batch_size, dtype=np.int32)}
+        return {
+            name: on_devices(column[self._row_numbers], self._sharding, self._batch_size, self._row_numbers)
+            for name, column in columns.items()
+        }

@@ -1,0 +1,57 @@
+"""What the policy that acted, its reference and its critic say of attempts, before anything is learnt from them.
+
+Read next: `practice_feed.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from openpi_train.nn.params import Params, merge_module
+from openpi_train.sampling.law import Law
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Of every unit, float32 [n, u]: log-probabilities under the policy and the reference, and the critic's values."""
+
+    log_probs: np.ndarray
+    reference_log_probs: np.ndarray
+    values: np.ndarray
+
+
+class RecordedScores:
+    """Scores attempts with the program of the training step's forward pass, in the same micro-batches.
+
+    A sampler's own log-probabilities would not do: it computes token by token, perhaps in another dtype.
+
+    Args: `devices` is a `training.devices.Devices`; what is not asked for is 0.
+    """
+
+    def __init__(self, devices: Any, law: Law, *, num_micros: int, with_reference: bool, with_values: bool):
+        self._devices = devices
+
+        def of_rows(params: Any, traces: Any, _: None) -> dict[str, Any]:
+            model: Any = merge_module(devices.graphdef, params)
+            log_probs = law.scores(model, traces).log_prob
+            none = jnp.zeros_like(log_probs)
+            return {
+                "log_probs": log_probs,
+                "reference_log_probs": law.scores(model.reference, traces).log_prob if with_reference else none,
+                "values": law.values(model, traces) if with_values else none,
+            }
+
+        def score(params: Params, traces: Any) -> Any:
+            found = devices.rows(of_rows, params, traces, None, num_micros)
+            return jax.lax.with_sharding_constraint(found, devices.plan.replicated)
+
+        self._score = jax.jit(score)
+
+    def __call__(self, params: Params, batches: list[Any]) -> Recorded:
+        """The scores of these batches of traces, joined, on every process. Every process must call it."""
+        with jax.set_mesh(self._devices.plan.real_mesh):
+            parts = [jax.device_get(self._score(params, traces)) for traces in batches]
+        return Recorded(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})

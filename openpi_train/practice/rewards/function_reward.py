@@ -1,0 +1,132 @@
+"""A reward function of the user's, in a spawned process that is killed where it takes too long.
+
+It may hang, end its process or use any library, and training goes on or ends with an error that names it.
+Must not import jax: the spawned process imports this module. Read next: `text_reward.py`.
+"""
+
+import logging
+import multiprocessing
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.own_file import import_file
+
+logger = logging.getLogger(__name__)
+
+# The start of the process and the import of the file may take so long in any case.
+_START_S = 120.0
+_SHOWN = 80  # characters of a prompt in a message
+
+# Prompt, completion, reference.
+Texts = tuple[str, str, str]
+
+
+def file_problem(name: str) -> list[str]:
+    """Why there is no function of the name `file.py:function`, as far as can be seen without running the file."""
+    file, _, function = name.rpartition(":")
+    if not (file.endswith(".py") and function.isidentifier()):
+        return ["needed is file.py:function, a function of (prompt, completion, reference)"]
+    return [] if Path(file).is_file() else [f"there is no file {file} (looked in {Path.cwd()})"]
+
+
+class FunctionReward:
+    """Calls `file.py:function(prompt, completion, reference)` for one completion after the other, in its own process.
+
+    Args:
+        timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
+        on_timeout: "error" raises DataError; "none" gives the completion no reward, with a warning.
+    """
+
+    def __init__(self, name: str, *, timeout_s: float, on_timeout: str = "error"):
+        self.name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def __call__(self, texts: Sequence[Texts]) -> list[float | None]:
+        """The rewards. Raises DataError if the function raises, ends its process or takes too long."""
+        return [self._one(one) for one in texts]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def _one(self, texts: Texts) -> float | None:
+        connection = self._started()
+        try:
+            connection.send(texts)
+            if not connection.poll(self._timeout_s):
+                self.close()
+                if self._on_timeout == "none":
+                    logger.warning("%s took longer than %g s and was killed", self._told(texts), self._timeout_s)
+                    return None
+                raise DataError(
+                    f"{self._told(texts)} took longer than {self._timeout_s:g} s and was killed. Make it faster, raise "
+                    "--practice.reward-timeout-s, or give such completions no reward: --practice.on-reward-timeout none"
+                )
+            value, problem = connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.close()
+            raise DataError(f"{self._told(texts)} has ended its process") from error
+        if problem is not None:
+            raise DataError(f"{self._told(texts)} has failed:\n{problem}")
+        return value
+
+    def _told(self, texts: Texts) -> str:
+        return f"the reward {self.name} of a completion of {texts[0][:_SHOWN]!r}"
+
+    def _started(self) -> Connection:
+        """The connection to the process, which is started if there is none."""
+        if self._connection is not None:
+            return self._connection
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, self.name), daemon=True)
+        self._process.start()
+        other.close()
+        try:
+            if not self._connection.poll(_START_S):
+                raise DataError(f"the reward {self.name}: its file took longer than {_START_S:g} s to import")
+            problem = self._connection.recv()
+        except EOFError as error:
+            self.close()
+            raise DataError(f"the reward {self.name}: its process has ended while it imported the file") from error
+        except DataError:
+            self.close()
+            raise
+        if problem is not None:
+            self.close()
+            raise DataError(f"the reward {self.name} cannot be used: {problem}")
+        return self._connection
+
+
+def _serve(connection: Connection, name: str) -> None:
+    """The process: says whether the function is there, then answers until the other end is closed."""
+    file, _, function = name.rpartition(":")
+    try:
+        found: Any = getattr(import_file(Path(file), "the file of the reward"), function, None)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    if not isinstance(found, Callable):
+        connection.send(f"{file} has no function {function!r} of (prompt, completion, reference)")
+        return
+    connection.send(None)
+    while True:
+        try:
+            texts = connection.recv()
+        except EOFError:
+            return
+        try:
+            value = found(*texts)
+            connection.send((None if value is None else float(value), None))
+        except Exception:
+            connection.send((None, traceback.format_exc(limit=-3).strip()))

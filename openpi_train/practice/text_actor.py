@@ -1,0 +1,153 @@
+"""`TextActor`: completes prompts with the parameters of the moment, and has the completions rewarded.
+
+Read next: `rewards/judge.py`, `generation/generator.py`.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_batches import batch_of
+from openpi_train.evaluation.completer import generator_of, part_of
+from openpi_train.evaluation.measure import Running
+from openpi_train.generation.completion_text import NewText
+from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.generation.text_generator import TextGenerator, end_tokens
+from openpi_train.models.accompanied import policy_of
+from openpi_train.nn.params import Params
+from openpi_train.practice.practice import Actor, Attempts
+from openpi_train.practice.prompt_source import PromptSource
+from openpi_train.practice.rewards.judge import Judge
+from openpi_train.practice.rewards.text_reward import Completed
+from openpi_train.practice.text_practice import TextPractice
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.sharding.mesh import TENSOR
+from openpi_train.types import TextBatch, TokenTraces, tree_of
+
+
+class TextActor(Actor):
+    """Completes prompts by the law of the run's objective.
+
+    Completion i at the n-th draw has the row number n * group_size + i: with the run's seed it determines its random
+    numbers, on any devices and beside any others.
+
+    Raises UsageError if the model gives no texts.
+    """
+
+    def __init__(self, practice: TextPractice, running: Running, prompts: PromptSource):
+        trainer: Any = running.trainer
+        found = policy_of(trainer.model)
+        if found is None:
+            raise UsageError(f"{type(trainer.model).__name__} gives no texts: there is nothing to practise with")
+        assert isinstance(running.data, OpenedText)
+        self._language, self._prefix = dataclasses.replace(found[0], remat="none"), found[1]
+        self._practice, self._prompts, self._tokenizer = practice, prompts, running.data.words
+        # No other can be chosen.
+        self._num_tokens = min(self._tokenizer.num_tokens, self._language.sizes.vocab_size)
+        self._devices, mesh = trainer.devices, trainer.plan.mesh
+        groups = mesh.size // mesh.shape[TENSOR]
+        self._num_rows = min(practice.completions_per_device * groups, practice.num_attempts)
+        law: TokenLaw = trainer.objective.law
+        self._settings = SamplingSettings(
+            temperature=law.temperature,
+            top_k=law.top_k,
+            top_p=law.top_p,
+            min_p=law.min_p,
+            max_new_tokens=practice.max_new_tokens,
+            stop_ids=practice.stop_ids,
+            # Other numbers than those of evaluations, whose rows have the same numbers.
+            seed=int.from_bytes(hashlib.sha256(f"practice {trainer.seed}".encode()).digest()[:4], "little"),
+        )
+        self._length = prompts.longest + practice.max_new_tokens
+        self._judge = Judge(
+            practice.rewards, running, timeout_s=practice.reward_timeout_s, on_timeout=practice.on_reward_timeout
+        )
+        self._texts: TextGenerator | None = None
+        self.identity: Mapping[str, Any] = prompts.identity
+
+    def context(self, draw: int) -> int:
+        return self._prompts.context(draw)
+
+    def act(self, params: Params, draws: Sequence[int], group_size: int) -> Attempts:
+        texts = self._with(params)
+        prompts = [prompt for draw in draws for prompt in [self._prompts.prompt(draw)] * group_size]
+        rows = [draw * group_size + number for draw in draws for number in range(group_size)]
+        found = texts.complete([prompt.tokens for prompt in prompts], self._settings, rows=rows)
+        texts.generator.release()
+        completed = [
+            Completed(
+                prompt=prompt.text,
+                text=new.text,
+                reference=prompt.reference,
+                tokens=(*prompt.tokens, *_chosen(new)),
+                num_new_tokens=len(_chosen(new)),
+                most_new_tokens=self._practice.max_new_tokens,
+            )
+            for prompt, new in zip(prompts, found, strict=True)
+        ]
+        rewards = self._judge(completed)
+        columns = self._columns(completed)
+        return Attempts(
+            contexts=np.repeat([self.context(draw) for draw in draws], group_size),
+            rewards=rewards.total,
+            outcomes=rewards.outcomes,
+            is_cut=np.array([new.tokens.finish_reason == "length" for new in found]),
+            mask=columns["weights"][:, 1:] > 0,
+            columns=columns,
+            parts=rewards.parts,
+        )
+
+    def traces(self, columns: Mapping[str, Any]) -> TokenTraces:
+        texts = batch_of(columns)
+        assert isinstance(texts, TextBatch)
+        return tree_of(TokenTraces, texts=texts, num_tokens=columns["num_tokens"])
+
+    def describe(self, attempts: Attempts, number: int) -> str:
+        tokens = attempts.columns["tokens"][number, attempts.columns["segments"][number] > 0]
+        return f"{self._tokenizer.decode(tokens)!r}, reward {attempts.rewards[number]:g}"
+
+    def close(self) -> None:
+        self._judge.close()
+
+    def _columns(self, completed: Sequence[Completed]) -> dict[str, np.ndarray]:
+        shape = len(completed), self._length
+        columns: dict[str, np.ndarray] = {
+            **{name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")},
+            "weights": np.zeros(shape, np.float32),
+            "num_tokens": np.full(len(completed), self._num_tokens, np.int32),
+        }
+        for row, one in enumerate(completed):
+            length = len(one.tokens)
+            columns["tokens"][row, :length] = one.tokens
+            columns["segments"][row, :length] = 1
+            columns["positions"][row, :length] = np.arange(length)
+            columns["weights"][row, length - one.num_new_tokens : length] = 1
+        return columns
+
+    def _with(self, params: Params) -> TextGenerator:
+        """The generator with these parameters."""
+        own = part_of(params, self._prefix)
+        if self._texts is not None:
+            self._texts.generator.use(own)
+            return self._texts
+        generator = generator_of(
+            self._language,
+            own,
+            self._devices,
+            num_rows=self._num_rows,
+            max_length=self._length,
+            end_ids=[*end_tokens(self._tokenizer), *self._prompts.ends()],
+            vocab_size=self._tokenizer.num_tokens,
+        )
+        self._texts = TextGenerator(generator, self._tokenizer, {})
+        return self._texts
+
+
+def _chosen(new: NewText) -> list[int]:
+    """The tokens that the policy chose, with the one that ended the completion."""
+    return [*new.tokens.tokens, *([new.tokens.ending[0]] if new.tokens.ending else [])]

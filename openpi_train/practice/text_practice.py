@@ -1,0 +1,109 @@
+"""`TextPractice`: a language model completes prompts and learns from the rewards. Read next: `text_actor.py`."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from openpi_train.data.interface import OpenedData
+from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_batches import batch_shapes
+from openpi_train.data.text.text_data import TextData
+from openpi_train.data.text.text_rows import row_spec_of
+from openpi_train.evaluation.measure import Running
+from openpi_train.fields import at_least
+from openpi_train.generation.sampling_settings import MAX_STOP_IDS
+from openpi_train.practice.practice import Actor, Practice
+from openpi_train.practice.prompt_source import PromptSource
+from openpi_train.practice.rewards.text_reward import TextReward
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.types import PracticeBatch, TokenTraces, tree_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPractice(Practice):
+    """Completions of the data's prompts.
+
+    The prompts are those of prompt/completion texts, whose completions are the references that rewards compare with;
+    or prompts alone. `--data.max-length` is the most tokens of a prompt and its completion.
+    """
+
+    # What completions are rewarded for; the weighted sum is the reward. The first one says what a completion achieved.
+    rewards: tuple[TextReward, ...] = (TextReward(name="exact_match"),)
+    # The most tokens of a completion.
+    max_new_tokens: int = at_least(1, 256)
+    # Tokens that end a completion, besides the tokenizer's own.
+    stop_ids: tuple[int, ...] = ()
+    # Completions that a device makes at a time.
+    completions_per_device: int = at_least(1, 64)
+    # The longest time that a reward function may take for one completion. Only for functions file.py:function.
+    reward_timeout_s: float = 30.0
+    # What a completion has whose reward function takes longer: the run ends, or the completion has no reward.
+    on_reward_timeout: Literal["error", "none"] = "error"
+
+    def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
+        problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
+        if not isinstance(data, TextData):
+            return [
+                *problems,
+                f"TextPractice completes the prompts of TextData; the run's data are {type(data).__name__}",
+            ]
+        if not isinstance(getattr(objective, "law", None), TokenLaw):
+            problems.append("TextPractice needs an objective whose law is a TokenLaw (--objective.law)")
+        if data.kind not in ("texts", "prompts"):
+            problems.append(f"--data.kind {data.kind}: prompts are those of texts (prompt/completion) or prompts")
+        if data.packing:
+            problems.append("--data.packing is for texts that are learnt: a row of practice is one completion")
+        if data.max_length <= self.max_new_tokens:
+            problems.append(
+                f"--data.max-length {data.max_length} is the most tokens of a prompt and its completion; "
+                f"--practice.max-new-tokens {self.max_new_tokens} leave none for the prompt"
+            )
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            problems.append(f"--practice.stop-ids has {len(self.stop_ids)} tokens; the most are {MAX_STOP_IDS}")
+        if not self.rewards:
+            problems.append("--practice.rewards is empty: there is nothing to learn from")
+        if self.reward_timeout_s <= 0:
+            problems.append(f"--practice.reward-timeout-s {self.reward_timeout_s} must be above 0")
+        return problems + [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
+
+    def most_prompt_tokens(self, data: TextData) -> int:
+        """The most tokens of a prompt."""
+        return data.max_length - self.max_new_tokens
+
+    def row_length(self, data: TextData, opened: OpenedData | None) -> int:
+        """The tokens of a row: those of the longest prompt and the longest completion."""
+        if opened is None:
+            return data.max_length
+        return self.prompts(data, opened).longest + self.max_new_tokens
+
+    def prompts(self, data: TextData, opened: OpenedData) -> PromptSource:
+        """The prompts. Raises UsageError if the data are no texts."""
+        if not isinstance(opened, OpenedText):
+            raise UsageError(f"TextPractice completes prompts, and {type(opened).__name__} has none")
+        return PromptSource(opened, self.most_prompt_tokens(data))
+
+    def batch_spec(self, data: Any, opened: OpenedData | None, batch_size: int) -> PracticeBatch:
+        length = self.row_length(data, opened)
+        texts = batch_shapes(row_spec_of(length, judged=False, references=False), batch_size)
+
+        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        units = dict.fromkeys(
+            ("advantages", "log_probs", "reference_log_probs", "values", "returns"), of(jnp.float32, length - 1)
+        )
+        return tree_of(
+            PracticeBatch,
+            traces=tree_of(TokenTraces, texts=texts, num_tokens=of(jnp.int32)),
+            mask=of(jnp.bool_, length - 1),
+            is_fresh=of(jnp.bool_),
+            **units,
+        )
+
+    def actor(self, running: Running, data: Any) -> Actor:
+        from openpi_train.practice.text_actor import TextActor  # which imports this module
+
+        return TextActor(self, running, self.prompts(data, running.data))

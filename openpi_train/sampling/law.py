@@ -1,0 +1,40 @@
+"""The interface of laws: how a policy draws what it does, and what the probability of something that it did is.
+
+Whoever acts and whoever learns from it use the same law: a ratio of probabilities under two different laws starts at 1
+too, and its gradient is that of another policy. Read next: `token_law.py`, then `objectives/policy_gradient.py`.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float
+
+from openpi_train.types import pytree
+
+
+@pytree
+class UnitScores:
+    """The log-probability of every unit of recorded attempts (a token, a denoising step), and the entropy there."""
+
+    log_prob: Float[Array, "b u"]
+    entropy: Float[Array, "b u"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Law(abc.ABC):
+    """Config of a law. `needs` is compared with the model's `provides`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self) -> list[str]:
+        """Invalid values, as sentences that name the field (default: none)."""
+        return []
+
+    @abc.abstractmethod
+    def scores(self, model: Any, traces: Any) -> UnitScores:
+        """The probabilities of these traces under a model. Units that no attempt has get any finite numbers."""
+
+    @abc.abstractmethod
+    def values(self, model: Any, traces: Any) -> Float[Array, "b u"]:
+        """What the critic in `model` expects before each unit."""

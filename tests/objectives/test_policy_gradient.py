@@ -1,0 +1,307 @@
+"""Policy gradients against torch with TRL's formulas, and against closed forms (ALGORITHMS, P1 to P5).
+
+`policy_losses/make.py` recorded what torch gives.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.practice.advantages import group_relative, leave_one_out
+from openpi_train.sampling.law import Law, UnitScores
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.types import PracticeBatch, TextBatch, TokenTraces, tree_of
+
+with np.load(Path(__file__).parent / "policy_losses" / "torch.npz") as file:
+    TORCH = dict(file)
+ROWS, LENGTH, VOCABULARY = TORCH["logits"].shape
+MASK = TORCH["mask"]
+
+
+class Given(nnx.Module):
+    """A model whose logits after each token are given, and whose critic's values are."""
+
+    def __init__(self, logits, values=None):
+        self.given, self.said = nnx.Param(jnp.asarray(logits)), values
+
+    def __call__(self, tokens, positions, segments):
+        return self.given[...]
+
+    def logits(self, x):
+        return x
+
+    def values(self, tokens, positions, segments):
+        return self.said
+
+
+PLAIN = TokenLaw()
+
+
+def traces():
+    shape = (ROWS, LENGTH)
+    texts = TextBatch(
+        tokens=jnp.asarray(TORCH["tokens"]),
+        segments=jnp.ones(shape, jnp.int32),
+        positions=jnp.broadcast_to(jnp.arange(LENGTH), shape),
+        weights=jnp.asarray(np.pad(MASK, ((0, 0), (1, 0))), jnp.float32),
+        row=jnp.arange(ROWS),
+    )
+    return TokenTraces(texts=texts, num_tokens=jnp.full(ROWS, VOCABULARY))
+
+
+def scored(logits, law=PLAIN):
+    return law.scores(Given(logits), traces()).log_prob
+
+
+def batch(law=PLAIN, advantages=None, is_fresh=False):
+    acting, reference = (scored(TORCH[f"{name}_logits"], law) for name in ("acting", "reference"))
+    one = np.broadcast_to(TORCH["advantages"][:, None], MASK.shape) if advantages is None else advantages
+    return PracticeBatch(
+        traces=traces(),
+        mask=jnp.asarray(MASK),
+        advantages=jnp.asarray(one * MASK, jnp.float32),
+        log_probs=acting,
+        reference_log_probs=reference,
+        values=jnp.asarray(TORCH["acting_values"]),
+        returns=jnp.asarray(TORCH["returns"]),
+        is_fresh=jnp.full(ROWS, is_fresh),
+    )
+
+
+def loss_of(objective, given, logits, values=None):
+    return objective.loss(Given(logits, values), given, objective.norms(given), None)
+
+
+CASES = {
+    "grpo/grpo-token": PolicyGradient(average="attempts"),
+    "grpo/dapo-token": PolicyGradient(),
+    "grpo/dr_grpo-token": PolicyGradient(average="constant", max_units=6),
+    "grpo/grpo-sequence": PolicyGradient(ratio="mean", average="attempts"),
+    "grpo/dapo-sequence": PolicyGradient(ratio="mean"),
+    "grpo/dr_grpo-sequence": PolicyGradient(ratio="mean", average="constant", max_units=6),
+    "grpo/higher": PolicyGradient(clip_high=0.5),
+    "grpo/lower": PolicyGradient(average="attempts", clip_low=0.05),
+    "grpo/two-sided": PolicyGradient(average="attempts", clip_most=1.3),
+    "grpo/reference": PolicyGradient(average="attempts", kl_weight=0.3),
+    "grpo/reference-dapo": PolicyGradient(kl_weight=0.3),
+    "grpo/cooled": PolicyGradient(law=TokenLaw(temperature=0.6), kl_weight=0.1),
+    "rloo/product": PolicyGradient(ratio="product", average="attempts"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_trl(case):
+    """Sums of a few float32 terms of size 1, by other formulas."""
+    objective = CASES[case]
+    given = batch(objective.law)
+    loss, gradient = jax.value_and_grad(lambda logits: loss_of(objective, given, logits)[0])(TORCH["logits"])
+    np.testing.assert_allclose(loss, TORCH[f"{case}/loss"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, TORCH[f"{case}/gradient/logits"], rtol=1e-4, atol=1e-6)
+
+
+def test_every_recorded_case_is_compared():
+    assert {name.rpartition("/")[0] for name in TORCH if name.endswith("/loss")} == {*CASES, "ppo/critic"}
+
+
+def test_loss_and_gradients_with_a_critic_are_those_of_trl():
+    objective = PolicyGradient(value_weight=0.1)
+    given = batch(advantages=TORCH["unit_advantages"])
+    loss, gradients = jax.value_and_grad(lambda *leaves: loss_of(objective, given, *leaves)[0], (0, 1))(
+        TORCH["logits"], TORCH["values"]
+    )
+    np.testing.assert_allclose(loss, TORCH["ppo/critic/loss"], rtol=1e-5, atol=1e-6)
+    for name, gradient in zip(("logits", "values"), gradients, strict=True):
+        np.testing.assert_allclose(gradient, TORCH[f"ppo/critic/gradient/{name}"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_cases_clip_on_both_sides():
+    """Or equal losses would say nothing of clipping."""
+    _, metrics = loss_of(PolicyGradient(), batch(), TORCH["logits"])
+    assert metrics["clip_fraction_low"] > 0 < metrics["clip_fraction_high"]
+    assert metrics["clip_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 0.9
+    np.testing.assert_allclose(metrics["entropy"], TORCH["entropy"][MASK].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ratio", ["unit", "mean", "product"])
+def test_fresh_attempts_give_the_plain_policy_gradient(ratio):
+    """P1: the value is the mean of -A, the gradient that of -A log p; a zero loss is no mistake."""
+    objective, given = PolicyGradient(ratio=ratio, average="attempts"), batch(is_fresh=True)
+    (loss, metrics), gradient = jax.value_and_grad(lambda x: loss_of(objective, given, x), has_aux=True)(
+        TORCH["logits"]
+    )
+    lengths = MASK.sum(axis=1, keepdims=True)
+    # All units of an attempt have one ratio: its gradient is that of their mean, or of their sum.
+    scale = lengths if ratio == "product" else 1
+
+    def plain(logits):
+        return -(jnp.asarray(TORCH["advantages"])[:, None] * MASK / lengths * scale * scored(logits)).sum() / ROWS
+
+    np.testing.assert_allclose(loss, -TORCH["advantages"].mean(), atol=1e-7)
+    np.testing.assert_allclose(gradient, jax.grad(plain)(TORCH["logits"]), atol=1e-6)
+    assert metrics["ratio"] == 1 and metrics["clip_fraction"] == metrics["approx_kl"] == 0
+
+
+class Line(nnx.Module):
+    """A model whose log-probability is given."""
+
+    def __init__(self, log_prob):
+        self.log_prob = log_prob
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneUnit(Law):
+    """Of a `Line`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"line"})
+
+    def scores(self, model, traces):
+        return UnitScores(log_prob=jnp.reshape(model.log_prob, (1, 1)), entropy=jnp.zeros((1, 1)))
+
+    def values(self, model, traces):
+        raise NotImplementedError
+
+
+def one_unit(advantage, **fields):
+    zeros = jnp.zeros((1, 1))
+    parts = {"advantages": zeros + advantage, "mask": jnp.ones((1, 1), bool), "is_fresh": jnp.zeros(1, bool)}
+    parts |= {"log_probs": zeros, "reference_log_probs": zeros, "values": zeros, "returns": zeros, "traces": None}
+    return tree_of(PracticeBatch, **(parts | fields))
+
+
+def gradient_at(ratio, advantage, **settings):
+    objective, given = PolicyGradient(law=OneUnit(), **settings), one_unit(advantage)
+
+    def loss(log_prob):
+        return objective.loss(Line(log_prob), given, objective.norms(given), None)[0]
+
+    return float(jax.grad(loss)(jnp.log(ratio)))
+
+
+def test_clipping_stops_only_what_would_go_further():
+    """P2."""
+    assert gradient_at(1.3, 1.0) == 0 and gradient_at(1.3, -1.0) == pytest.approx(1.3)
+    assert gradient_at(0.7, -1.0) == 0 and gradient_at(0.7, 1.0) == pytest.approx(-0.7)
+    assert gradient_at(1.3, 1.0, clip_high=0.4) == pytest.approx(-1.3)
+    assert gradient_at(0.7, -1.0, clip_low=0.4) == pytest.approx(0.7)
+    assert gradient_at(3.0, -1.0, clip_most=2.0) == 0 and gradient_at(1.5, -1.0, clip_most=2.0) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("logarithm", [-1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_an_extreme_ratio_has_a_finite_loss_and_gradient(logarithm, advantage):
+    objective = PolicyGradient(law=OneUnit(), kl_weight=0.1)
+    given = one_unit(advantage)
+
+    def loss(log_prob):
+        return objective.loss(Line(log_prob), given, objective.norms(given), None)[0]
+
+    assert np.isfinite(jax.value_and_grad(loss)(jnp.float32(logarithm))).all()
+
+
+def test_averages_have_the_published_numbers():
+    """P3: losses [1, 1] and six times 0, of at most 8 units."""
+    mask = jnp.asarray(np.arange(8) < np.array([[2], [6]]))
+    given = tree_of(PracticeBatch, **{field.name: None for field in dataclasses.fields(PracticeBatch)} | {"mask": mask})
+    losses = jnp.asarray([[1.0], [0.0]]) * mask
+    for average, expected in (("attempts", 0.5), ("units", 0.25), ("constant", 0.125)):
+        objective = PolicyGradient(average=average, max_units=8 if average == "constant" else None)
+        weights = objective._weights(mask.astype(jnp.float32), mask.sum(axis=1, keepdims=True), objective.norms(given))
+        assert float((weights * losses).sum()) == pytest.approx(expected)
+
+
+def test_divergences_have_the_published_numbers():
+    """P4."""
+    k3 = PolicyGradient(kl_kind="k3").divergence
+    at = jnp.full((1, 1), 0.0)
+    assert float(k3(at + 0.5, at)[0, 0]) == pytest.approx(0.1065307, abs=1e-7)
+    assert float(PolicyGradient(kl_kind="k2").divergence(at + 0.5, at)[0, 0]) == pytest.approx(0.125)
+    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    exact = (policy * np.log(policy / reference)).sum()
+    for kind in ("k1", "k3"):
+        estimates = PolicyGradient(kl_kind=kind).divergence(
+            jnp.log(jnp.asarray([policy])), jnp.log(jnp.asarray([reference]))
+        )
+        assert float((policy * estimates).sum()) == pytest.approx(exact, rel=1e-5)
+        assert kind == "k1" or (np.asarray(estimates) >= 0).all()
+    assert float(jax.grad(lambda x: k3(x, at).sum())(at)[0, 0]) == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arms(Law):
+    """Which of two arms was taken; the model has their logits, and a value."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"arms"})
+
+    def scores(self, model, traces):
+        said = jax.nn.log_softmax(model.arms[...])
+        return UnitScores(log_prob=said[traces][:, None], entropy=jnp.zeros((len(traces), 1)))
+
+    def values(self, model, traces):
+        return jnp.broadcast_to(model.value[...], (len(traces), 1))
+
+
+class Bandit(nnx.Module):
+    def __init__(self):
+        self.arms, self.value = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+def test_a_bandits_better_arm_is_learnt(kind):
+    """P5: 200 updates on the outcomes of 16 pulls each, of which the better arm wins 80 % and the other 20 %."""
+    objective = PolicyGradient(law=Arms(), value_weight=0.5 if kind == "ppo" else 0.0, value_clip=None)
+    graphdef, params = nnx.split(Bandit())
+    random, groups = np.random.default_rng(0), np.zeros(16, int)
+
+    @jax.jit
+    def update(params, given):
+        def loss(params):
+            return objective.loss(nnx.merge(graphdef, params), given, objective.norms(given), None)[0]
+
+        return jax.tree.map(lambda x, g: x - 0.2 * g, params, jax.grad(loss)(params))
+
+    for _ in range(200):
+        probs = np.asarray(jax.nn.softmax(params["arms"][...]), np.float64)
+        arms = random.choice(2, 16, p=probs / probs.sum())
+        rewards = (random.random(16) < np.where(arms == 1, 0.8, 0.2)).astype(float)
+        value = float(params["value"][...])
+        if kind == "ppo":
+            advantages = rewards - value
+        else:
+            advantages = (group_relative if kind == "grpo" else leave_one_out)(rewards, groups)
+        column = np.zeros((16, 1), np.float32)
+        given = one_unit(
+            jnp.asarray(advantages[:, None], jnp.float32),
+            traces=jnp.asarray(arms),
+            mask=jnp.ones((16, 1), bool),
+            log_probs=jnp.asarray(np.log(probs)[arms][:, None], jnp.float32),
+            returns=jnp.asarray(rewards[:, None], jnp.float32),
+            values=jnp.asarray(column + value),
+            is_fresh=jnp.zeros(16, bool),
+        )
+        params = update(params, given)
+    assert float(jax.nn.softmax(params["arms"][...])[1]) > 0.95
+
+
+def test_settings_without_meaning_are_refused():
+    assert "--objective.max-units None" in PolicyGradient(average="constant").check()[0]
+    assert "must be above 1 + clip_high" in PolicyGradient(clip_most=1.1).check()[0]
+    assert "temperature 0.0" in PolicyGradient(law=TokenLaw(temperature=0.0)).check()[0]
+    assert not PolicyGradient().check()
+
+
+def test_what_a_setting_needs_of_the_model():
+    assert PolicyGradient().needed == {"token_scores"}
+    assert PolicyGradient(kl_weight=0.1, value_weight=0.1).needed == {"token_scores", "reference", "value"}
+
+
+def test_many_clipped_units_are_warned_of():
+    objective = PolicyGradient()
+    assert not objective.warnings({"clip_fraction": 0.2}) and not objective.warnings({})
+    assert "Lower --lr-schedule.peak-lr" in objective.warnings({"clip_fraction": 0.3})[0]

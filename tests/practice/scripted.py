@@ -1,0 +1,58 @@
+"""An actor that follows a script: the reward of an attempt is a given function of context and number."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from openpi_train.practice.practice import Actor, Attempts, Practice
+from openpi_train.types import TextBatch, TokenTraces, tree_of
+
+UNITS = 5
+
+
+class ScriptedActor(Actor):
+    """Attempts whose tokens say which they are: the draw, the number in the group, the sum of the parameters."""
+
+    def __init__(self, reward: Callable[[int, int], float], num_contexts: int = 1000):
+        self._reward, self._num_contexts = reward, num_contexts
+        self.identity = {"contexts": num_contexts}
+        self.acted: list[int] = []
+
+    def context(self, draw: int) -> int:
+        return draw % self._num_contexts
+
+    def act(self, params: Any, draws: Any, group_size: int) -> Attempts:
+        self.acted += draws
+        numbers = [(draw, number) for draw in draws for number in range(group_size)]
+        rewards = np.array([self._reward(self.context(draw), number) for draw, number in numbers], float)
+        tokens = np.zeros((len(numbers), UNITS + 1), np.int32)
+        tokens[:, :2] = numbers
+        lengths = np.array([2 + (draw + number) % (UNITS - 1) for draw, number in numbers])
+        mask = np.arange(UNITS) < lengths[:, None]
+        texts = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": np.zeros_like(tokens)}
+        return Attempts(
+            contexts=np.array([self.context(draw) for draw, _ in numbers]),
+            rewards=rewards,
+            outcomes=rewards,
+            is_cut=lengths == UNITS,
+            mask=mask,
+            columns={**texts, "weights": np.pad(mask, ((0, 0), (1, 0))).astype(np.float32)},
+        )
+
+    def traces(self, columns: Any) -> TokenTraces:
+        names = ("tokens", "segments", "positions", "weights", "row")
+        texts = tree_of(TextBatch, **{name: columns[name] for name in names})
+        return tree_of(TokenTraces, texts=texts, num_tokens=columns["row"] * 0 + 1000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptedPractice(Practice):
+    """Practice with a `ScriptedActor`."""
+
+    def batch_spec(self, data: Any, opened: Any, batch_size: int) -> Any:
+        raise NotImplementedError
+
+    def actor(self, running: Any, data: Any) -> Actor:
+        raise NotImplementedError

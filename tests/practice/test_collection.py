@@ -1,0 +1,74 @@
+"""Which groups an iteration learns from: waves, filler, contexts that are passed over."""
+
+import logging
+
+import numpy as np
+import pytest
+from practice.scripted import ScriptedActor, ScriptedPractice
+
+from openpi_train.practice.collection import Collector
+from openpi_train.practice.outcomes import Outcomes
+
+
+def mixed_in(contexts):
+    """Attempts 0 of these contexts succeed, and all attempts at context 0."""
+    return lambda context, number: float(context == 0 or (context in contexts and number == 0))
+
+
+def collector(reward, **settings):
+    practice = ScriptedPractice(**{"num_groups": 2, "group_size": 3, **settings})
+    return Collector(practice, ScriptedActor(reward))
+
+
+def test_without_dynamic_sampling_all_groups_are_kept():
+    found = collector(mixed_in({1})).collect({})
+    assert found.groups.tolist() == [0, 0, 0, 1, 1, 1] and found.counts.all()
+    assert found.metrics["groups_mixed"] == 0.5 and found.metrics["waves"] == 1
+    assert found.metrics["reward"] == pytest.approx(4 / 6)
+
+
+def test_mixed_groups_are_kept_in_the_order_of_their_draws():
+    one = collector(mixed_in({3, 4, 5, 7}), mixed_only=True)
+    found = one.collect({})
+    assert found.groups.tolist() == [3, 3, 3, 4, 4, 4] and found.counts.all() and found.metrics["waves"] == 3
+    assert found.attempts.columns["tokens"][:, 0].tolist() == found.groups.tolist()
+    # Group 5 was one too many, and is not kept for later.
+    assert one.draws == 6
+    assert one.collect({}).groups.tolist()[:3] == [7, 7, 7]
+
+
+def test_missing_groups_are_filled_with_attempts_that_do_not_count():
+    one = collector(mixed_in({2}), mixed_only=True, max_waves=3)
+    found = one.collect({})
+    assert found.groups[:3].tolist() == [2, 2, 2] and found.counts.tolist() == [True] * 3 + [False] * 3
+    assert len(found.attempts) == 6 and found.metrics["filled"] == 0.5 and one.draws == 6
+
+
+def test_uniform_groups_alone_end_within_the_most_waves_and_are_told(caplog):
+    one = collector(lambda *_: 0.0, mixed_only=True, max_waves=2)
+    with caplog.at_level(logging.WARNING):
+        found = one.collect({})
+    assert not found.counts.any() and one.draws == 4
+    assert "nothing is learnt from this iteration" in caplog.text
+
+
+def test_a_context_that_is_solved_is_passed_over_and_then_drawn_again():
+    actor = ScriptedActor(lambda context, _: float(context == 1), num_contexts=4)
+    one = Collector(ScriptedPractice(num_groups=4, group_size=2, skip_solved=2), actor)
+    for _ in range(4):
+        one.collect({})
+    assert actor.acted == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18]
+    assert one.outcomes.rate(1) == 1.0 and one.outcomes.rate(0) == 0.0 and one.outcomes.rate(77) is None
+
+
+def test_outcomes_do_not_depend_on_the_order_of_attempts_and_survive_json():
+    random = np.random.default_rng(0)
+    contexts, outcomes = random.integers(0, 5, 40), random.integers(0, 2, 40).astype(float)
+    outcomes[3] = np.nan
+    order = random.permutation(40)
+    one, other = Outcomes(), Outcomes()
+    one.record(contexts, outcomes)
+    other.record(contexts[order], outcomes[order])
+    assert one.as_json() == other.as_json() == Outcomes(one.as_json()).as_json()
+    known = ~np.isnan(outcomes) & (contexts == 2)
+    assert one.rate(2) == outcomes[known].mean()

@@ -1,0 +1,241 @@
+"""The feed that acts: what its batches hold, when it acts, and where its position is complete."""
+
+import dataclasses
+import types
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from practice.scripted import UNITS, ScriptedActor, ScriptedPractice
+from trainers import make_trainer
+
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.params import merge_module
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.practice.advantages import group_relative
+from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.sampling.law import Law, UnitScores
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.init import create_state
+
+BATCH = 4
+
+
+class Weight(nnx.Module):
+    """A parameter that everything is computed from."""
+
+    def __init__(self, value=1.0):
+        self.weight = nnx.Param(jnp.full((1, 1), value))
+
+    @property
+    def reference(self):
+        return Weight(0.25)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightConfig(ModelConfig):
+    provides: ClassVar[frozenset[str]] = frozenset({"weight", "reference", "value"})
+
+    def build(self, rngs):
+        return Weight()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightLaw(Law):
+    """log p = -weight x (the number in the group + 1); the value is twice the weight."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"weight"})
+
+    def scores(self, model, traces):
+        numbers = traces.texts.tokens[:, 1:2].astype(jnp.float32) + jnp.ones((1, UNITS))
+        return UnitScores(log_prob=-model.weight[...] * numbers, entropy=numbers * 0)
+
+    def values(self, model, traces):
+        return model.weight[...] * 2 * jnp.ones((len(traces.row), UNITS))
+
+
+PLAIN = PolicyGradient(law=WeightLaw())
+
+
+def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0), **settings):
+    """A feed, the state and the compiled step of its run."""
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
+    # No step moves a ratio or a value to exactly where it is clipped.
+    schedule = LRSchedule(warmup_steps=0, peak_lr=0.07, decay_steps=100, decay_lr=0.07)
+    trainer, layout = make_trainer(
+        WeightConfig(), plan, AdamW(), schedule, objective=objective, accum=accum, ema=None, seed=3
+    )
+    practice = ScriptedPractice(**{"num_groups": 4, "group_size": 3, "epochs": 2, **settings})
+    feed = PracticeFeed(practice, ScriptedActor(reward), trainer, batch_size=BATCH)
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, WeightConfig(), trainer.optimizer, lambda _: False, False, 7)
+    return feed, state, trainer.jitted_step(layout.shardings), plan
+
+
+def trained(feed, state, step, plan, steps):
+    """Losses and parameters of so many steps."""
+    found = []
+    with jax.set_mesh(plan.real_mesh):
+        for _ in range(steps):
+            state, metrics = step(state, feed.next(state))
+            found.append({name: float(value) for name, value in metrics.items()})
+    return found, state
+
+
+def attempts_of(batch):
+    return [tuple(row) for row in np.asarray(batch.traces.texts.tokens)[:, :2].tolist()]
+
+
+def test_an_epoch_has_every_attempt_once_each_in_its_own_row():
+    feed, state, *_ = made()
+    batches = [feed.next(state) for _ in range(6)]
+    everything = [(draw, number) for draw in range(4) for number in range(3)]
+    for epoch in (batches[:3], batches[3:]):
+        assert sorted(attempt for batch in epoch for attempt in attempts_of(batch)) == everything
+    places = [
+        {everything.index(one) % BATCH for one in column} for column in zip(*map(attempts_of, batches), strict=True)
+    ]
+    assert places == [{0}, {1}, {2}, {3}]
+    assert [attempts_of(batch) for batch in batches[:3]] != [attempts_of(batch) for batch in batches[3:]]
+
+
+def test_it_acts_where_an_iteration_begins_and_only_the_first_batch_is_fresh():
+    feed, state, *_ = made()
+    acted, can_be_saved, fresh = [], [feed.can_be_saved], []
+    for _ in range(12):
+        batch = feed.next(state)
+        acted.append(len(feed._actor.acted))
+        can_be_saved.append(feed.can_be_saved)
+        fresh.append(bool(batch.is_fresh.all()))
+    assert acted == [4] * 6 + [8] * 6
+    assert can_be_saved == [True, *[False] * 5, True, *[False] * 5, True]
+    assert fresh == [True, *[False] * 5] * 2
+
+
+def test_batches_have_advantages_of_their_groups_and_the_acting_policys_scores():
+    objective = PolicyGradient(law=WeightLaw(), kl_weight=0.1, value_weight=0.1)
+    feed, state, *_ = made(objective=objective)
+    batch = feed.next(state)
+    rewards = np.array([float(number == 0) for _ in range(4) for number in range(3)])
+    one = dict(
+        zip(
+            [(draw, number) for draw in range(4) for number in range(3)],
+            group_relative(rewards, np.repeat(range(4), 3)),
+            strict=True,
+        )
+    )
+    mask = np.asarray(batch.mask)
+    for row, attempt in enumerate(attempts_of(batch)):
+        np.testing.assert_allclose(batch.advantages[row], one[attempt] * mask[row], rtol=1e-6)
+        np.testing.assert_allclose(batch.log_probs[row], -1.0 * (attempt[1] + 1))
+        np.testing.assert_allclose(batch.reference_log_probs[row], -0.25 * (attempt[1] + 1))
+        np.testing.assert_allclose(batch.values[row], 2.0)
+
+
+def test_the_divergence_from_the_reference_is_taken_off_the_reward():
+    estimator = AdvantageEstimator(kind="rloo", kl_weight=0.5)
+    feed, state, *_ = made(advantages=estimator, reward=lambda *_: 0.0)
+    batch = feed.next(state)
+    attempts = feed._collection.attempts
+    log_ratio = -0.75 * (attempts.columns["tokens"][:, 1:2] + 1) * np.ones((1, UNITS))
+    expected, _ = estimator(attempts.rewards, feed._collection.groups, attempts.mask, log_ratio, None)
+    numbers = [draw * 3 + number for draw, number in attempts_of(batch)]
+    np.testing.assert_allclose(batch.advantages, expected[numbers], rtol=1e-6)
+    assert np.abs(expected).max() > 0
+
+
+def test_attempts_that_were_cut_may_stay_out_of_the_loss():
+    feed, state, *_ = made(mask_cut=True)
+    batches = [feed.next(state) for _ in range(3)]
+    masks = np.concatenate([batch.mask for batch in batches])
+    attempts = [attempt for batch in batches for attempt in attempts_of(batch)]
+    is_cut = [2 + (draw + number) % (UNITS - 1) == UNITS for draw, number in attempts]
+    assert masks.any(axis=1).tolist() == [not cut for cut in is_cut] and any(is_cut)
+
+
+def test_rows_that_fill_an_iteration_count_nowhere():
+    """One mixed group of the four that are asked for."""
+    feed, state, *_ = made(mixed_only=True, max_waves=1, reward=lambda context, number: float(context == 2 > number))
+    batches = [feed.next(state) for _ in range(3)]
+    masks, advantages = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("mask", "advantages"))
+    assert masks.any(axis=1).sum() == 3 and not advantages[~masks].any()
+
+
+def test_a_run_without_two_different_rewards_changes_nothing():
+    feed, state, step, plan = made(reward=lambda *_: 1.0, mixed_only=True, max_waves=2)
+    before = np.asarray(state.params["weight"])
+    found, state = trained(feed, state, step, plan, 6)
+    assert all(one["loss"] == one["grad_norm"] == 0 for one in found)
+    np.testing.assert_allclose(state.params["weight"], before, rtol=1e-6)
+
+
+def test_the_first_ratio_is_exactly_one():
+    feed, state, step, plan = made()
+    found, _ = trained(feed, state, step, plan, 12)
+    assert [one["ratio"] == 1 for one in found] == [True, *[False] * 5] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "accum"), [(4, 1), (2, 2), (1, 4)])
+def test_devices_and_accumulation_change_nothing(devices, accum):
+    """Ragged masks, a reference and a critic; sums of a few terms in another order."""
+    objective = PolicyGradient(law=WeightLaw(), average="attempts", kl_weight=0.1, value_weight=0.1)
+    alone, alone_state = trained(*made(objective=objective), 8)
+    found, state = trained(*made(devices, accum, objective=objective), 8)
+    for one, expected in zip(found, alone, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(one[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(state.params["weight"], alone_state.params["weight"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_its_position_with_the_same_batches():
+    feed, state, *_ = made(skip_solved=1, reward=lambda context, _: float(context % 2))
+    for _ in range(6):
+        feed.next(state)
+    other, *_ = made(skip_solved=1, reward=lambda context, _: float(context % 2))
+    other.seek(feed.position())
+    for _ in range(12):
+        one, two = feed.next(state), other.next(state)
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert feed.position() == other.position()
+
+
+def test_the_position_of_other_contexts_is_refused():
+    feed, *_ = made()
+    position = {**feed.position(), "data": {"contexts": 77}}
+    with pytest.raises(ValueError, match="contexts: then 77, now 1000"):
+        feed.seek(position)
+
+
+def test_acting_needs_no_buffer_of_a_state_that_is_gone():
+    feed, state, *_ = made(epochs=1, num_groups=4)
+    feed.next(state)
+    later = dataclasses.replace(state, params={name: leaf + 0 for name, leaf in state.params.items()})
+    for leaf in state.params.values():
+        leaf.delete()
+    for _ in range(6):
+        feed.next(later)
+
+
+def test_numbers_of_the_iteration_are_logged():
+    feed, state, *_ = made()
+    feed.next(state)
+    found = feed.metrics()
+    assert found["practice/reward"] == pytest.approx(1 / 3) and found["practice/groups_mixed"] == 1
+    assert found["time/acting_s"] >= 0 and feed.wait_s > 0
+    assert len(feed.rows(0)) == BATCH and "reward" in feed.rows(0)[0]
+
+
+def test_the_recorded_scores_are_those_of_the_module():
+    feed, state, *_ = made()
+    feed.next(state)
+    model = merge_module(feed._trainer.graphdef, state.params)
+    given = types.SimpleNamespace(texts=types.SimpleNamespace(tokens=jnp.asarray(feed._columns["tokens"])))
+    np.testing.assert_array_equal(feed._columns["log_probs"], WeightLaw().scores(model, given).log_prob)

@@ -1,0 +1,151 @@
+"""Rewards of completions: each term, functions in their own process, sums, and what is wrong with one."""
+
+import os
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from openpi_train.practice.rewards.function_reward import FunctionReward
+from openpi_train.practice.rewards.judge import Judge
+from openpi_train.practice.rewards.text_reward import Completed, TextReward
+from openpi_train.runtime.exits import DataError
+
+FUNCTIONS = """
+    import os, time
+
+    def length(prompt, completion, reference):
+        return len(completion) / 10 if completion else None
+
+    def process(prompt, completion, reference):
+        return os.getpid()
+
+    def slow(prompt, completion, reference):
+        time.sleep(600 if completion == "hang" else 0)
+        return 1
+
+    def wrong(prompt, completion, reference):
+        return {"nan": float("nan"), "raise": None}.get(completion) if completion != "raise" else 1 / 0
+
+    def ends(prompt, completion, reference):
+        os._exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "own_rewards.py"
+    file.write_text(textwrap.dedent(FUNCTIONS))
+    return file
+
+
+def completed(text, reference="", num_new_tokens=5, most_new_tokens=20):
+    return Completed(
+        prompt="1+1=",
+        text=text,
+        reference=reference,
+        tokens=(1,) * (num_new_tokens + 3),
+        num_new_tokens=num_new_tokens,
+        most_new_tokens=most_new_tokens,
+    )
+
+
+def judged(rewards, given, timeout_s=60.0, on_timeout="error"):
+    terms = [TextReward(name=name, weight=weight) for name, weight in rewards]
+    judge = Judge(terms, None, timeout_s=timeout_s, on_timeout=on_timeout)
+    try:
+        return judge(given)
+    finally:
+        judge.close()
+
+
+def test_answers_are_compared_as_in_evaluations():
+    found = judged(
+        [("number_match", 1.0), ("exact_match", 1.0)], [completed("it is 2.0", "#### 2"), completed("2", "2")]
+    )
+    assert found.outcomes.tolist() == [1, 1] and found.total.tolist() == [1, 2]
+
+
+def test_a_form_is_that_of_the_whole_text():
+    form = "regex:<think>.*</think>\\s*\\d+"
+    texts = ["<think>a\nb</think>\n 7 ", "x <think></think>7", "<think></think>", "<think></think>7"]
+    assert judged([(form, 1.0)], [completed(text) for text in texts]).total.tolist() == [1, 0, 0, 1]
+
+
+def test_overlong_completions_lose_up_to_one():
+    given = [completed("", num_new_tokens=number) for number in (1, 12, 14, 18, 20)]
+    np.testing.assert_allclose(judged([("overlong:8", 1.0)], given).total, [0, 0, -0.25, -0.75, -1])
+
+
+def test_terms_are_added_with_their_weights_and_the_first_is_the_outcome(functions):
+    found = judged(
+        [("exact_match", 1.0), (f"{functions}:length", -2.0)], [completed("abcde", "abcde"), completed("abc", "")]
+    )
+    np.testing.assert_allclose(found.total, [1 - 2 * 0.5, -2 * 0.3])
+    assert found.outcomes.tolist() == [1, 0]
+    assert list(found.parts) == ["reward/0_exact_match", "reward/1_length"]
+
+
+def test_a_completion_without_any_reward_has_none(functions):
+    found = judged([(f"{functions}:length", 1.0)], [completed(""), completed("abc")])
+    assert np.isnan(found.total[0]) and np.isnan(found.outcomes[0]) and found.total[1] == pytest.approx(0.3)
+    found = judged([(f"{functions}:length", 1.0), ("exact_match", 2.0)], [completed("", "")])
+    assert np.isnan(found.outcomes[0]) and found.total[0] == 2
+
+
+def test_a_function_runs_in_one_process_of_its_own(functions):
+    found = judged([(f"{functions}:process", 1.0)], [completed("a"), completed("b")])
+    assert found.total[0] == found.total[1] != os.getpid()
+
+
+@pytest.mark.slow
+def test_a_function_that_hangs_is_killed_and_named(functions):
+    started = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"process 0: the reward .*:slow of a completion of '1\+1=' took longer than 1 s"
+    ):
+        judged([(f"{functions}:slow", 1.0)], [completed("hang")], timeout_s=1.0)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+def test_a_completion_may_be_without_reward_where_the_function_hangs(functions):
+    found = judged([(f"{functions}:slow", 1.0)], [completed("a"), completed("hang"), completed("b")], 1.0, "none")
+    assert found.total[[0, 2]].tolist() == [1, 1] and np.isnan(found.total[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "message"),
+    [
+        ("wrong", "nan", "is nan; needed is a finite number, or None"),
+        ("wrong", "raise", "ZeroDivisionError"),
+        ("ends", "", "has ended its process"),
+        ("missing", "", "has no function 'missing'"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_named(functions, function, text, message):
+    with pytest.raises(DataError, match=message) as caught:
+        judged([(f"{functions}:{function}", 1.0)], [completed(text)])
+    assert function in str(caught.value)
+
+
+def test_a_process_ends_with_its_reward(functions):
+    reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
+    (process,) = reward([("", "", "")])
+    reward.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
+
+
+def test_what_is_no_reward_is_refused_before_the_run_begins(functions, tmp_path):
+    def problems(name, weight=1.0):
+        return " ".join(TextReward(name=name, weight=weight).check(2))
+
+    assert not any(map(problems, ("exact_match", "regex:a+", "overlong:5", f"{functions}:length")))
+    assert "--practice.rewards.2.name 'exact' is no reward: allowed are exact_match" in problems("exact")
+    assert "is no regular expression" in problems("regex:(")
+    assert "overlong:TOKENS" in problems("overlong:few")
+    assert "there is no file" in problems(f"{tmp_path}/none.py:f")
+    assert f"there is no {tmp_path}/none" in problems(f"model:{tmp_path}/none") and not problems(f"model:{tmp_path}")
+    assert "weight nan must be a finite number" in problems("exact_match", float("nan"))

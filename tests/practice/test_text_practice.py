@@ -1,0 +1,260 @@
+"""A tiny language model practises: what its batches hold, and what completions depend on."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from openpi_train_configs.arithmetic_practice import arithmetic_grpo
+from trainers import make_trainer, running_of
+
+from openpi_train.data.text import arithmetic
+from openpi_train.data.text.text_data import TextDataset
+from openpi_train.generation.generator import Generator
+from openpi_train.interop import huggingface
+from openpi_train.interop.openpi import parameter_names
+from openpi_train.interop.stored_leaves import Stored, in_memory
+from openpi_train.models.reward import RewardConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.nn.params import merge_module, module_params
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.practice.rewards.text_reward import TextReward
+from openpi_train.practice.text_practice import TextPractice
+from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.init import create_state
+
+# Five tokens more than the tokenizer has.
+SIZES = DecoderSizes(vocab_size=21, width=16, depth=2, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
+PROBLEMS = ["1+2=", "33+4=", "5+66=", "77+88=", "9+9=", "10+1="]
+PRACTICE = TextPractice(
+    num_groups=4, group_size=2, max_new_tokens=6, rewards=(TextReward(name="regex:.*[02468].*"),), epochs=2
+)
+STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
+FEW = TokenLaw(temperature=1.4, top_k=9, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, content in arithmetic.tokenizer_files().items():
+        (folder / name).write_text(json.dumps(content))
+    records = [{"prompt": problem, "completion": "8"} for problem in PROBLEMS]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@dataclasses.dataclass
+class Made:
+    feed: PracticeFeed
+    state: object
+    step: object
+    plan: Plan
+    experiment: object
+
+    def steps(self, count):
+        batches, found = [], []
+        with jax.set_mesh(self.plan.real_mesh):
+            for _ in range(count):
+                batches.append(self.feed.next(self.state))
+                self.state, metrics = self.step(self.state, batches[-1])
+                found.append({name: float(value) for name, value in metrics.items()})
+        return batches, found
+
+
+@pytest.fixture
+def make(folder, tmp_path):
+    def made(devices=1, law=FEW, schedule=STILL, practice=PRACTICE, **data):
+        plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
+        experiment = dataclasses.replace(
+            arithmetic_grpo,
+            exp_name="x",
+            model=dataclasses.replace(arithmetic_grpo.model, sizes=SIZES),
+            objective=PolicyGradient(law=law),
+            data=dataclasses.replace(
+                arithmetic_grpo.data,
+                datasets=(TextDataset(path=str(folder)),),
+                tokenizer=str(folder),
+                validation_fraction=0.0,
+                cache_dir=str(tmp_path),
+                **data,
+            ),
+            practice=practice,
+            batch_size=4,
+            num_train_steps=8,
+            save_interval=8,
+        )
+        experiment.check(devices)
+        opened = experiment.open_data()
+        trainer, layout = make_trainer(
+            experiment.model, plan, AdamW(), schedule, objective=experiment.objective, ema=None
+        )
+        with jax.set_mesh(plan.real_mesh):
+            state = create_state(layout, experiment.model, trainer.optimizer, lambda _: False, False, 7)
+            running = dataclasses.replace(running_of(trainer, []), data=opened)
+            feed = PracticeFeed(practice, practice.actor(running, experiment.data), trainer, batch_size=4)
+        return Made(feed, state, trainer.jitted_step(layout.shardings), plan, experiment)
+
+    return made
+
+
+@pytest.mark.slow
+def test_batches_have_the_shapes_that_programs_are_compiled_for(make):
+    made = make()
+    (batch,), _ = made.steps(1)
+    opened = made.experiment.open_data()
+    spec = made.experiment.practice.batch_spec(made.experiment.data, opened, 4)
+    found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch)
+    assert found == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec)
+    # The longest prompt is 77+88= with its begin token.
+    assert batch.traces.texts.tokens.shape == (4, 7 + 6)
+
+
+@pytest.mark.slow
+def test_a_row_is_a_prompt_and_what_was_chosen_after_it(make):
+    made = make()
+    batches, _ = made.steps(2)
+    tokenizer = made.experiment.open_data().words
+    for batch in batches:
+        texts = jax.device_get(batch.traces.texts)
+        for tokens, segments, positions, weights in zip(
+            texts.tokens, texts.segments, texts.positions, texts.weights, strict=True
+        ):
+            length, first = segments.sum(), int(np.argmax(weights))
+            assert (segments[:length] == 1).all() and positions[:length].tolist() == list(range(length))
+            assert weights.tolist() == [0.0] * first + [1.0] * (length - first) + [0.0] * (len(tokens) - length)
+            prompt, completion = tokenizer.decode(tokens[1:first]), tokens[first:length]
+            assert prompt in PROBLEMS and tokens[0] == tokenizer.begin[0]
+            # It ended with the end token, or had as many tokens as it may have.
+            assert completion[-1] == tokenizer.eos or len(completion) == 6
+            assert tokenizer.eos not in completion[:-1] and completion.max() < tokenizer.num_tokens
+        np.testing.assert_array_equal(batch.mask, texts.weights[:, 1:] > 0)
+
+
+@pytest.mark.slow
+def test_what_acts_is_scored_by_its_own_law(make, monkeypatch):
+    """Recorded with the training step's forward pass: as the sampler says; and ratios stay 1 if nothing is learnt."""
+    made, said = make(law=TokenLaw(temperature=1.4)), []
+    complete = Generator.step
+
+    def step(self):
+        events = complete(self)
+        said.extend(events)
+        return events
+
+    monkeypatch.setattr(Generator, "step", step)
+    _, found = made.steps(4)
+    attempts, columns = made.feed._collection.attempts, made.feed._columns
+    by_row = {}
+    for event in said:
+        ending = [] if event.ending is None else [event.ending[1]]
+        by_row[event.id] = [*by_row.get(event.id, []), *event.log_probs, *ending]
+    for row in range(len(attempts)):
+        recorded = columns["log_probs"][row][attempts.mask[row]]
+        np.testing.assert_allclose(recorded, by_row[row], rtol=1e-4, atol=1e-5)
+    assert found[0]["ratio"] == 1
+    for one in found[1:]:
+        assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["approx_kl"] < 1e-10
+
+
+@pytest.mark.slow
+def test_with_limits_ratios_stay_one_where_nothing_is_learnt(make):
+    _, found = make().steps(8)
+    for one in found:
+        assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
+
+
+@pytest.mark.slow
+def test_completions_depend_on_their_draw_alone(make):
+    one, four = make(), make(devices=4)
+    actor = one.feed._actor
+    with jax.set_mesh(one.plan.real_mesh):
+        both = actor.act(one.state.params, [3, 5], 2)
+        swapped = actor.act(one.state.params, [5, 3, 9], 2)
+    with jax.set_mesh(four.plan.real_mesh):
+        elsewhere = four.feed._actor.act(four.state.params, [3, 5], 2)
+    np.testing.assert_array_equal(both.columns["tokens"], elsewhere.columns["tokens"])
+    np.testing.assert_array_equal(both.columns["tokens"], swapped.columns["tokens"][[2, 3, 0, 1]])
+    # Attempts of a group differ, and a prompt that is drawn again is completed anew.
+    assert (both.columns["tokens"][0] != both.columns["tokens"][1]).any()
+    again = next(draw for draw in range(6, 20) if actor.context(draw) == actor.context(3))
+    with jax.set_mesh(one.plan.real_mesh):
+        later = actor.act(one.state.params, [again], 2)
+    assert (later.columns["tokens"] != both.columns["tokens"][:2]).any()
+
+
+def test_every_prompt_is_drawn_once_per_pass(make):
+    actor = make().feed._actor
+    passes = [sorted(actor.context(draw) for draw in range(first, first + 6)) for first in (0, 6)]
+    assert passes == [list(range(6))] * 2
+    assert [actor.context(draw) for draw in range(6)] != [actor.context(draw) for draw in range(6, 12)]
+
+
+def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):
+    made = make(max_length=11)
+    assert "4 of 6 samples have no prompt of at most 5 tokens" in caplog.text
+    assert made.feed._actor._prompts.longest == 5
+    with pytest.raises(DataError, match="has no prompt of at most 2 tokens"):
+        make(max_length=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices):
+    model = RewardConfig(language=dataclasses.replace(arithmetic_grpo.model, sizes=SIZES))
+    params = module_params(model.build(nnx.Rngs(0)))
+    head = np.random.default_rng(0).normal(size=(1, SIZES.width)).astype(np.float32)
+    params = {path: jnp.asarray(head) if path == "score/weight" else leaf * 3 for path, leaf in params.items()}
+    names = parameter_names(model)
+    leaves = {names[path]: in_memory(np.asarray(leaf)) for path, leaf in params.items()}
+    huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), model)
+    reward = TextReward(name=f"model:{tmp_path}/model")
+    made = make(devices, practice=dataclasses.replace(PRACTICE, rewards=(reward,)))
+    with jax.set_mesh(made.plan.real_mesh):
+        attempts = made.feed._actor.act(made.state.params, [0, 1, 2], 2)
+    module = merge_module(nnx.split(model.build(nnx.Rngs(0)))[0], params)
+    columns = [jnp.asarray(attempts.columns[name]) for name in ("tokens", "positions", "segments")]
+    expected = module.rewards(*columns, num_segments=1)[:, 0]
+    np.testing.assert_allclose(attempts.rewards, expected, rtol=1e-4, atol=1e-5)
+    assert np.std(attempts.rewards) > 0
+
+
+def test_what_is_no_reward_model_is_refused(make, tmp_path):
+    language = dataclasses.replace(arithmetic_grpo.model, sizes=SIZES)
+    names = parameter_names(language)
+    params = module_params(language.build(nnx.Rngs(0)))
+    leaves = {names[path]: in_memory(np.asarray(leaf)) for path, leaf in params.items()}
+    huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), language)
+    with pytest.raises(UsageError, match="has no score head: it is no reward model"):
+        make(practice=dataclasses.replace(PRACTICE, rewards=(TextReward(name=f"model:{tmp_path}/model"),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"practice": dataclasses.replace(PRACTICE, group_size=1, num_groups=8)}, "every advantage would be 0"),
+        (
+            {"practice": dataclasses.replace(PRACTICE, num_groups=5)},
+            "10 attempts, which --batch-size 4 does not divide",
+        ),
+        ({"practice": None}, "has no `practice`"),
+        ({"save_interval": 6}, "--save-interval 6 is not a multiple of the 4 optimizer steps of an iteration"),
+        ({"num_train_steps": 10}, "--num-train-steps 10 is not a multiple of the 4"),
+        ({"objective": PolicyGradient(kl_weight=0.1)}, "compares with a reference"),
+        ({"objective": PolicyGradient(law=TokenLaw(temperature=0.0))}, "temperature 0.0 must be above 0"),
+        ({"practice": dataclasses.replace(PRACTICE, max_new_tokens=16)}, "leave none for the prompt"),
+        ({"practice": dataclasses.replace(PRACTICE, rewards=())}, "--practice.rewards is empty"),
+        ({"objective": arithmetic_grpo.objective, "num_epochs": 2}, "--num-epochs counts passes over the data"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, changes, message):
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(make().experiment, **changes).check(1)
+    assert message in str(caught.value)

@@ -1,0 +1,125 @@
+"""A run that learns from its own completions, on any processes, killed and resumed: the same bits."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from runs.command import ROOT, check, environment, openpi_train, places, train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+# An iteration is 2 epochs of 2 batches. Nearly every weight moves at every step.
+RUN = (
+    "arithmetic_grpo --num-train-steps 12 --save-interval 4 --keep-last 5 --log-interval 1 --batch-size 16 "
+    "--practice.num-groups 8 --practice.group-size 4 --practice.epochs 2 --practice.mixed-only --practice.max-waves 2 "
+    "--practice.skip-solved 1 --lr-schedule.peak-lr 1e-2 --lr-schedule.decay-lr 1e-2 --lr-schedule.warmup-steps 0 "
+    "--model.sizes.width 16 --model.sizes.mlp-dim 16 --model.sizes.depth 1 --objective.law.top-k 8 --eval.num-prompts 0"
+).split()
+REWARD = """
+    import os, time
+
+    def even(prompt, completion, reference):
+        # The more slowly, the higher the process's number.
+        time.sleep(0.01 * int(os.environ.get("RANK", 0)))
+        return sum(character in "02468" for character in completion) / 4
+
+    def broken(prompt, completion, reference):
+        return float("nan") if os.environ.get("RANK") == "1" else 1.0
+"""
+# What depends on the machine.
+TIMES = ("time/", "_per_s", "data/", "mfu", "hfu")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    (home / "own_rewards.py").write_text(textwrap.dedent(REWARD))
+    return home
+
+
+def run(home, base, *flags, reward="even", **options):
+    reward = ("--practice.rewards.0.name", f"{home}/own_rewards.py:{reward}")
+    return train(base, *RUN, *reward, *flags, OPENPI_TRAIN_HOME=str(home), **options)
+
+
+def lines(base):
+    """The lines of the log, without what depends on the machine."""
+    text = (base / "runs" / "arithmetic_grpo" / "x" / "metrics.jsonl").read_text().splitlines()
+    found = [line for line in map(json.loads, text) if "loss" in line]
+    return [{name: value for name, value in line.items() if not any(time in name for time in TIMES)} for line in found]
+
+
+@pytest.fixture(scope="module")
+def one_by_four(home, tmp_path_factory):
+    base = tmp_path_factory.mktemp("one_by_four")
+    run(home, base, devices=4)
+    return base
+
+
+def test_it_acts_once_per_iteration_and_learns(one_by_four):
+    found = lines(one_by_four)
+    assert [line["step"] for line in found] == list(range(1, 13))
+    assert [line["practice/iteration"] for line in found] == [1] * 4 + [2] * 4 + [3] * 4
+    # Devices add shares of their mean, each of which is rounded.
+    assert [abs(line["ratio"] - 1) < 1e-6 for line in found] == [True, False, False, False] * 3
+    assert found[-1]["practice/reward"] > found[0]["practice/reward"] and found[0]["practice/groups_mixed"] > 0
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_processes_change_no_bit(home, tmp_path, one_by_four, processes, devices):
+    run(home, tmp_path, processes=processes, devices=devices)
+    assert lines(tmp_path) == lines(one_by_four)
+
+
+def test_a_run_that_lost_its_last_checkpoints_goes_on_bit_for_bit(home, tmp_path, one_by_four):
+    shutil.copytree(one_by_four, tmp_path, dirs_exist_ok=True)
+    for step in ("8", "12"):
+        shutil.rmtree(tmp_path / "runs" / "arithmetic_grpo" / "x" / step)
+    done = run(home, tmp_path, "--resume", devices=4)
+    assert "continuing from step 4 of 12" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
+
+
+@pytest.mark.parametrize("after", [5, 6, 8])
+def test_killed_within_an_iteration_or_while_acting_it_goes_on_bit_for_bit(home, tmp_path, one_by_four, after):
+    """Killed as soon as this step is logged: within the second iteration, or while acting for the third."""
+    reward = ("--practice.rewards.0.name", f"{home}/own_rewards.py:even")
+    command = [sys.executable, "-m", "openpi_train", *RUN, *reward, *places(tmp_path), "--devices-per-process", "4"]
+    process = subprocess.Popen(
+        command,
+        env=environment(OPENPI_TRAIN_HOME=str(home)),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = tmp_path / "runs" / "arithmetic_grpo" / "x" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and f'{{"step": {after}, "approx_kl"' in log.read_text():
+            break
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    run(home, tmp_path, "--resume", devices=4)
+    assert lines(tmp_path) == lines(one_by_four)
+
+
+def test_a_reward_that_is_not_finite_on_one_process_ends_all_with_its_name(home, tmp_path):
+    flags = (*RUN, "--practice.rewards.0.name", f"{home}/own_rewards.py:broken", *places(tmp_path))
+    launch = (
+        "launch",
+        "local",
+        "--processes",
+        "2",
+        "--devices-per-process",
+        "1",
+        "--log-dir",
+        tmp_path / "output",
+        "--",
+    )
+    done = openpi_train(*launch, *flags, OPENPI_TRAIN_HOME=str(home))
+    check(done, 3, "process 1: the reward", "own_rewards.py:broken", "is nan; needed is a finite number")
