@@ -105,6 +105,16 @@ class LoraWeight(nnx.Module):
             self.lora_a = nnx.Param(first(rngs.params(), (*shape[:-outputs], rank), jnp.float32))
             self.lora_b = nnx.Param(second(rngs.params(), (*before, rank, *out), jnp.float32))
 
+    @property
+    def part(self) -> Array:
+        """The weight, or the first of its parts after `cut`."""
+        return jax.tree.leaves(self.weight.get_value())[0]
+
+    def cut(self) -> None:
+        """Cut the first axis: `index` then chooses one of several arrays, and nothing is copied where it is used."""
+        for param in (self.weight, self.lora_a, self.lora_b) if self.rank else (self.weight,):
+            param.set_value(tuple(param.get_value()))
+
     def __call__(self, x: Array, base: str, down: str = "", up: str = "", index: int | None = None) -> Array:
         """einsum(base, x, weight) + scale * einsum(up, einsum(down, x, lora_a), lora_b), in the type of `x`.
 
@@ -112,7 +122,7 @@ class LoraWeight(nnx.Module):
         """
 
         def cast(param):
-            value = param[...] if index is None else param[index]
+            value = param.get_value() if index is None else param.get_value()[index]
             return value.astype(x.dtype)
 
         result = jnp.einsum(base, x, cast(self.weight))
