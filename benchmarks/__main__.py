@@ -22,6 +22,7 @@ BENCHMARKS = {
     "demo": "the same for a small pi0 with prompts (`make demo`)",
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "language": "a language model on the arithmetic task: supervised, reward model, DPO; problems solved",
+    "language_speed": "completions and SFT steps of language models, beside torch + transformers where installed",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "serving_texts": "the text server under OpenAI's client: tokens/s, latency, and 1,000 hostile requests",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = list(argv[len(names) :])
     if not names and any(flag in ("-h", "--help") for flag in flags):
-        print(USAGE_TEXT.format(names="\n".join(f"  {name:<12}  {text}" for name, text in BENCHMARKS.items())), end="")
+        print(USAGE_TEXT.format(names="\n".join(f"  {name:<14}  {text}" for name, text in BENCHMARKS.items())), end="")
         return 0
     from openpi_train.runtime.exits import UsageError
 

@@ -17,11 +17,11 @@ class Measured:
     def __init__(self):
         self._models, self._optimizers = {}, {}
 
-    def complete(self, folder, attention, threads, cache, prompts, num_tokens):
+    def complete(self, folder, attention, threads, compiled, cache, prompts, num_tokens):
         """The tokens that follow prompts of equal length, greedy, and the seconds that took."""
         import torch
 
-        model = self._model(folder, attention).eval()
+        model = self._model(folder, attention, compiled).eval()
         torch.set_num_threads(threads)
         given = torch.tensor(prompts)
         settings = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,16 +33,16 @@ class Measured:
             )
         return {"tokens": found.tolist(), **spent}
 
-    def train(self, folder, attention, threads, tokens, num_steps, rate, clip, decays, weight_decay):
+    def train(self, folder, attention, threads, compiled, tokens, num_steps, rate, clip, decays, weight_decay):
         """Losses of optimizer steps on one batch, each before its update, and the seconds per step.
 
         The optimizer is torch's AdamW in its fused form, the fastest on a CPU.
         """
         import torch
 
-        model = self._model(folder, attention).train()
+        model = self._model(folder, attention, compiled).train()
         torch.set_num_threads(threads)
-        key = folder, attention
+        key = folder, attention, compiled
         if key not in self._optimizers:
             self._optimizers[key] = torch.optim.AdamW(
                 model.parameters(), lr=rate, betas=decays, eps=1e-8, weight_decay=weight_decay, fused=True
@@ -92,7 +92,9 @@ class Measured:
             [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.inference_mode():
-            found = self._model(folder, "sdpa").eval().generate(**prompt, max_new_tokens=num_tokens, do_sample=False)
+            found = (
+                self._model(folder, "sdpa", False).eval().generate(**prompt, max_new_tokens=num_tokens, do_sample=False)
+            )
         start = prompt["input_ids"].shape[1]
         new = [token for token in found[0, start:].tolist() if token != tokenizer.eos_token_id]
         return {"prompt": found[0, :start].tolist(), "tokens": new, "text": tokenizer.decode(new)}
@@ -103,14 +105,16 @@ class Measured:
         self._optimizers.clear()
         return {}
 
-    def _model(self, folder, attention):
+    def _model(self, folder, attention, compiled):
+        import torch
         from transformers import AutoModelForCausalLM
 
-        key = folder, attention
+        key = folder, attention, compiled
         if key not in self._models:
-            self._models[key] = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="float32", attn_implementation=attention
-            )
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation=attention)
+            if compiled:
+                model.forward = torch.compile(model.forward)
+            self._models[key] = model
         return self._models[key]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import closed_loop, faults, language, report, step_time, steps
+from benchmarks import closed_loop, faults, language, language_speed, report, step_time, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,6 +186,20 @@ def test_language_counts_problems_before_and_after_every_stage(quick):
     assert all(0 <= row["solved"] <= 1 and row["held-out loss"] > 0 for row in found)
     assert found[2]["solved"] == found[1]["solved"]  # DPO starts from its weights
     assert [row["right answer preferred"] is None for row in found] == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_language_speed_says_how_to_have_torch_beside_it(quick):
+    for kind in ("completions", "SFT step"):
+        (row,) = rows(quick, f"Beside torch, {kind}")
+        assert row["tokens/CPU s"][0] > 0 and row["peer tokens/CPU s"] is None
+    assert "Not measured beside torch: give --peer-python" in quick[0]
+
+
+def test_another_loss_than_the_peers_is_not_the_same_work():
+    assert "differs by 5.0e-05" in language_speed.same_losses([9.0, 8.0], [9.00005, 7.0])
+    with pytest.raises(RuntimeError, match="not the same work"):
+        language_speed.same_losses([9.0], [9.001])
 
 
 @pytest.mark.parametrize(

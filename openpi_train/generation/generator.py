@@ -105,7 +105,7 @@ class Generator:
         self._vocab_size = min(vocab_size or decoder.sizes.vocab_size, decoder.sizes.vocab_size)
         self._num_stops = len(self._end_ids) + MAX_STOP_IDS
         is_split = decoder.sizes.num_kv_heads % mesh.shape[TENSOR] == 0 and mesh.shape[TENSOR] > 1
-        heads = PartitionSpec(None, TENSOR) if is_split else PartitionSpec()
+        heads = PartitionSpec(TENSOR) if is_split else PartitionSpec()
         everywhere = PartitionSpec()
         of_cache = tree_of(KeyValueCache, keys=heads, values=heads, length=everywhere)
         fields = [field.name for field in dataclasses.fields(TokenRows)]

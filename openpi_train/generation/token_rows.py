@@ -4,6 +4,7 @@
 within a tensor group. Read next: `generator.py`, which compiles and calls them; `token_choice.py`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -69,9 +70,13 @@ class NewRowTokens:
 
 def free_rows(sizes: DecoderSizes, dtype: Any, num_rows: int, num_slots: int, num_stops: int) -> TokenRows:
     """Rows without completions, with a cache of `num_slots` tokens each in `dtype`."""
-    shape = (num_rows, sizes.depth, sizes.num_kv_heads, num_slots, sizes.head_dim)
+    shape = (num_rows, sizes.num_kv_heads, num_slots, sizes.head_dim)
+
+    def nothing() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(sizes.depth))
+
     zeros, ints = jnp.zeros(num_rows), jnp.zeros(num_rows, jnp.int32)
-    cache = tree_of(KeyValueCache, keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype), length=ints)
+    cache = tree_of(KeyValueCache, keys=nothing(), values=nothing(), length=ints)
     settings = tree_of(RowSettings, temperature=zeros, top_k=ints, top_p=zeros + 1, min_p=zeros)
     keys = jax.vmap(jax.random.key)(ints)
     stop_ids = jnp.full((num_rows, num_stops), NONE)
@@ -90,12 +95,12 @@ def admitted(decoder: Decoder, new: Admission, rows: TokenRows) -> TokenRows:
         return kept.at[new.slot].set(found.astype(kept.dtype), mode="drop", unique_indices=True)
 
     def put_tokens(kept: Array, found: Array) -> Array:
-        return kept.at[new.slot, :, :, :t].set(found.astype(kept.dtype), mode="drop", unique_indices=True)
+        return kept.at[new.slot, :, :t].set(found.astype(kept.dtype), mode="drop", unique_indices=True)
 
     cache = tree_of(
         KeyValueCache,
-        keys=put_tokens(rows.cache.keys, known.keys),
-        values=put_tokens(rows.cache.values, known.values),
+        keys=jax.tree.map(put_tokens, rows.cache.keys, known.keys),
+        values=jax.tree.map(put_tokens, rows.cache.values, known.values),
         length=put(rows.cache.length, new.length),
     )
     keys = jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(new.seed, new.row)
@@ -123,6 +128,9 @@ def decoded(
         with_top: also return the `NUM_TOP` most probable tokens.
     """
     b, num_top = len(rows.last), min(NUM_TOP, vocab_size) if with_top else 0
+    # Cut out once, not for every token.
+    layers, whole, cache = decoder.each_layer(), rows.cache, rows.cache.cut(num_slots)
+    rows = dataclasses.replace(rows, cache=cache)
     # Values of a loop have one type before and after.
     like = rows.left
     found = tree_of(
@@ -141,10 +149,9 @@ def decoded(
     def step(carry: tuple[Array, NewRowTokens, TokenRows]) -> tuple[Array, NewRowTokens, TokenRows]:
         index, found, rows = carry
         is_active = rows.left > 0
-        x, cache = decoder.extend(rows.last[:, None], rows.cache, num_slots)
+        x, cache = decoder.extend(rows.last[:, None], rows.cache, layers)
         logits = decoder.logits(x)[:, 0, :vocab_size]
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.made)
-        token, log_probs = choose_tokens(logits, rows.settings, keys)
+        token, log_probs = choose_tokens(logits, rows.settings, rows.keys, rows.made)
         own = jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
         top_log_probs, top_tokens = jax.lax.top_k(log_probs, num_top)
 
@@ -176,7 +183,7 @@ def decoded(
         return index + 1, found, rows
 
     _, found, rows = jax.lax.while_loop(goes_on, step, (as_varied(jnp.int32(0), like), found, rows))
-    return found, rows
+    return found, dataclasses.replace(rows, cache=whole.with_first(rows.cache))
 
 
 @jax.named_scope("free")

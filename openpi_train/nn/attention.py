@@ -71,7 +71,9 @@ def attend(
     logits = soft_cap(jnp.einsum("btkgc,bskc->bkgts", grouped, key, preferred_element_type=jnp.float32), cap)
     logits = jnp.where(mask[:, None, None], logits, _MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    return jnp.einsum("bkgts,bskc->btkgc", weights, value).reshape(b, t, n, c)
+    # In this order XLA multiplies on a CPU without copying the values.
+    averaged = jnp.einsum("bkgts,bskc->bkgtc", weights, value)
+    return jnp.moveaxis(averaged, 3, 1).reshape(b, t, n, c)
 
 
 def soft_cap(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:

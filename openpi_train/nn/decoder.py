@@ -8,7 +8,7 @@ Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language.py`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from openpi_train.nn.attention import Attention, attend, rotate
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.key_value_cache import KeyValueCache
-from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_layers, stack_layers
+from openpi_train.nn.layers import Remat, RMSNorm, each_layer, keep, scan_layers, stack_layers
 from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
 from openpi_train.nn.rotary_frequencies import angles_at
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
@@ -70,8 +70,10 @@ class LanguageAttention(nnx.Module):
         own = spread(x, self.query.weight[...])
         query = self.query(own, "btd,dnc->btnc", "btd,dl->btl", "btl,lnc->btnc")
         # Key heads that are too few to split are computed on all devices, from `x`, whose gradient is then not summed.
-        seen = own if varies(self.key_value.weight[...]) else x
-        key, value = self.key_value(seen, "btd,pdkc->pbtkc", "btd,pdl->pbtl", "pbtl,plkc->pbtkc")
+        seen = own if varies(self.key_value.part) else x
+        key, value = (
+            self.key_value(seen, "btd,dkc->btkc", "btd,dl->btl", "btl,lkc->btkc", index=part) for part in (0, 1)
+        )
         if self.has_biases:
             query = query + self.query_bias[...].astype(x.dtype)
             bias = self.key_value_bias[...].astype(x.dtype)
@@ -83,7 +85,8 @@ class LanguageAttention(nnx.Module):
     @jax.named_scope("attention")
     def from_heads(self, heads: Float[Array, "b t n c"]) -> Float[Array, "b t d"]:
         """Project heads back to the tokens' width."""
-        return summed(self.output(heads, "btnc,ncd->btd", "btnc,ncl->btl", "btl,ld->btd"))
+        # Sums run over axes in the order of their letters: that of the weight, or XLA would transpose it.
+        return summed(self.output(heads, "bthk,hkd->btd", "bthk,hkl->btl", "btl,ld->btd"))
 
 
 class LanguageLayer(nnx.Module):
@@ -192,45 +195,51 @@ class Decoder(nnx.Module):
         """
         is_token = jnp.arange(tokens.shape[1]) < length[:, None]
         x, kept = self._run(tokens, None, is_token.astype(jnp.int32), caching=True)
-        keys, values = (jnp.transpose(one, (1, 0, 3, 2, 4)) for one in kept)  # of "layers b t k c"
+        keys, values = (tuple(jnp.swapaxes(one, 2, 3)) for one in kept)  # of "layers b t k c"
         return x, tree_of(KeyValueCache, keys=keys, values=values, length=length)
 
+    def each_layer(self) -> list[LanguageLayer]:
+        """The layers for `extend`. A loop makes them once, before it starts."""
+        layers = each_layer(self.layers)
+        for layer in layers:
+            layer.attention.key_value.cut()
+            layer.mlp.gate_up.cut()
+        return layers
+
     def extend(
-        self, tokens: Int[Array, "b t"], cache: KeyValueCache, num_slots: int | None = None
+        self,
+        tokens: Int[Array, "b t"],
+        cache: KeyValueCache,
+        layers: Sequence[LanguageLayer] | None = None,
     ) -> tuple[Float[Array, "b t d"], KeyValueCache]:
         """The activations of tokens that follow those in the cache, and the cache with these tokens added.
 
         In a loop that carries the cache it is written in place. A token without a free slot is not written.
 
-        Args: only the first `num_slots` slots are read, which no row exceeds; None: all.
+        Args: `layers` is the result of `each_layer`; None: it is called here.
         """
         b, t = tokens.shape
-        num_slots = cache.num_slots if num_slots is None else num_slots
         positions = cache.length[:, None] + jnp.arange(t)  # b t
-        slots = jnp.broadcast_to(jnp.arange(num_slots), (b, num_slots))
+        slots = jnp.broadcast_to(jnp.arange(cache.num_slots), (b, cache.num_slots))
         sight = self._sight(positions, slots, slots[:, None] <= positions[:, :, None])
         rows = jnp.arange(b)[:, None]
 
-        def body(layer: LanguageLayer, carry: tuple[Array, Array, Array], own: Any) -> tuple[Any, None]:
-            x, keys, values = carry
-            index, kind = own
-            angles, mask = sight(kind)
-            query, key, value = layer.heads(x, angles)
+        def write(kept: Array, new: Array) -> Array:
+            return kept.at[rows, :, positions].set(new.astype(kept.dtype), mode="drop", unique_indices=True)
 
-            def write(kept: Array, new: Array) -> Array:
-                return kept.at[rows, index, :, positions].set(new.astype(kept.dtype), mode="drop", unique_indices=True)
+        def read(kept: Array) -> Array:  # b s k c
+            return jnp.swapaxes(kept, 1, 2).astype(x.dtype)
 
-            def read(kept: Array) -> Array:  # b s k c
-                return jnp.swapaxes(kept[:, index, :, :num_slots], 1, 2).astype(x.dtype)
-
-            keys, values = write(keys, key), write(values, value)
-            return (layer.after(x, query, read(keys), read(values), mask), keys, values), None
-
-        carry = self.embed(tokens), cache.keys, cache.values
-        per_layer = jnp.arange(self.sizes.depth), self._kinds()
+        x, keys, values = self.embed(tokens), list(cache.keys), list(cache.values)
+        kinds = self._kinds()
         with jax.named_scope("decoder"):
-            (x, keys, values), _ = scan_layers(self.layers, body, carry, per_layer, remat="none")
-        return self.final_norm(x)[0], tree_of(KeyValueCache, keys=keys, values=values, length=cache.length + t)
+            for number, layer in enumerate(self.each_layer() if layers is None else layers):
+                angles, mask = sight(None if kinds is None else tuple(kind[number] for kind in kinds))
+                query, key, value = layer.heads(x, angles)
+                keys[number], values[number] = write(keys[number], key), write(values[number], value)
+                x = layer.after(x, query, read(keys[number]), read(values[number]), mask)
+        cache = tree_of(KeyValueCache, keys=tuple(keys), values=tuple(values), length=cache.length + t)
+        return self.final_norm(x)[0], cache
 
     def logits(self, x: Float[Array, "b t d"], temperature: float = 1.0) -> Float[Array, "b t v"]:
         """Logits of every token of the vocabulary, float32."""

@@ -35,7 +35,7 @@ class GatedMlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = spread(x, self.gate_up.weight[...])
+        x = spread(x, self.gate_up.part)
         gate = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=0)
         up = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=1)
         wide = _ACTIVATIONS[self.activation](gate) * up

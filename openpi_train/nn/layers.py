@@ -101,6 +101,13 @@ def scan_layers(
     return jax.lax.scan(step, carry, (params, per_layer))
 
 
+def each_layer(stacked: M) -> list[M]:
+    """The layers one by one, as copies. A loop that reads these need not cut them out of the stack in every round."""
+    graph, params = _split(stacked)
+    depth = len(jax.tree.leaves(params)[0])
+    return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
+
+
 def _policy(remat: Remat, params: Any) -> Any:
     """The checkpoint policy; None to store everything. Gathered layers are gathered again in the backward pass."""
     if remat != "none":

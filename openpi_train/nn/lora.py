@@ -9,12 +9,14 @@ Read next: `gemma.py`.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+from openpi_train.nn.product import product
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -98,12 +100,24 @@ class LoraWeight(nnx.Module):
     ):
         self.rank = rank
         self.scale = scale
+        self.inputs = inputs
         self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
         if rank:
             before, out = shape[: -inputs - outputs], shape[-outputs:]
             first, second = initializers
             self.lora_a = nnx.Param(first(rngs.params(), (*shape[:-outputs], rank), jnp.float32))
             self.lora_b = nnx.Param(second(rngs.params(), (*before, rank, *out), jnp.float32))
+
+    @property
+    def part(self) -> Array:
+        """The weight, or the first of its parts after `cut`."""
+        return jax.tree.leaves(self.weight.get_value())[0]
+
+    def cut(self) -> None:
+        """Cut the first axis: `index` then chooses one of several arrays, and nothing is copied where it is used."""
+        params: tuple[Any, ...] = (self.weight, self.lora_a, self.lora_b) if self.rank else (self.weight,)
+        for param in params:
+            param.set_value(tuple(param.get_value()))
 
     def __call__(self, x: Array, base: str, down: str = "", up: str = "", index: int | None = None) -> Array:
         """einsum(base, x, weight) + scale * einsum(up, einsum(down, x, lora_a), lora_b), in the type of `x`.
@@ -112,14 +126,21 @@ class LoraWeight(nnx.Module):
         """
 
         def cast(param):
-            value = param[...] if index is None else param[index]
+            value = param.get_value() if index is None else param.get_value()[index]
             return value.astype(x.dtype)
 
-        result = jnp.einsum(base, x, cast(self.weight))
+        weight = cast(self.weight)
+        result = product(x, weight, self.inputs) if self._is_product(base) else jnp.einsum(base, x, weight)
         if not self.rank:
             return result
         low = jnp.einsum(up, jnp.einsum(down, x, cast(self.lora_a)), cast(self.lora_b))
         return result + (low if self.scale == 1.0 else low * self.scale)
+
+    def _is_product(self, base: str) -> bool:
+        """Whether the einsum sums over the last axes of its first operand, which are the first ones of the weight."""
+        x, weight, result = base.replace("->", ",").split(",")
+        summed, outputs = weight[: self.inputs], weight[self.inputs :]
+        return x.endswith(summed) and result == x.removesuffix(summed) + outputs
 
 
 def without_additions(module: M) -> M:
