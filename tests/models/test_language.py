@@ -16,7 +16,8 @@ from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import merge_module, module_params, stacked_paths
+from openpi_train.nn.params import gatherings, merge_module, module_params
+from openpi_train.nn.shard import Gathering
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, LossScaling, LRSchedule
 from openpi_train.sharding.mesh import FSDP, TENSOR, make_mesh
@@ -218,7 +219,8 @@ def test_names_are_hugging_faces_and_each_parameter_has_its_own():
 
 def test_all_layers_are_one_stack_that_is_gathered_layer_by_layer():
     module = nnx.eval_shape(lambda: MODEL.build(nnx.Rngs(0)))
-    assert stacked_paths(module) == {path for path in parameter_shapes(MODEL) if path.startswith("layers/")}
+    stacked = {path for path, way in gatherings(module).items() if way is Gathering.BY_LAYER}
+    assert stacked == {path for path in parameter_shapes(MODEL) if path.startswith("layers/")}
 
 
 def test_groups_of_parameters_can_be_frozen_by_name():
