@@ -163,6 +163,15 @@ class TokenTraces:
 
 
 @pytree
+class ChainTraces:
+    """Chunks that a policy drew: what it saw, and the `Chain` of all denoising steps (`sampling/action_sampler.py`)."""
+
+    observation: Observation
+    chain: Any
+    row: Int[Array, " b"]
+
+
+@pytree
 class PracticeBatch:
     """One batch of a policy's own attempts. An attempt is a row of `u` units: tokens, denoising steps.
 

@@ -1,0 +1,113 @@
+"""The law of flows: what is drawn has the probability that it is scored with, and its gradient is the policy's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from openpi_train.keys import draw_noise, row_keys
+from openpi_train.sampling.flow import euler
+from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.types import ChainTraces, tree_of
+
+
+class Field:
+    """A model with the velocity f(x, t); counts its calls."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def context(self, observation):
+        return observation
+
+    def velocity(self, seen, noisy, time):
+        self.calls += 1
+        return self.function(noisy, time[..., None, None])
+
+
+def drawn(law, model, rows, chunk=(1, 1)):
+    keys = row_keys(0, 0, jnp.asarray(rows))
+    chain = law.draw(model, None, draw_noise(keys, *chunk), keys)
+    return tree_of(ChainTraces, observation=None, chain=chain, row=jnp.asarray(rows))
+
+
+def gaussian(x, t, mean=0.6, std=0.5):
+    """The velocity of data N(mean, std^2): E[noise - data | x]."""
+    variance = t**2 + ((1 - t) * std) ** 2
+    return -mean + (t - (1 - t) * std**2) / variance * (x - (1 - t) * mean)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
+    law = FlowLaw(num_steps=4, drift_correction=corrected, noise=0.4)
+    model = Field(gaussian)
+    traces = drawn(law, model, np.arange(8), (3, 2))
+    model.calls = 0
+    found = law.scores(model, traces)
+    assert model.calls == 1
+    noisy, time = np.asarray(traces.chain.noisy, np.float64), np.asarray(traces.chain.time, np.float64)
+    t = time[..., None, None]
+    v, std = gaussian(noisy[:, :-1], t), 0.001 + 0.399 * t
+    if corrected:
+        sigma = 0.4 * np.sqrt(np.minimum(t, 0.75) / (1 - np.minimum(t, 0.75)))
+        std = sigma / 2
+        v = v + sigma**2 / (2 * t) * (noisy[:, :-1] + (1 - t) * v)
+    expected = norm.logpdf(noisy[:, 1:], noisy[:, :-1] - v / 4, std).sum((-2, -1))
+    # float32 against float64.
+    np.testing.assert_allclose(found.log_prob, expected, rtol=1e-4, atol=1e-4)
+    score = jax.jit(lambda traces: law.scores(model, traces).log_prob)
+    np.testing.assert_array_equal(jnp.exp(score(traces) - score(traces)), 1)
+
+
+def test_mean_is_that_of_the_reference_form():
+    law = FlowLaw(num_steps=10, noise=0.4 / (0.7 / 0.3) ** 0.5)
+    found = law.mean(jnp.full((1, 1, 1), 1.3), jnp.full((1, 1, 1), -0.8), jnp.full(1, 0.7))
+    np.testing.assert_allclose(found.item(), 1.3678857, rtol=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.7])
+def test_noise_leaves_the_distribution_of_gaussian_data(noise):
+    ends = drawn(FlowLaw(num_steps=100, noise=noise), Field(gaussian), np.arange(20_000)).chain.actions
+    # The oracle allows 2 %: Euler steps give .494 at K = 100.
+    np.testing.assert_allclose([ends.mean(), ends.std()], [0.6, 0.5], rtol=0.02)
+
+
+def test_without_noise_the_steps_are_those_of_euler_to_the_bit():
+    law, keys = FlowLaw(num_steps=7, noise=0.0), row_keys(0, 0, jnp.arange(5))
+    noise = draw_noise(keys, 3, 2)
+    expected = euler(lambda x, t: gaussian(x, t[:, None, None]), noise, 7, keep=True)
+    np.testing.assert_array_equal(law.draw(Field(gaussian), None, noise, keys).noisy, expected.noisy)
+
+
+def test_score_function_gradient_is_the_closed_form_only_with_all_steps():
+    law = FlowLaw(num_steps=4, noise=0.4, least_std=0.4, drift_correction=False)
+
+    def model(slope):
+        return Field(lambda x, t: slope * x - 0.5)
+
+    traces = drawn(law, model(0.8), np.arange(100_000))
+    noisy = traces.chain.noisy[..., 0, 0]
+
+    def log_probs(slope):
+        return law.scores(model(slope), traces).log_prob
+
+    _, score = jax.jvp(log_probs, (0.8,), (1.0,))
+
+    def gradient(ends, score):
+        reward = -((ends - 1) ** 2)
+        each = np.asarray((reward - reward.mean()) * score.sum(axis=1))
+        return each.mean(), 4 * each.std() / len(each) ** 0.5
+
+    for ends, scored, expected in (
+        (noisy[:, -1], score, 0.4657),
+        (noisy[:, 3] - 0.25 * (0.8 * noisy[:, 3] - 0.5), score[:, :3], 0.326),
+    ):
+        found, error = gradient(ends, scored)
+        assert abs(found - expected) < error < 0.05
+
+
+def test_permuted_rows_permute_chains():
+    law, order = FlowLaw(num_steps=3), np.array([2, 0, 3, 1])
+    one, other = (drawn(law, Field(gaussian), rows, (3, 2)).chain.noisy for rows in (np.arange(4), order))
+    np.testing.assert_array_equal(one[order], other)
