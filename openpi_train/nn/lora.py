@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.product import product
-
 M = TypeVar("M", bound=nnx.Module)
 
 _initializer = nnx.initializers.normal(stddev=0.01)
@@ -100,7 +98,6 @@ class LoraWeight(nnx.Module):
     ):
         self.rank = rank
         self.scale = scale
-        self.inputs = inputs
         self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
         if rank:
             before, out = shape[: -inputs - outputs], shape[-outputs:]
@@ -129,18 +126,11 @@ class LoraWeight(nnx.Module):
             value = param.get_value() if index is None else param.get_value()[index]
             return value.astype(x.dtype)
 
-        weight = cast(self.weight)
-        result = product(x, weight, self.inputs) if self._is_product(base) else jnp.einsum(base, x, weight)
+        result = jnp.einsum(base, x, cast(self.weight))
         if not self.rank:
             return result
         low = jnp.einsum(up, jnp.einsum(down, x, cast(self.lora_a)), cast(self.lora_b))
         return result + (low if self.scale == 1.0 else low * self.scale)
-
-    def _is_product(self, base: str) -> bool:
-        """Whether the einsum sums over the last axes of its first operand, which are the first ones of the weight."""
-        x, weight, result = base.replace("->", ",").split(",")
-        summed, outputs = weight[: self.inputs], weight[self.inputs :]
-        return x.endswith(summed) and result == x.removesuffix(summed) + outputs
 
 
 def without_additions(module: M) -> M:
