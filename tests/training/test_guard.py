@@ -50,6 +50,9 @@ class EndlessFeed:
     def proportions(self):
         return {"toy": 1.0}
 
+    def metrics(self):
+        return {}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToyData(Data):
