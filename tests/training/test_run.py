@@ -33,7 +33,7 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
 def test_a_warning_of_the_objective_is_logged_once(caplog):
     objective = types.SimpleNamespace(warnings=lambda metrics: ["it falls"] if metrics["x"] > 1 else [])
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set())
-    run.feed = types.SimpleNamespace(proportions=dict, tune=lambda **_: None)
+    run.feed = types.SimpleNamespace(proportions=dict, metrics=dict, tune=lambda **_: None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None)
     run.progress = types.SimpleNamespace(report=lambda values: None)
     times = {"time/step_s": 0.1, "data/wait_s": 0.0}
