@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sorted_limits import sorted_limits
 
 from openpi_train.generation.token_choice import choose_tokens
 from openpi_train.nn.token_limits import RowSettings, limited
@@ -20,20 +21,6 @@ def settings_of(rows=ROWS, **given):
             for name, value in values.items()
         }
     )
-
-
-def sorted_limits(probs, top_k, top_p, min_p):
-    """The definition, one row at a time, by sorting (the order of transformers' LogitsProcessors)."""
-    order = np.argsort(-probs, kind="stable")
-    kept = np.ones(len(probs), bool)
-    if top_k:
-        kept[order[top_k:]] = False
-    if top_p < 1:
-        mass = np.cumsum(np.where(kept, probs, 0)[order]) / probs[kept].sum()
-        # A token is in if those before it do not have enough.
-        before = np.concatenate([[0], mass[:-1]])
-        kept[order[before >= top_p]] = False
-    return np.where(kept & (probs >= min_p * probs.max()), probs, 0)
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 36, 100])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from sorted_limits import sorted_limits
 
 from openpi_train.generation.token_choice import choose_tokens
 from openpi_train.nn.token_limits import RowSettings
@@ -86,25 +87,13 @@ def test_entropy_is_that_of_what_may_be_drawn(name):
     scaled = logits[:, :-1, :known] / law.temperature
     probs = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
     probs = np.asarray(probs / probs.sum(axis=-1, keepdims=True), np.float32)
-    kept = np.stack([excluded(row, law.top_k, law.top_p, law.min_p) for row in probs.reshape(-1, known)])
+    kept = np.stack([sorted_limits(row, law.top_k, law.top_p, law.min_p) for row in probs.reshape(-1, known)])
     kept = kept.reshape(probs.shape).astype(np.float64)
     kept /= kept.sum(axis=-1, keepdims=True)
     own = np.take_along_axis(kept, tokens[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found.log_prob, np.log(own), rtol=1e-4, atol=1e-5)
     said = np.log(np.where(kept > 0, kept, 1.0))
     np.testing.assert_allclose(found.entropy, -(kept * said).sum(axis=-1), rtol=1e-4, atol=1e-5)
-
-
-def excluded(probs, top_k, top_p, min_p):
-    """Probabilities with zeros for what the limits exclude, by sorting."""
-    order = np.argsort(-probs, kind="stable")
-    kept = np.ones(len(probs), bool)
-    if top_k:
-        kept[order[top_k:]] = False
-    if top_p < 1:
-        mass = np.cumsum(np.where(kept, probs, 0)[order]) / probs[kept].sum()
-        kept[order[np.concatenate([[0], mass[:-1]]) >= top_p]] = False
-    return np.where(kept & (probs >= min_p * probs.max()), probs, 0)
 
 
 def test_a_recorded_token_that_a_limit_now_excludes_keeps_a_probability_and_a_gradient():
