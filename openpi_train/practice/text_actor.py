@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.text.opened_texts import OpenedText
-from openpi_train.data.text.text_batches import batch_of
+from openpi_train.data.text.text_batches import batch_of, one_text_per_row
 from openpi_train.evaluation.completer import generator_of, part_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText
@@ -115,19 +115,14 @@ class TextActor(Actor):
         self._judge.close()
 
     def _columns(self, completed: Sequence[Completed]) -> dict[str, np.ndarray]:
-        shape = len(completed), self._length
-        columns: dict[str, np.ndarray] = {
-            **{name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")},
-            "weights": np.zeros(shape, np.float32),
+        weights = np.zeros((len(completed), self._length), np.float32)
+        for row, one in enumerate(completed):
+            weights[row, len(one.tokens) - one.num_new_tokens : len(one.tokens)] = 1
+        return {
+            **one_text_per_row([one.tokens for one in completed], len(completed), self._length),
+            "weights": weights,
             "num_tokens": np.full(len(completed), self._num_tokens, np.int32),
         }
-        for row, one in enumerate(completed):
-            length = len(one.tokens)
-            columns["tokens"][row, :length] = one.tokens
-            columns["segments"][row, :length] = 1
-            columns["positions"][row, :length] = np.arange(length)
-            columns["weights"][row, length - one.num_new_tokens : length] = 1
-        return columns
 
     def _with(self, params: Params) -> TextGenerator:
         """The generator with these parameters."""

@@ -1,11 +1,12 @@
 """Batches of texts from named arrays, their shapes, and the masking of rows. Read next: `opened_texts.py`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
 from openpi_train.data.interface import RowSpec
@@ -28,6 +29,20 @@ def batch_shapes(spec: RowSpec, batch_size: int) -> TextBatch | PreferenceBatch:
     return batch_of(
         {name: jax.ShapeDtypeStruct((batch_size, *shape), jnp.dtype(dtype)) for name, (shape, dtype) in entries.items()}
     )
+
+
+def one_text_per_row(texts: Sequence[Sequence[int]], num_rows: int, length: int) -> dict[str, np.ndarray]:
+    """Tokens, segments and positions of rows that each hold one text's tokens, int32 [num_rows, length].
+
+    Rows without a text are padding.
+    """
+    columns = {name: np.zeros((num_rows, length), np.int32) for name in ("tokens", "segments", "positions")}
+    for row, tokens in enumerate(texts):
+        own = slice(len(tokens))
+        columns["tokens"][row, own] = tokens
+        columns["segments"][row, own] = 1
+        columns["positions"][row, own] = np.arange(len(tokens))
+    return columns
 
 
 def mask_texts(batch: TextBatch | PreferenceBatch, real: Bool[Array, " b"]) -> TextBatch | PreferenceBatch:

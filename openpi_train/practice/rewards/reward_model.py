@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.data.placement import local_rows, on_devices
+from openpi_train.data.text.text_batches import one_text_per_row
 from openpi_train.evaluation.measure import Running
 from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.config_json import config_from_json
@@ -53,7 +54,8 @@ class ModelReward:
             for path, leaf in leaves.items()
         }
         self._longest, self._where = model.context_length, stored.where
-        logger.info("%s: a reward model with %d parameters", stored.where, len(self._params))
+        num_params = sum(leaf.size for leaf in self._params.values())
+        logger.info("%s: a reward model with %s parameters", stored.where, f"{num_params:,}")
 
         def of_rows(params: Any, rows: dict[str, Any], _: None) -> Any:
             found: Any = merge_module(graphdef, params)
@@ -77,11 +79,7 @@ class ModelReward:
         found: list[float | None] = []
         for start in range(0, len(completed), at_once):
             part = completed[start : start + at_once]
-            columns = {name: np.zeros((at_once, length), np.int32) for name in ("tokens", "positions", "segments")}
-            for row, one in enumerate(part):
-                columns["tokens"][row, : len(one.tokens)] = one.tokens
-                columns["positions"][row, : len(one.tokens)] = np.arange(len(one.tokens))
-                columns["segments"][row, : len(one.tokens)] = 1
+            columns = one_text_per_row([one.tokens for one in part], at_once, length)
             mine = local_rows(plan.batch, at_once)
             rows = {name: on_devices(column[mine], plan.batch, at_once, mine) for name, column in columns.items()}
             with jax.set_mesh(plan.real_mesh):
