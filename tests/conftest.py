@@ -4,6 +4,7 @@ Folders of reference data: OPENPI_TRAIN_GOLDEN and OPENPI_TRAIN_DATA, by default
 """
 
 import collections
+import gc
 import logging
 import os
 import subprocess
@@ -15,6 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(os.environ.get("OPENPI_TRAIN_GOLDEN", ROOT.parent / "shared" / "golden"))
 DATA = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data"))
+
+# Nothing here leaves much garbage, and each look for it goes through hundreds of thousands of objects.
+gc.set_threshold(100_000, 20, 20)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Every process of the suite shares one compilation cache: compiling dominates the time.
@@ -51,6 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting = {item.path for item in items if item.get_closest_marker("multiprocess")}
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path.parent.name != "slurm", item.path not in waiting, -slow[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -278,6 +278,7 @@ def main(channel: socket.socket) -> None:
     subprocess.Popen = _Popen
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # as tests/conftest.py
     channel.send(b"ready")
     serve(channel)
 

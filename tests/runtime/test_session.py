@@ -18,7 +18,7 @@ SUM_OVER_DEVICES = """
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
-rows = np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32)
+rows = np.random.default_rng(0).normal(size=(jax.device_count(), 1000)).astype(np.float32)
 array = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec("x")), lambda index: rows[index])
 total = jax.jit(lambda rows: (rows * rows).sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
 print(json.dumps([jax.device_count(), len(jax.local_devices()), float(total).hex()]))
@@ -36,6 +36,19 @@ def test_a_sum_over_four_devices_is_the_same_bits_on_1_2_and_4_processes(run_pro
             assert (count, local_count) == (4, 4 // process_count)
             totals.add(total)
     assert len(totals) == 1
+
+
+@pytest.mark.multiprocess
+def test_a_sum_over_two_devices_is_the_same_bits_in_one_process_without_sockets(run_processes):
+    said = SUM_OVER_DEVICES + "print(jax.config.jax_cpu_collectives_implementation)"
+    found = {
+        (count, *result.stdout.splitlines()[-2:])
+        for count in (1, 2)
+        for result in run_processes(said, count, devices=2 // count)
+    }
+    (_, alone, sender), (_, together, senders) = sorted(found)
+    assert (sender, senders) == ("None", "gloo")
+    assert json.loads(alone) == [2, 2, total := json.loads(alone)[2]] and json.loads(together) == [2, 1, total]
 
 
 @pytest.mark.multiprocess
