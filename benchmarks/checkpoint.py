@@ -72,38 +72,36 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
 def main(argv: Sequence[str]) -> list[Table]:
     """Run the benchmark and return its tables."""
     flags, experiment = parse(argv)
-    states = {flags.experiment or flags.model: experiment}
+    trials = {flags.experiment or flags.model: Trial.of(experiment)}
     if not flags.experiment and flags.model == "tiny":
-        states["large"] = _larger(experiment, QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
-    rows = [row for name, one in states.items() for row in _rows(name, one, flags)]
+        trials["large"] = _larger(trials["tiny"], QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
+    rows = [row for name, trial in trials.items() for row in _rows(name, trial, flags)]
     notes = [
         "stall = save call + extra time of the steps until the checkpoint is complete; negative extras are noise.",
     ]
     return [Table(f"Checkpoint stall, written to {flags.directory or tempfile.gettempdir()}", COLUMNS, rows, notes)]
 
 
-def _larger(experiment: Experiment, state_bytes: float) -> Experiment:
-    """Return the experiment with a vocabulary that gives a state of about this size."""
+def _larger(trial: Trial, state_bytes: float) -> Trial:
+    """The trial with a vocabulary that gives a state of about this size."""
+    size = trial.experiment.model.vocab_size
+    tables = [leaf for leaf in jax.tree.leaves(trial.prepared.layout.shapes) if size in leaf.shape]
+    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in tables) / size
+    vocab_size = size + round((state_bytes - trial.state_bytes) / token_bytes)
+    model = dataclasses.replace(trial.experiment.model, vocab_size=vocab_size)
+    return Trial.of(dataclasses.replace(trial.experiment, model=model))
 
-    def with_vocab(size: int) -> Experiment:
-        return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=size))
 
-    size = experiment.model.vocab_size
-    small, double = (Trial.of(with_vocab(count)).state_bytes for count in (size, 2 * size))
-    return with_vocab(size + round((state_bytes - small) * size / (double - small)))
-
-
-def _rows(name: str, experiment: Experiment, flags: argparse.Namespace) -> list[list[Cell]]:
+def _rows(name: str, trial: Trial, flags: argparse.Namespace) -> list[list[Cell]]:
     """One row per mode; the two modes alternate."""
-    slots, num_pairs, num_typical = experiment.data.cameras, NUM_PAIRS, NUM_TYPICAL
+    slots, num_pairs, num_typical = trial.experiment.data.cameras, NUM_PAIRS, NUM_TYPICAL
     if flags.quick:
         slots, num_pairs, num_typical = SLOTS[:1], 1, 3
-    trial = Trial.of(experiment)
     saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
     with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
         step, state, batch = trial.compile_step(slots), trial.fresh_state(), trial.batch(slots)
         _, state = timed_steps(step, state, batch, 2)
-        with Checkpoints(folder, public_name=experiment.model.public_name) as checkpoints:
+        with Checkpoints(folder, public_name=trial.experiment.model.public_name) as checkpoints:
             # The first save sets up Orbax's threads and folders, and is not counted.
             for counted in (False, *(True,) * num_pairs):
                 for mode in MODES:

@@ -146,10 +146,10 @@ OBJECTIVES = {
 }
 
 # Processes, each with its share of four devices, and what they train: an objective, a strategy, the micro-batches.
-# Every objective meets both numbers of processes, and every strategy with every number of micro-batches is there.
+# Every kind of objective and every strategy is there, with and without micro-batches.
 PROCESSES = {
     2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1), "policy": ("zero3", 1)},
-    4: {"supervised": ("zero3", 1), "sigmoid": ("replicated", 4), "reward": ("zero2", 1), "policy": ("zero2", 4)},
+    4: {"sigmoid": ("zero3", 1), "policy": ("zero2", 4)},
 }
 
 
