@@ -18,6 +18,7 @@ from openpi_train.data.interface import Data, OpenedData, OpeningRequest
 from openpi_train.evaluation.eval_config import EvalConfig
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.fields import at_least, setting, too_small
+from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.objective import Objective
@@ -277,6 +278,13 @@ class Experiment:
             for flag, steps in intervals.items()
             if steps % num_steps
         ]
+
+    def generation_sizes(self) -> list[GenerationSize]:
+        """What a device generates at a time for evaluations, and for practice."""
+        found = [self.eval.generation_size(self.model, self.data)]
+        if self.practice is not None:
+            found.append(self.practice.generation_size(self.model, self.data))
+        return [size for size in found if size is not None]
 
     def batch_spec(self, num_rows: int) -> Any:
         """The batch of so many rows that the objective takes, the longest possible, as shapes. Opens no files."""

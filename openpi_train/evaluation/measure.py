@@ -13,6 +13,7 @@ from flax import nnx
 
 from openpi_train.data.interface import OpenedData
 from openpi_train.fields import at_least
+from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.objectives.objective import Objective
@@ -117,6 +118,11 @@ class Evaluations:
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []
+
+    def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
+        """The most texts that a device generates at a time for the measures. Default: none."""
+        del model, data
+        return None
 
     def prompts(self) -> list[tuple[str, int]]:
         """Instructions that measures use in addition to the data's, each with the number of state dims of its robot."""

@@ -20,13 +20,17 @@ import numpy as np
 from openpi_train.data.files import write_text
 from openpi_train.data.text.answer_scores import score_named
 from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt
 from openpi_train.evaluation.completer import Completer
 from openpi_train.evaluation.held_out_loss import Perplexity
 from openpi_train.evaluation.measure import Evaluated, Evaluations, Measure, Running
 from openpi_train.fields import at_least
 from openpi_train.generation.completion_text import NewText
+from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.models.accompanied import policy_of
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.types import TextBatch
@@ -228,6 +232,17 @@ class TextEvaluations(Evaluations):
         if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
             problems.append(f"--eval.scores names {', '.join(twice)} twice: their metrics would have the same name")
         return problems
+
+    def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
+        found = policy_of(model)
+        if not self.num_prompts or found is None or not isinstance(data, TextData):
+            return None
+        return GenerationSize(
+            language=found[0],
+            rows=min(self.completions_per_device, self.num_prompts * self.samples),
+            length=min(data.max_length + self.sampling.max_new_tokens, found[0].context_length),
+            flag="--eval.completions-per-device",
+        )
 
     def measures(self, running: Running) -> list[Measure]:
         found: list[Measure] = []

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from openpi_train.generation import token_rows
+from openpi_train.generation.generation_size import dtype_held
 from openpi_train.generation.sampling_settings import MAX_STOP_IDS, SamplingSettings
 from openpi_train.generation.token_rows import NONE, NUM_TOP, Admission, NewRowTokens, TokenRows
 from openpi_train.nn.decoder import Decoder
@@ -126,11 +127,7 @@ class Generator:
         plan, dtype = self._devices.plan, self._devices.dtype
 
         def cast(params: Params) -> Params:
-            # Layers read vectors (norms, biases) in float32.
-            return {
-                path: leaf.astype(dtype) if leaf.ndim > 1 + path.startswith("layers/") else leaf
-                for path, leaf in params.items()
-            }
+            return {path: leaf.astype(dtype_held(path, leaf, dtype)) for path, leaf in params.items()}
 
         if self._gather is None:
             self._gather = jax.jit(cast, out_shardings=plan.tree("copy", params))
@@ -215,7 +212,7 @@ class Generator:
 
     def warm_up(self) -> int:
         """Compile every program that requests may need, so that none waits for it; returns their number."""
-        for length in _powers(2, _LEAST_LENGTH, self.max_length):
+        for length in lengths(self.max_length):
             for count in _powers(_ADMITTED_BY, 1, self.num_rows // self._groups):
                 self._take({}, count, length)
             for with_top in (False, True):
@@ -358,6 +355,12 @@ class Generator:
         self, key: Hashable, function: Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]], given: Any
     ) -> Any:
         """Run the program `key`, which is made of `function`, on all rows; keep the rows, and return what it found."""
+        with jax.set_mesh(self._devices.plan.real_mesh):
+            found, self._rows = self._program(key, function)(self._params, given, self._rows)
+        return found
+
+    def _program(self, key: Hashable, function: Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]]) -> Any:
+        """The compiled program `key`, made of `function`."""
         plan, specs = self._devices.plan, (PartitionSpec(), self._row_specs)
 
         def on_rows(params: Any, both: tuple[Any, TokenRows], _: None) -> tuple[Any, TokenRows]:
@@ -370,9 +373,7 @@ class Generator:
 
         if key not in self._programs:
             self._programs[key] = jax.jit(run, donate_argnums=2)
-        with jax.set_mesh(plan.real_mesh):
-            found, self._rows = self._programs[key](self._params, given, self._rows)
-        return found
+        return self._programs[key]
 
     def _free_rows(self, decoder: Decoder) -> Callable[[], TokenRows]:
         """The program that makes rows without completions."""
@@ -389,7 +390,7 @@ class Generator:
 
     def _rounded(self, length: int) -> int:
         """The length to compile for."""
-        return next(size for size in _powers(2, _LEAST_LENGTH, self.max_length) if size >= min(length, self.max_length))
+        return next(size for size in lengths(self.max_length) if size >= min(length, self.max_length))
 
 
 def joined(parts: Sequence[NewTokens]) -> NewTokens:
@@ -401,6 +402,11 @@ def joined(parts: Sequence[NewTokens]) -> NewTokens:
         log_probs=[value for part in parts for value in part.log_probs],
         top=[one for part in parts for one in part.top],
     )
+
+
+def lengths(max_length: int) -> list[int]:
+    """The lengths that programs are compiled for, ascending, where rows have at most `max_length` tokens."""
+    return _powers(2, _LEAST_LENGTH, max_length)
 
 
 def _powers(base: int, first: int, last: int) -> list[int]:

@@ -4,6 +4,7 @@ A common rule of thumb uses the parameter count instead (`docs/sharding.md`). Re
 the times of those that fit.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
 from openpi_train.planning.forecast import LayoutCost, Machine
+from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
 from openpi_train.planning.traffic import formula_by_axes, tensor_bytes
@@ -56,10 +58,12 @@ def layout_cost(
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
     dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
     tensor_devices = experiment.sharding.tensor_devices
+    generation = max((generation_bytes(size, tensor_devices) for size in experiment.generation_sizes()), default=0)
 
     @functools.cache
     def memory(num_micros: int) -> Memory:
-        return predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
+        step = predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
+        return dataclasses.replace(step, generation=generation)
 
     def sent(num_micros: int, summed_bytes_per_row: float) -> list[Flow]:
         rows = experiment.batch_size * tensor_devices / machine.num_devices

@@ -45,6 +45,8 @@ class Memory:
     host: int = 0
     # Part of `host` on the device at once, when the gradients are complete and activations and compute copy are freed.
     fetched: int = 0
+    # Of a run that generates texts between its steps, when there are neither gradients nor activations.
+    generation: int = 0
 
     @property
     def state(self) -> int:
@@ -53,8 +55,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Peak bytes of a step."""
-        return self.state + self.grads + max(self.working, self.fetched)
+        """Peak bytes of a run."""
+        return self.state + max(self.step, self.generation)
+
+    @property
+    def step(self) -> int:
+        """Peak bytes of a step in addition to the state."""
+        return self.grads + max(self.working, self.fetched)
 
     @property
     def working(self) -> int:
@@ -184,11 +191,16 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if moments > 0.1 * memory.total and experiment.sharding.offload == "none":
         offload = "optimizer+ema" if memory.ema else "optimizer"
         advice.append(f"keep up to {moments / GIB:.1f} GiB of it in host memory: --sharding.offload {offload}")
-    if memory.activations > 0.1 * memory.total:
+    if memory.generation > memory.step:
+        flags = ", ".join(size.flag for size in experiment.generation_sizes())
+        advice.append(f"generate fewer texts at a time: less than {flags}")
+    elif memory.activations > 0.1 * memory.total:
         advice.append(f"hold fewer rows at once: a smaller --batch-size, or --grad-accum {2 * experiment.grad_accum}")
     activations = (
         f"activations about {memory.activations / GIB:.1f} GiB" if memory.activations else "no activations yet"
     )
+    if memory.generation:
+        activations += f"; in place of both, to generate texts, {memory.generation / GIB:.1f} GiB"
     advice += experiment.model.smaller_runs
     raise DoesNotFit(
         f"{experiment.name} does not fit. Bytes needed on each device: "

@@ -19,6 +19,7 @@ import numpy as np
 from openpi_train.data.interface import OpenedData
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
+from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.nn.params import Params
 from openpi_train.practice.estimator import AdvantageEstimator
 
@@ -159,6 +160,11 @@ class Practice(abc.ABC):
     @abc.abstractmethod
     def batch_spec(self, data: Any, opened: OpenedData | None, batch_size: int) -> Any:
         """The batch that the objective takes, as a tree of `jax.ShapeDtypeStruct`; without opened data, the largest."""
+
+    def generation_size(self, model: Any, data: Any) -> GenerationSize | None:
+        """The most texts that a device generates at a time for attempts. Default: none."""
+        del model, data
+        return None
 
     @abc.abstractmethod
     def actor(self, running: Running, data: Any) -> Actor:

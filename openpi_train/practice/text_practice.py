@@ -13,7 +13,9 @@ from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_rows import row_spec_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
+from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import MAX_STOP_IDS
+from openpi_train.models.accompanied import policy_of
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.practice.prompt_source import PromptSource
 from openpi_train.practice.rewards.text_reward import TextReward
@@ -68,6 +70,17 @@ class TextPractice(Practice):
         if self.reward_timeout_s <= 0:
             problems.append(f"--practice.reward-timeout-s {self.reward_timeout_s} must be above 0")
         return problems + [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
+
+    def generation_size(self, model: Any, data: Any) -> GenerationSize | None:
+        found = policy_of(model)
+        if found is None:
+            return None
+        return GenerationSize(
+            language=found[0],
+            rows=min(self.completions_per_device, self.num_attempts),
+            length=data.max_length,
+            flag="--practice.completions-per-device",
+        )
 
     def most_prompt_tokens(self, data: TextData) -> int:
         """The most tokens of a prompt."""

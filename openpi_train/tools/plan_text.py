@@ -24,7 +24,13 @@ def tables(report: "Report") -> str:
         f"parameters: {report.num_params:,} train, {report.num_frozen:,} are kept fixed",
         f"model FLOPs (forward and backward): {report.model_flops_per_row / 1e12:.4g} T per sample, "
         f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",
+        *(
+            f"generates between steps: {size.rows} texts of at most {size.length} tokens at a time on each device"
+            for size in experiment.generation_sizes()
+        ),
     ]
+    if one.memory.generation:
+        head[-1] += f"; beside the state {one.memory.generation / GIB:.2f} GiB in place of all that a step needs"
     state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
     policies = "Per row, of the traced step (activations: an estimate; FLOPs: counted, recomputation included):"
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
@@ -44,14 +50,13 @@ def tables(report: "Report") -> str:
 def compiled(found: Compiled, chosen: Forecast) -> str:
     """The compiler's figures next to the forecast's."""
     memory = chosen.memory
-    program = memory.total - memory.state
     bound, usable = found.state_bytes + found.program_bytes, chosen.machine.usable_bytes
     verdict = "fits even so" if bound <= usable else "would not fit, and only a GPU's own compiler can tell"
     cut = "" if found.fsdp_devices == chosen.layout.fsdp_devices else f", the state cut over {found.fsdp_devices} only"
     return (
         f"By the compiler (for {found.num_devices} CPU devices{cut}, {found.compile_s:.0f} s): state and batch "
         f"{found.state_bytes / GIB:.2f} GiB (forecast: state {memory.state / GIB:.2f}), the program's own "
-        f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations {program / GIB:.2f}).\n"
+        f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations {memory.step / GIB:.2f}).\n"
         "XLA for CPUs widens much of bfloat16 to float32 and has no fused attention: a GPU's own program should need "
         f"less (not yet measured). Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )

@@ -33,6 +33,7 @@ def chosen(experiment, strategy="auto", **fields) -> tuple[Experiment, Forecast]
         exp_name="plan",
         model=with_language(experiment.model, language),
         data=dataclasses.replace(experiment.data, max_length=64),
+        eval=dataclasses.replace(experiment.eval, num_prompts=0),
         sharding=ShardingConfig(strategy=strategy, min_shard_mib=0),
         **{"batch_size": 16, **fields},
     )
@@ -45,7 +46,7 @@ def ratio(experiment, found: Forecast) -> float:
     """Of the forecast's bytes to the compiler's."""
     compiled = ahead.compile_step(experiment, found)
     assert found.grad_accum == experiment.grad_accum
-    return found.memory.total / (compiled.state_bytes + compiled.program_bytes)
+    return (found.memory.state + found.memory.step) / (compiled.state_bytes + compiled.program_bytes)
 
 
 @pytest.mark.slow
