@@ -164,10 +164,14 @@ class TokenTraces:
 
 @pytree
 class ChainTraces:
-    """Chunks that a policy drew: what it saw, and the `Chain` of all denoising steps (`sampling/action_sampler.py`)."""
+    """Chunks that a policy drew, q queries of an attempt in a row: what it saw, and its chain of denoising steps.
+
+    All leaves of `observation` have the axis of queries after the rows'. `noisy` are the actions from the noise to the
+    result (`Chain.noisy` in `sampling/action_sampler.py`).
+    """
 
     observation: Observation
-    chain: Any
+    noisy: Float[Array, "b q steps+1 h a"]
     row: Int[Array, " b"]
 
 
@@ -199,6 +203,11 @@ class PracticeBatch:
     def segments(self) -> Int[Array, "b t"]:
         """The number of each token's text in its row; 0 is padding. Of tokens only."""
         return self.traces.segments
+
+    @property
+    def observation(self) -> Observation:
+        """What the policy saw. Of robots only."""
+        return self.traces.observation
 
 
 def flatten_rows(batch: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ call the last.
 
 import abc
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
 from openpi_train.sharding.tensor import check_sizes
-from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, action_batch
+from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, PracticeBatch, action_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,9 +87,10 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
-    def num_tokens_seen(self, batch: ActionBatch, draws: int = 1) -> Int[Array, ""]:
+    def num_tokens_seen(self, batch: ActionBatch | PracticeBatch, draws: int = 1) -> Int[Array, ""]:
         """Tokens of present images and of prompts, and those behind them."""
-        seen, others = batch.observation, self.num_suffix_tokens(draws) * batch.row.shape[0]
+        seen = batch.observation
+        others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])
         images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
         return images * self.siglip.num_tokens(self.image_size) + seen.prompt_mask.sum() + others
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 
 from openpi_train.fields import at_least
 from openpi_train.objectives.objective import Metrics, Norms, Objective
+from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.law import Law
 from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.types import PracticeBatch
@@ -87,6 +88,14 @@ class PolicyGradient(Objective):
         """What the law needs, a reference to stay close to, and a critic to train."""
         reference = {"reference"} if self.kl_weight else set()
         return self.law.needs | reference | ({"value"} if self.value_weight else set())
+
+    @property
+    def draws_per_row(self) -> int:
+        return self.law.draws_per_row
+
+    @property
+    def action_sampler(self) -> ActionSampler:
+        return self.law.action_sampler
 
     def norms(self, batch: PracticeBatch) -> Norms:
         """The number of units that count, and of attempts that have some."""

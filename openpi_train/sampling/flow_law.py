@@ -3,30 +3,22 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int
 
 from openpi_train.fields import at_least
-from openpi_train.keys import draw_noise, for_purpose
-from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.action_sampler import Chain, walk
-from openpi_train.sampling.flow import flow_times
-from openpi_train.sampling.law import Law, UnitScores
-from openpi_train.types import ChainTraces, tree_of
+from openpi_train.sampling.action_sampler import ActionSampler
+from openpi_train.sampling.chain_law import ChainLaw, Moments
+from openpi_train.sampling.flow import FlowSampler, flow_times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FlowLaw(Law):
-    """Every Euler step draws from a Gaussian. A unit is one denoising step, over all steps and dims of the chunk.
-
-    Padded dims and steps that are not executed count: later denoising steps depend on them.
-    """
+class FlowLaw(ChainLaw):
+    """Every Euler step of a flow draws from a Gaussian."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity"})
 
-    num_steps: int = at_least(1, 10)
     # With drift correction the eta of Flow-SDE; without, the standard deviation at time 1. 0: Euler steps.
     noise: float = at_least(0, 0.5)
     # The mean is corrected so that the noise leaves the distribution of each step as it is (Flow-SDE).
@@ -39,39 +31,17 @@ class FlowLaw(Law):
             return []
         return [f"noise {self.noise} and least_std {self.least_std} must be above 0: without chance nothing is scored"]
 
-    def draw(self, model: Any, observation: Any, noise: Float[Array, "b h a"], keys: Key[Array, " b"]) -> Chain:
-        """The chain from `noise`, with one key per row. The observation is as the model sees it."""
-        context = model.context(observation)
+    @property
+    def action_sampler(self) -> ActionSampler:
+        return FlowSampler(augmentation=self.augmentation)
 
-        def step(noisy, index, time):
-            velocity = model.velocity(context, noisy[:, None], time[:, None])[:, 0].astype(jnp.float32)
-            mean = self.mean(noisy, velocity, time)
-            if not self.noise:
-                return mean
-            own = jax.vmap(lambda key: jax.random.fold_in(key, index))(for_purpose(keys, "denoising"))
-            return mean + self.std(time)[:, None, None] * draw_noise(own, *noisy.shape[1:])
+    def times(self) -> Float[np.ndarray, " steps"]:
+        return flow_times(self.num_steps)
 
-        return walk(step, noise, flow_times(self.num_steps), keep=True)
-
-    @jax.named_scope("law")
-    def scores(self, model: Any, traces: ChainTraces) -> UnitScores:
-        """The log-probability of every denoising step in one pass of the model, float32."""
-        chain = traces.chain
-        before, after = chain.noisy[:, :-1], chain.noisy[:, 1:]
-        velocity = model.velocity(traces.observation, before, chain.time).astype(jnp.float32)
-        std = self.std(chain.time)
-        error = (after - self.mean(before, velocity, chain.time)) / std[..., None, None]
-        size = np.prod(before.shape[2:])
-        constant = jnp.log(std) + 0.5 * np.log(2 * np.pi)
-        return tree_of(
-            UnitScores,
-            log_prob=-0.5 * jnp.square(error).sum(axis=(-2, -1)) - size * constant,
-            entropy=size * (constant + 0.5),
-        )
-
-    def values(self, model: Any, traces: ChainTraces) -> Float[Array, "b u"]:
-        """Raises UsageError: no critic of chains exists."""
-        raise UsageError("FlowLaw has no critic: give --objective.value-weight 0")
+    def moments(self, model: Any, seen: Any, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
+        time = jnp.asarray(self.times())[number]
+        velocity = model.velocity(seen, noisy, time).astype(jnp.float32)
+        return self.mean(noisy, velocity, time), self.std(time)
 
     def mean(
         self, noisy: Float[Array, "*b h a"], velocity: Float[Array, "*b h a"], time: Float[Array, "*b"]
@@ -84,7 +54,9 @@ class FlowLaw(Law):
         return noisy + (-1.0 / self.num_steps) * velocity
 
     def std(self, time: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The standard deviation of the actions after a step, at every step at least `least_std`."""
+        """The standard deviation of the actions after a step, at every step at least `least_std`; 0 without noise."""
+        if not self.noise:
+            return jnp.zeros_like(time)
         if self.drift_correction:
             return jnp.maximum(self._sigma(time) * self.num_steps**-0.5, self.least_std)
         return self.least_std + jnp.maximum(self.noise - self.least_std, 0.0) * time

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
+from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
 from openpi_train.types import pytree
 
 
@@ -30,6 +31,16 @@ class Law(abc.ABC):
     def check(self) -> list[str]:
         """Invalid values, as sentences that name the field (default: none)."""
         return []
+
+    @property
+    def action_sampler(self) -> ActionSampler:
+        """The sampler of a robot's actions, without chance, of a policy that acts by this law (default: its own)."""
+        return OwnSampler()
+
+    @property
+    def draws_per_row(self) -> int:
+        """How many times the action part of the model runs for one row (for cost forecasts)."""
+        return 1
 
     @abc.abstractmethod
     def scores(self, model: Any, traces: Any) -> UnitScores:
