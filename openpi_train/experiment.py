@@ -286,11 +286,13 @@ class Experiment:
             found.append(self.practice.generation_size(self.model, self.data))
         return [size for size in found if size is not None]
 
-    def batch_spec(self, num_rows: int) -> Any:
+    def batch_spec(self, num_rows: int, opened: OpenedData | None = None) -> Any:
         """The batch of so many rows that the objective takes, the longest possible, as shapes. Opens no files."""
-        if self.practice is not None:
-            return self.practice.batch_spec(self.data, None, num_rows)
-        return self.data.batch_spec(self.model, num_rows)
+        if self.practice is None:
+            return self.data.batch_spec(self.model, num_rows)
+        return self.practice.batch_spec(
+            objective=self.objective, model=self.model, data=self.data, opened=opened, batch_size=num_rows
+        )
 
     def _check_flags(self) -> list[str]:
         problems = []

@@ -171,7 +171,7 @@ class ChainTraces:
     """
 
     observation: Observation
-    noisy: Float[Array, "b q steps+1 h a"]
+    noisy: Float[Array, "b q _ h a"]
     row: Int[Array, " b"]
 
 

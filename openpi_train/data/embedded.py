@@ -66,6 +66,7 @@ class Recipe:
 RECIPES = {
     NAME: Recipe(),
     "tabletop_reach": Recipe(tasks=("reach_red", "reach_blue"), episodes_per_task=1_000),
+    "tabletop_reach_few": Recipe(tasks=("reach_red", "reach_blue"), episodes_per_task=64),
     "tabletop_reach_red": Recipe(tasks=("reach_red",), episodes_per_task=1_000),
 }
 

@@ -39,34 +39,40 @@ class Collector:
 
         With `mixed_only` mixed groups are kept in the order of their draws until there are enough. The others of their
         wave are not kept for later, when they would be another policy's. After `max_waves` the missing ones are filled.
+        Of an actor whose attempts stay in their process, each lane has its own: a group only takes the place of one
+        in the same process.
         """
         practice = self._practice
         everything, groups = self._wave(params)
         waves = 1
         while True:
             is_mixed = mixed(everything.outcomes, groups)
-            kept = np.flatnonzero(is_mixed) if practice.mixed_only else np.arange(len(everything))
-            if len(kept) >= practice.num_attempts or waves == practice.max_waves:
+            is_kept = is_mixed if practice.mixed_only else np.ones(len(everything), bool)
+            numbers, counts = self._chosen(is_kept)
+            if counts.all() or waves == practice.max_waves:
                 break
             more, their_groups = self._wave(params)
             everything, groups = joined_attempts([everything, more]), np.concatenate([groups, their_groups])
             waves += 1
-        if practice.mixed_only and not len(kept):
+        if not counts.any():
             logger.warning(
                 "all groups of %d waves have equal outcomes: nothing is learnt from this iteration. Check the rewards "
                 "of the attempts, or raise --practice.group-size",
                 waves,
             )
-        num_filled = max(practice.num_attempts - len(kept), 0)
-        numbers = np.concatenate([kept[: practice.num_attempts], np.zeros(num_filled, int)])
         metrics = _metrics(everything, groups, is_mixed)
-        metrics |= {"waves": float(waves), "filled": num_filled / practice.num_attempts}
-        return Collection(
-            attempts=everything.taken(numbers),
-            groups=groups[numbers],
-            counts=np.arange(practice.num_attempts) < practice.num_attempts - num_filled,
-            metrics=metrics,
-        )
+        metrics |= {"waves": float(waves), "filled": float((~counts).mean())}
+        return Collection(attempts=everything.taken(numbers), groups=groups[numbers], counts=counts, metrics=metrics)
+
+    def _chosen(self, is_kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The attempts that take the places of an iteration, and which of them count: the others only fill."""
+        lanes = self._actor.num_lanes
+        numbers, counts = np.zeros((2, self._practice.num_attempts // lanes, lanes), int)
+        for lane in range(lanes):
+            kept = np.flatnonzero(is_kept[lane::lanes])[: len(numbers)] * lanes + lane
+            numbers[:, lane] = lane
+            numbers[: len(kept), lane], counts[: len(kept), lane] = kept, 1
+        return numbers.ravel(), counts.ravel() > 0
 
     def _wave(self, params: Params) -> tuple[Attempts, np.ndarray]:
         """Attempts at the next contexts, and the id of each one's group, which is the draw's number."""

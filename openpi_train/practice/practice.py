@@ -22,15 +22,17 @@ from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.nn.params import Params
 from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.local_columns import LocalColumns, joined_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """Attempts, those at a context beside each other. All processes hold equal ones.
+    """Attempts, those at a context beside each other. All processes hold equal ones, but for `local`.
 
     `rewards` are NaN where there is none. `outcomes` are the part of the reward that says what was achieved, without
     terms that shape how: by these a group is mixed or not. `is_cut` marks attempts that were ended by a limit.
-    `parts` are other numbers of each attempt, for the log. `mask` marks the units that the policy chose.
+    `mask` marks the units that the policy chose. `columns` and `local` say what it did. `parts` are other numbers of
+    each attempt, for the log; those that are NaN are not of its kind.
     """
 
     contexts: np.ndarray
@@ -38,7 +40,8 @@ class Attempts:
     outcomes: np.ndarray
     is_cut: np.ndarray
     mask: np.ndarray
-    columns: Mapping[str, np.ndarray]
+    columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    local: LocalColumns | None = None
     parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -48,7 +51,14 @@ class Attempts:
         """These attempts, in this order."""
 
         def of(value: Any) -> Any:
-            return {name: one[numbers] for name, one in value.items()} if isinstance(value, Mapping) else value[numbers]
+            match value:
+                case None:
+                    return None
+                case LocalColumns():
+                    return value.taken(numbers)
+                case Mapping():
+                    return {name: one[numbers] for name, one in value.items()}
+            return value[numbers]
 
         return Attempts(**{field.name: of(getattr(self, field.name)) for field in dataclasses.fields(self)})
 
@@ -57,8 +67,13 @@ def joined_attempts(parts: Sequence[Attempts]) -> Attempts:
     """All of these attempts, in order."""
 
     def of(values: Sequence[Any]) -> Any:
-        if isinstance(values[0], Mapping):
-            return {name: np.concatenate([value[name] for value in values]) for name in values[0]}
+        match values[0]:
+            case None:
+                return None
+            case LocalColumns():
+                return joined_columns(values)
+            case Mapping():
+                return {name: np.concatenate([value[name] for value in values]) for name in values[0]}
         return np.concatenate(values)
 
     names = [field.name for field in dataclasses.fields(Attempts)]
@@ -70,6 +85,8 @@ class Actor(abc.ABC):
 
     # What attempts depend on besides seed, parameters and the practice's own config, as JSON.
     identity: Mapping[str, Any]
+    # Attempt n can take the place of attempt m if n - m is a multiple of this (`LocalColumns.batch_size`).
+    num_lanes: int = 1
 
     @abc.abstractmethod
     def context(self, draw: int) -> int:
@@ -158,7 +175,7 @@ class Practice(abc.ABC):
         return problems + model.check_objective(type(objective).__name__, frozenset(needs - objective.needed))
 
     @abc.abstractmethod
-    def batch_spec(self, data: Any, opened: OpenedData | None, batch_size: int) -> Any:
+    def batch_spec(self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int) -> Any:
         """The batch that the objective takes, as a tree of `jax.ShapeDtypeStruct`; without opened data, the largest."""
 
     def generation_size(self, model: Any, data: Any) -> GenerationSize | None:

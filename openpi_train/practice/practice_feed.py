@@ -20,6 +20,7 @@ from openpi_train.data.feed import differences
 from openpi_train.data.interface import Feed
 from openpi_train.data.placement import local_rows, on_devices
 from openpi_train.practice.collection import Collection, Collector
+from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.outcomes import Outcomes
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.practice.recorded import Recorded, RecordedScores
@@ -58,7 +59,8 @@ class PracticeFeed(Feed):
         )
         self._iteration = self._step = 0
         self._metrics: dict[str, float] = {}
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns: Mapping[str, np.ndarray] = {}
+        self._local: LocalColumns | None = None
         self._collection: Collection | None = None
 
     def next(self, state: Any = None) -> PracticeBatch:
@@ -67,7 +69,7 @@ class PracticeFeed(Feed):
             with phase("acting"):
                 self._practise(state)
         numbers = self._numbers(*divmod(self._step, self._num_batches))
-        batch = self._batch({name: column[numbers] for name, column in self._columns.items()}, self._step == 0)
+        batch = self._batch(numbers, self._step == 0)
         self._step += 1
         if self._step == self._num_steps:
             self._iteration, self._step = self._iteration + 1, 0
@@ -121,7 +123,8 @@ class PracticeFeed(Feed):
         mask = attempts.mask & collected.counts[:, None]
         if practice.mask_cut:
             mask &= ~attempts.is_cut[:, None]
-        recorded = self._recorded(params, attempts.columns, mask.shape)
+        self._columns, self._local = attempts.columns, attempts.local
+        recorded = self._recorded(params, mask.shape)
         log_ratios = recorded.log_probs.astype(np.float64) - recorded.reference_log_probs
         advantages, returns = practice.advantages(
             np.where(collected.counts, attempts.rewards, np.nan),
@@ -149,14 +152,13 @@ class PracticeFeed(Feed):
         }
         self.wait_s += time.monotonic() - started
 
-    def _recorded(self, params: Any, columns: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Recorded:
+    def _recorded(self, params: Any, shape: tuple[int, ...]) -> Recorded:
         """The scores of all attempts; zeros if nothing needs them."""
         if not self._needs_scores:
             none = np.zeros(shape, np.float32)
             return Recorded(log_probs=none, reference_log_probs=none, values=none)
         parts = np.arange(self._practice.num_attempts).reshape(self._num_batches, -1)
-        batches = [self._placed({name: column[part] for name, column in columns.items()}) for part in parts]
-        return self._scores(params, [self._actor.traces(batch) for batch in batches])
+        return self._scores(params, [self._actor.traces(self._placed(part)) for part in parts])
 
     def _numbers(self, epoch: int, batch: int) -> np.ndarray:
         """The attempts of a batch: each row takes its own attempts, in another order in every epoch."""
@@ -164,15 +166,19 @@ class PracticeFeed(Feed):
         keys = order.scramble(self._trainer.seed, self._collector.draws, epoch, rows)
         return order.permute(np.full(len(rows), batch), self._num_batches, keys) * self._batch_size + rows
 
-    def _batch(self, columns: dict[str, np.ndarray], is_fresh: bool) -> PracticeBatch:
-        placed = self._placed({**columns, "is_fresh": np.full(self._batch_size, is_fresh)})
+    def _batch(self, numbers: np.ndarray, is_fresh: bool) -> PracticeBatch:
+        placed = self._placed(numbers, is_fresh=np.full(self._batch_size, is_fresh))
         names = [name for name in PracticeBatch.__dataclass_fields__ if name != "traces"]
         return tree_of(PracticeBatch, traces=self._actor.traces(placed), **{name: placed[name] for name in names})
 
-    def _placed(self, columns: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch's columns as global arrays, and its row numbers."""
-        columns = {**columns, "row": np.arange(self._batch_size, dtype=np.int32)}
+    def _placed(self, numbers: np.ndarray, **more: np.ndarray) -> dict[str, jax.Array]:
+        """The columns of a batch of attempts as global arrays, `more` columns, and the row numbers."""
+        columns = {name: column[numbers] for name, column in self._columns.items()}
+        columns |= {**more, "row": np.arange(self._batch_size, dtype=np.int32)}
+        own = {name: column[self._row_numbers] for name, column in columns.items()}
+        if self._local is not None:
+            own |= {name: column[0] for name, column in self._local.taken(numbers).columns.items()}
         return {
-            name: on_devices(column[self._row_numbers], self._sharding, self._batch_size, self._row_numbers)
-            for name, column in columns.items()
+            name: on_devices(column, self._sharding, self._batch_size, self._row_numbers)
+            for name, column in own.items()
         }

@@ -98,7 +98,10 @@ class TextPractice(Practice):
             raise UsageError(f"TextPractice completes prompts, and {type(opened).__name__} has none")
         return PromptSource(opened, self.most_prompt_tokens(data))
 
-    def batch_spec(self, data: Any, opened: OpenedData | None, batch_size: int) -> PracticeBatch:
+    def batch_spec(
+        self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int
+    ) -> PracticeBatch:
+        del objective, model
         length = self.row_length(data, opened)
         texts = batch_shapes(row_spec_of(length, judged=False, references=False), batch_size)
 

@@ -68,7 +68,7 @@ def settle(given: Experiment, world: World) -> Settled:
 def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> list[Any]:
     """Every shape in which these data give batches to the experiment's model, the largest last."""
     if experiment.practice is not None:
-        return [experiment.practice.batch_spec(experiment.data, data, batch_size)]
+        return [experiment.batch_spec(batch_size, data)]
     return data.batch_specs(batch_size) or [experiment.data.batch_spec(experiment.model, batch_size)]
 
 

@@ -51,7 +51,7 @@ class ScriptedActor(Actor):
 class ScriptedPractice(Practice):
     """Practice with a `ScriptedActor`."""
 
-    def batch_spec(self, data: Any, opened: Any, batch_size: int) -> Any:
+    def batch_spec(self, **parts: Any) -> Any:
         raise NotImplementedError
 
     def actor(self, running: Any, data: Any) -> Actor:

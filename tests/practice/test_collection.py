@@ -37,6 +37,18 @@ def test_mixed_groups_are_kept_in_the_order_of_their_draws():
     assert one.collect({}).groups.tolist()[:3] == [7, 7, 7]
 
 
+def test_with_lanes_a_group_takes_the_place_of_one_in_its_own_lane_only():
+    """Two groups of three in a batch of six: even draws take the first three rows."""
+    one = collector(mixed_in({2, 3, 5, 7, 9, 6}), mixed_only=True, num_groups=4)
+    one._actor.num_lanes = 6
+    found = one.collect({})
+    assert found.groups.tolist() == [2, 2, 2, 3, 3, 3, 6, 6, 6, 5, 5, 5] and found.counts.all()
+    one = collector(mixed_in({1, 3, 5}), mixed_only=True, max_waves=2)
+    one._actor.num_lanes = 6
+    found = one.collect({})
+    assert found.groups.tolist() == [0, 0, 0, 1, 1, 1] and found.counts.tolist() == [False] * 3 + [True] * 3
+
+
 def test_missing_groups_are_filled_with_attempts_that_do_not_count():
     one = collector(mixed_in({2}), mixed_only=True, max_waves=3)
     found = one.collect({})

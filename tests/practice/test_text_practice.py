@@ -110,7 +110,7 @@ def test_batches_have_the_shapes_that_programs_are_compiled_for(make):
     made = make()
     (batch,), _ = made.steps(1)
     opened = made.experiment.open_data()
-    spec = made.experiment.practice.batch_spec(made.experiment.data, opened, 4)
+    spec = made.experiment.batch_spec(4, opened)
     found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch)
     assert found == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec)
     # The longest prompt is 77+88= with its begin token.

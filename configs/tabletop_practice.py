@@ -1,0 +1,78 @@
+"""Small runs that learn from their own episodes on the embedded tabletop, from the weights of `tabletop_few`.
+
+docs/practice.md describes them.
+"""
+
+import dataclasses
+
+from openpi_train_configs import tabletop_runs
+
+from openpi_train.data import places
+from openpi_train.data.config import Dataset
+from openpi_train.data.rlds import Rlds
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.sampling.flow_law import FlowLaw
+
+_FEW_HOME = places.datasets() / "tabletop_reach_few"
+_REACH = tabletop_runs.pi0_tabletop_reach
+_EVAL = dataclasses.replace(
+    _REACH.eval,
+    num_sample_steps=4,
+    closed_loop=dataclasses.replace(
+        _REACH.eval.closed_loop, episodes_per_task=100, max_steps=40, episodes_per_device=128
+    ),
+)
+
+tabletop_few = dataclasses.replace(
+    _REACH,
+    data=dataclasses.replace(
+        _REACH.data,
+        datasets=(
+            Dataset(
+                source=Rlds(path=str(_FEW_HOME)),
+                robot=_REACH.data.datasets[0].robot,
+                asset_id="tabletop_reach_few",
+            ),
+        ),
+        tokenizer=str(_FEW_HOME / "tokenizer.model"),
+    ),
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=1200, decay_lr=1e-3),
+    num_train_steps=1200,
+    save_interval=300,
+    eval=dataclasses.replace(_EVAL, interval=300, closed_loop=dataclasses.replace(_EVAL.closed_loop, interval=300)),
+)
+"""A small pi0 (0.2 M parameters) imitates 64 demonstrations of each of two tasks: to reach the red, or the blue block.
+
+Command: python -m openpi_train tabletop_few --exp-name x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+tabletop_few_rloo = dataclasses.replace(
+    tabletop_few,
+    objective=PolicyGradient(law=FlowLaw(num_steps=4, noise=1.0), average="attempts"),
+    practice=RobotPractice(
+        env=_EVAL.closed_loop.env,
+        num_groups=16,
+        group_size=8,
+        advantages=AdvantageEstimator(kind="rloo"),
+        execute=4,
+        max_steps=40,
+        episodes_per_device=128,
+    ),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1.5e-4, decay_steps=140, decay_lr=1.5e-4),
+    optimizer=AdamW(b2=0.95),
+    ema_decay=None,
+    batch_size=32,
+    num_train_steps=140,
+    log_interval=4,
+    save_interval=20,
+    eval=dataclasses.replace(_EVAL, interval=40, closed_loop=dataclasses.replace(_EVAL.closed_loop, interval=40)),
+)
+"""It goes on by policy gradients, with the mean of a group's other episodes as the baseline.
+
+Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""

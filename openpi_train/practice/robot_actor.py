@@ -1,0 +1,168 @@
+"""`RobotActor`: acts in an environment with the parameters of the moment, and keeps what was seen and drawn.
+
+Every process acts in the episodes of its own rows of a batch, so no picture leaves it. Its devices' rows are dealt to
+programs that always have the same number of rows: results do not depend on the number of processes, bit for bit.
+Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/chain_law.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from openpi_train.data.opened import OpenedDatasets
+from openpi_train.data.placement import local_rows
+from openpi_train.envs.env import EnvObservation
+from openpi_train.envs.rollout import Outcome, rollout
+from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.robot_rows import RobotRows, translation_of
+from openpi_train.evaluation.row_sampling import RowSampling
+from openpi_train.keys import draw_noise
+from openpi_train.models.model_config import as_policy
+from openpi_train.nn.params import Params
+from openpi_train.practice.initial_states import InitialStates
+from openpi_train.practice.local_columns import LocalColumns
+from openpi_train.practice.practice import Actor, Attempts
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.runtime import agree
+from openpi_train.sampling.chain_law import ChainLaw
+from openpi_train.sharding.mesh import TENSOR
+from openpi_train.types import ChainTraces, Observation, tree_of
+from openpi_train.types import observation as observation_of
+
+# The entry of a row that the policy drew, beside those that it saw.
+_NOISY = "noisy"
+
+
+class RecordingPolicy:
+    """A `rollout.Policy` that keeps what it saw and drew: `records` has the rows of each query, by entry."""
+
+    def __init__(self, params: Params, rows: RobotRows, sampling: RowSampling):
+        self._params, self._rows, self._sampling = params, rows, sampling
+        self.records: list[dict[str, np.ndarray]] = []
+
+    def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
+        columns = self._rows.columns(observation)
+        noisy = self._sampling(self._params, columns, keys)
+        self.records.append({**columns, _NOISY: noisy})
+        return self._rows.actions(noisy[:, -1], observation)
+
+
+class RobotActor(Actor):
+    """Acts by the law of the run's objective.
+
+    Attempt i at the n-th draw has its initial state from the draw and its noise from both numbers.
+
+    Raises UsageError if the environment does not fit the robot.
+    """
+
+    def __init__(self, practice: RobotPractice, running: Running):
+        trainer: Any = running.trainer
+        self._practice, self._law = practice, trainer.objective.law
+        assert isinstance(self._law, ChainLaw)
+        self._model = as_policy(trainer.model)
+        # States that evaluations do not use, where an environment has few.
+        self._env = practice.env.for_demonstrations()
+        translation = translation_of(running.data, self._env, practice.dataset, flag="--practice")
+        assert isinstance(running.data, OpenedDatasets)
+        self._rows = RobotRows(translation, self._env)
+        mesh, self.num_lanes = trainer.plan.mesh, running.batch_size
+        num_groups = mesh.size // mesh.shape[TENSOR]
+        self._lanes = local_rows(trainer.plan.batch, self.num_lanes)
+        # The rows of a batch on one device, and its episodes in one iteration.
+        self._lanes_per_device = self.num_lanes // num_groups
+        per_device = practice.num_attempts // num_groups
+        self._sampling = RowSampling(trainer, self._draw, rows_per_device=min(practice.episodes_per_device, per_device))
+        self._states = InitialStates(self._env.tasks, practice.states_per_task, trainer.seed)
+        self.identity: Mapping[str, Any] = {
+            "env": repr(practice.env),
+            "states_per_task": practice.states_per_task,
+            "rows": running.data.train.identity,
+        }
+
+    def context(self, draw: int) -> int:
+        return self._states.context(draw)
+
+    def act(self, params: Params, draws: Sequence[int], group_size: int) -> Attempts:
+        everything = np.arange(len(draws) * group_size)
+        own = everything.reshape(-1, self.num_lanes)[:, self._lanes]
+        columns: dict[str, np.ndarray] = {}
+        ends: list[list[int]] = []
+        for numbers in self._dealt(own):
+            seen, outcome = self._acted(params, np.asarray(draws)[numbers // group_size], numbers % group_size)
+            places = numbers // self.num_lanes, np.searchsorted(self._lanes, numbers % self.num_lanes)
+            for name, value in seen.items():
+                whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
+                whole[places] = value
+            ends += np.stack([numbers, outcome.success, outcome.steps], axis=1).tolist()
+        success, steps = np.zeros((2, len(everything)), int)
+        for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
+            success[number], steps[number] = end
+        tasks = np.repeat([self._states.task(draw) for draw in draws], group_size)
+        rewards = success.astype(np.float64)
+        parts = {
+            f"success/{name}": np.where(tasks == task, rewards, np.nan) for task, name in enumerate(self._env.tasks)
+        }
+        return Attempts(
+            contexts=np.repeat([self.context(draw) for draw in draws], group_size),
+            rewards=rewards,
+            outcomes=rewards,
+            is_cut=success == 0,
+            mask=self._mask(steps),
+            local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
+            parts={"control_steps": steps.astype(np.float64), **parts},
+        )
+
+    def traces(self, columns: Mapping[str, Any]) -> ChainTraces:
+        return tree_of(
+            ChainTraces, observation=observation_of(dict(columns)), noisy=columns[_NOISY], row=columns["row"]
+        )
+
+    def describe(self, attempts: Attempts, number: int) -> str:
+        steps = int(attempts.parts["control_steps"][number])
+        end = "succeeded" if attempts.outcomes[number] else "failed"
+        return f"episode at context {attempts.contexts[number]} that {end} after {steps} control steps"
+
+    def _dealt(self, own: np.ndarray) -> Iterator[np.ndarray]:
+        """These attempts [n, rows], this process's, as this process's rows of successive calls of `sampling`.
+
+        Each device has those of its own rows of a batch. The last ones fill up the last call.
+        """
+        by_device = own.reshape(len(own), -1, self._lanes_per_device).swapaxes(0, 1)
+        by_device = by_device.reshape(len(by_device), -1)
+        size = len(self._sampling.rows) // len(by_device)
+        for start in range(0, by_device.shape[1], size):
+            columns = np.minimum(np.arange(start, start + size), by_device.shape[1] - 1)
+            yield by_device[:, columns].ravel()
+
+    def _acted(self, params: Params, draws: np.ndarray, attempts: np.ndarray) -> tuple[dict[str, np.ndarray], Outcome]:
+        """What was seen and drawn at every query [b, q, ...] by entry, and how the episodes ended."""
+        practice, policy = self._practice, RecordingPolicy(params, self._rows, self._sampling)
+        outcome = rollout(
+            policy,
+            self._env,
+            self._states.reset_keys(draws),
+            np.array([self._states.task(int(draw)) for draw in draws]),
+            execute=practice.num_executed(self._model),
+            policy_keys=self._states.noise_keys(draws, attempts),
+            max_steps=practice.max_steps,
+            history=self._model.window.history,
+            all_done=lambda done: all(agree.gather("episodes that are over", done)),
+        )
+        assert outcome is not None, "nothing stops it"
+        # Queries after the end of all episodes are not learnt from.
+        made = policy.records
+        records = made + made[-1:] * (practice.num_queries(self._model) - len(made))
+        return {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}, outcome
+
+    def _mask(self, steps: np.ndarray) -> np.ndarray:
+        """The denoising steps of the queries that were made before so many control steps."""
+        practice, model = self._practice, self._model
+        queries = np.arange(practice.num_queries(model)) * practice.num_executed(model) < steps[:, None]
+        return np.repeat(queries, self._law.num_steps, axis=1)
+
+    def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, "b *steps h a"]:
+        """The chains of one query each."""
+        chunk = self._model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
+        return self._law.draw(model, observation, draw_noise(keys, *chunk), keys).noisy

@@ -1,0 +1,106 @@
+"""`RobotPractice`: a robot policy acts in an environment and learns from the outcome. Read next: `robot_actor.py`."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from openpi_train.data.config import DataConfig
+from openpi_train.data.interface import OpenedData
+from openpi_train.envs.env import Env, NoEnv
+from openpi_train.evaluation.measure import Running
+from openpi_train.fields import at_least
+from openpi_train.models.model_config import PolicyConfig
+from openpi_train.practice.practice import Actor, Practice
+from openpi_train.sampling.chain_law import ChainLaw
+from openpi_train.types import ChainTraces, PracticeBatch, tree_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RobotPractice(Practice):
+    """Episodes in an environment, rewarded with 1 for success.
+
+    The data's robot and norm stats are used; its demonstrations are not learnt from.
+    """
+
+    # The environment to act in.
+    env: Env = dataclasses.field(default_factory=NoEnv)
+    # Initial states of each task; None: new ones for ever.
+    states_per_task: int | None = at_least(1, None)
+    # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
+    execute: int | None = at_least(1, None)
+    # Control steps after which an episode counts as failed; None: the environment's own limit.
+    max_steps: int | None = at_least(1, None)
+    # Number of episodes on one device at a time.
+    episodes_per_device: int = at_least(1, 16)
+    # Number of the run's dataset whose robot and norm stats are used.
+    dataset: int = at_least(0, 0)
+
+    def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
+        problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
+        if not isinstance(data, DataConfig) or not isinstance(model, PolicyConfig):
+            return [
+                *problems,
+                "RobotPractice needs a robot policy and a robot's data, for its units and norm stats; the run's are "
+                f"{type(model).__name__} and {type(data).__name__}",
+            ]
+        if not isinstance(getattr(objective, "law", None), ChainLaw):
+            problems.append(
+                "RobotPractice needs an objective whose law draws denoising steps: a FlowLaw (--objective.law)"
+            )
+        if not self.env.tasks:
+            problems.append("--practice.env has no task: there is nothing to practise")
+        ahead = model.window.num_ahead
+        if self.execute is not None and self.execute > ahead:
+            problems.append(f"--practice.execute {self.execute}: a chunk has {ahead} actions from the present step on")
+        if self.mixed_only and batch_size % self.group_size:
+            problems.append(
+                f"--practice.mixed-only: --batch-size {batch_size} is not a multiple of --practice.group-size "
+                f"{self.group_size}; a group, whose pictures stay where they are, must be in one batch"
+            )
+        if self.skip_solved and self.states_per_task is None:
+            problems.append(
+                f"--practice.skip-solved {self.skip_solved} passes over initial states that were solved, and no state "
+                "is drawn twice: give --practice.states-per-task"
+            )
+        return problems
+
+    def num_executed(self, model: PolicyConfig) -> int:
+        """`execute` with its default filled in."""
+        return model.window.num_executed if self.execute is None else self.execute
+
+    @property
+    def num_control_steps(self) -> int:
+        """`max_steps` with its default filled in."""
+        return self.env.max_steps if self.max_steps is None else self.max_steps
+
+    def num_queries(self, model: PolicyConfig) -> int:
+        """The most queries of an episode."""
+        return math.ceil(self.num_control_steps / self.num_executed(model))
+
+    def batch_spec(
+        self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int
+    ) -> PracticeBatch:
+        queries, steps = self.num_queries(model), objective.law.num_steps
+        rows = model.batch_spec(batch_size, data.cameras, None if opened is None else opened.text_length)
+
+        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        observation = jax.tree.map(lambda leaf: of(leaf.dtype, queries, *leaf.shape[1:]), rows.observation)
+        noisy = of(jnp.float32, queries, steps + 1, *rows.actions.shape[1:])
+        numbers = ("advantages", "log_probs", "reference_log_probs", "values", "returns")
+        return tree_of(
+            PracticeBatch,
+            traces=tree_of(ChainTraces, observation=observation, noisy=noisy, row=of(jnp.int32)),
+            mask=of(jnp.bool_, queries * steps),
+            is_fresh=of(jnp.bool_),
+            **dict.fromkeys(numbers, of(jnp.float32, queries * steps)),
+        )
+
+    def actor(self, running: Running, data: Any) -> Actor:
+        from openpi_train.practice.robot_actor import RobotActor  # which imports this module
+
+        return RobotActor(self, running)

@@ -1,0 +1,200 @@
+"""A tiny pi0 practises: what its batches hold, what episodes depend on, and that scores are those of what was drawn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from practice.wandering import SIZE, Wander, wandering
+from trainers import make_trainer, running_of
+
+from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
+from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.sharding.mesh import make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training.init import create_state
+from openpi_train.types import PracticeBatch, tree_of
+
+STEPS, QUERIES = 2, 3
+# Succeeds at each place in a chunk of two executed actions, and never.
+TIMED = Wander(distances=(1, 2, 3, 4, 5, 6, 7, 0.999))
+STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
+
+
+@dataclasses.dataclass
+class Made:
+    feed: PracticeFeed
+    state: object
+    step: object
+    plan: Plan
+    data: object
+    experiment: object
+
+    @property
+    def actor(self):
+        return self.feed._actor
+
+    def act(self, draws, group_size=4):
+        with jax.set_mesh(self.plan.real_mesh):
+            return self.actor.act({**self.state.frozen, **self.state.params}, draws, group_size)
+
+    def steps(self, count):
+        batches, found = [], []
+        with jax.set_mesh(self.plan.real_mesh):
+            for _ in range(count):
+                batches.append(self.feed.next(self.state))
+                self.state, metrics = self.step(self.state, batches[-1])
+                found.append({name: float(value) for name, value in metrics.items()})
+        return batches, found
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+
+    def made(devices=1, accum=1, schedule=STILL, **changes):
+        plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
+        practice = dataclasses.replace(wandering.practice, **changes)
+        experiment = dataclasses.replace(wandering, exp_name="x", practice=practice, assets_base_dir=str(folder))
+        data = experiment.open_data()
+        trainer, layout = make_trainer(
+            experiment.model, plan, AdamW(), schedule, objective=experiment.objective, accum=accum, ema=None
+        )
+        with jax.set_mesh(plan.real_mesh):
+            state = create_state(layout, experiment.model, trainer.optimizer, lambda _: False, False, 7)
+            running = dataclasses.replace(running_of(trainer, []), data=data, batch_size=8)
+            feed = PracticeFeed(practice, practice.actor(running, experiment.data), trainer, batch_size=8)
+        return Made(feed, state, trainer.jitted_step(layout.shardings), plan, data, experiment)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def still(make):
+    """Four steps in which nothing is learnt."""
+    made = make()
+    return made, *made.steps(4)
+
+
+def test_batches_have_the_shapes_that_programs_are_compiled_for(still):
+    made, batches, _ = still
+    spec = made.experiment.batch_spec(8, made.data)
+
+    def shapes(tree):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+    assert shapes(batches[0]) == shapes(spec)
+    assert batches[0].traces.noisy.shape == (8, QUERIES, STEPS + 1, 3, 8)
+
+
+def test_what_acts_is_scored_with_the_probability_that_it_was_drawn_with(still):
+    """The first ratio is exactly 1, and stays 1 where nothing is learnt."""
+    _, batches, found = still
+    assert found[0]["ratio"] == 1 and found[0]["entropy"] != 0
+    for one in found[1:]:
+        assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
+    assert np.abs(batches[1].log_probs).min() > 0
+
+
+def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
+    made = make(env=TIMED, num_groups=8, group_size=2, execute=2)
+    attempts = made.act(range(8), 2)
+    ends = {"away_1": 1, "away_2": 2, "away_3": 3, "away_4": 4, "away_5": 5, "away_6": None, "away_7": None}
+    ends["away_0.999"] = None
+    tasks = [made.actor._env.tasks[context] for context in attempts.contexts]
+    assert sorted(tasks) == sorted([*ends, *ends])
+    for number, task in enumerate(tasks):
+        end = ends[task]
+        assert attempts.rewards[number] == attempts.outcomes[number] == (end is not None)
+        assert attempts.is_cut[number] == (end is None)
+        valid = -(-(end or 5) // 2)
+        assert attempts.mask[number].tolist() == [True] * valid * STEPS + [False] * (QUERIES - valid) * STEPS
+        assert attempts.parts[f"success/{task}"][number] == attempts.rewards[number]
+        assert np.isnan(attempts.parts["success/away_1"][number]) == (task != "away_1")
+    # Every query has the picture of its own control step.
+    pictures = attempts.local.columns["image/base_0_rgb"]
+    assert pictures.shape == (2, 8, QUERIES, SIZE, SIZE, 3)
+    assert (pictures == np.array([0, 2, 4])[:, None, None, None]).all()
+
+
+def test_attempts_of_a_group_begin_alike_and_differ_by_their_noise(still):
+    made, *_ = still
+    attempts = made.act([3, 4, 7, 9])
+    state, noisy = (attempts.local.columns[name].reshape(16, QUERIES, -1) for name in ("state", "noisy"))
+    starts = state[:, 0].reshape(4, 4, -1)
+    assert (starts == starts[:, :1]).all() and len(np.unique(starts[:, 0], axis=0)) == 4
+    assert len(np.unique(noisy[:, 0], axis=0)) == 16
+    again = made.act([9, 3, 7, 4])
+    np.testing.assert_array_equal(again.local.columns["noisy"].reshape(16, QUERIES, -1)[4:8, 0], noisy[:4, 0])
+
+
+def test_evaluation_and_practice_share_no_initial_state(still):
+    made, *_ = still
+    env, draws = made.actor._env, np.arange(40)
+    tasks = np.array([made.actor._states.task(draw) for draw in draws.tolist()])
+    config = ClosedLoop(env=env, episodes_per_task=20, seed=wandering.seed)
+    practised = env.reset(made.actor._states.reset_keys(draws), tasks)[0]
+    evaluated = env.reset(episode_keys(config, draws), draws % 2)[0]
+    assert len(np.unique(np.concatenate([practised, evaluated]), axis=0)) == 80
+
+
+@pytest.mark.slow
+def test_devices_and_accumulation_change_nothing(make):
+    """The same attempts, on one device at once and on two in four parts of one row."""
+    schedule = dataclasses.replace(STILL, peak_lr=1e-3, decay_lr=1e-3)
+    one, other = make(schedule=schedule), make(2, 4, schedule=schedule)
+    batches, found = one.steps(3)
+    for batch, expected in zip(batches, found, strict=True):
+        with jax.set_mesh(other.plan.real_mesh):
+            placed = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), other.plan.batch), batch)
+            other.state, metrics = other.step(other.state, placed)
+        for name in ("loss", "policy_loss", "ratio", "entropy"):
+            np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        # Adam's steps differ where a gradient is hardly more than its rounding.
+        np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
+    assert found[2]["approx_kl"] > 0
+
+
+def test_a_unit_counts_by_the_length_of_its_episode(still):
+    made, batches, _ = still
+    mask = np.concatenate([batch.mask for batch in batches[:2]])
+    lengths = mask.sum(axis=1, keepdims=True)
+    assert len(np.unique(lengths)) > 1
+    given = tree_of(PracticeBatch, mask=jnp.asarray(mask))
+    objective = made.experiment.objective
+    weights = objective._weights(jnp.asarray(mask, jnp.float32), jnp.asarray(lengths), objective.norms(given))
+    np.testing.assert_allclose(weights, mask / (16 * lengths), rtol=1e-6)
+
+
+REFUSED = [
+    ({"execute": 4}, {}, "--practice.execute 4: a chunk has 3 actions"),
+    ({"env": dataclasses.replace(Wander(), distances=())}, {}, "--practice.env has no task"),
+    (
+        {"mixed_only": True, "num_groups": 4, "group_size": 6},
+        {},
+        "--batch-size 8 is not a multiple of --practice.group-size 6",
+    ),
+    ({"skip_solved": 1}, {}, "give --practice.states-per-task"),
+    ({"group_size": 1, "num_groups": 16}, {}, "every advantage would be 0"),
+    ({"advantages": AdvantageEstimator(kind="gae")}, {}, "needs value"),
+    ({}, {"objective": PolicyGradient(law=TokenLaw())}, "whose law draws denoising steps"),
+    ({}, {"objective": PolicyGradient(law=FlowLaw(noise=0.0))}, "without chance nothing is scored"),
+    ({}, {"objective": FlowMatching()}, "does not learn from own attempts"),
+    ({}, {"save_interval": 6}, "--save-interval 6 is not a multiple of the 4 optimizer steps"),
+]
+
+
+@pytest.mark.parametrize(("practice", "changes", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_settings_that_cannot_work_are_refused(practice, changes, message):
+    practice = dataclasses.replace(wandering.practice, **practice)
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(wandering, exp_name="x", practice=practice, **changes).check(1)
+    assert message in str(caught.value)

@@ -1,0 +1,103 @@
+"""A run of robots that practise in a world of a few numbers, whose picture is the number of control steps so far.
+
+On the command line it is `WANDERING`, and its directory `runs/wandering/x`.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+import numpy as np
+from openpi_train_configs.debug import debug
+
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.fake import FakeData
+from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.experiment import EvalConfig
+from openpi_train.nn.gemma_sizes import GemmaOverrides
+from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import LRSchedule
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.robots.bridge import Bridge
+from openpi_train.sampling.flow_law import FlowLaw
+
+WANDERING = f"{Path(__file__).resolve()}:wandering"
+SIZE, DIMS = 16, 7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wander(Env):
+    """The state is the sum of the actions. Task k succeeds when its first dim is `distances[k]` from the start.
+
+    A whole number is the number of control steps instead.
+    """
+
+    cameras: ClassVar[tuple[str, ...]] = ("image_0",)
+    action_dim: ClassVar[int] = DIMS
+    state_dim: ClassVar[int] = DIMS
+    control_hz: ClassVar[float] = 5.0
+    max_steps: ClassVar[int] = 5
+    distances: tuple[float, ...] = (0.06, 0.08)
+
+    @property
+    def tasks(self):
+        return tuple(f"away_{distance:g}" for distance in self.distances)
+
+    def instruction(self, task):
+        return f"go {self.distances[task]}"
+
+    def reset(self, keys, tasks):
+        start = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (DIMS,)))(keys))
+        return start, start, np.asarray(tasks), 0
+
+    def step(self, states, actions):
+        position, start, tasks, steps = states
+        return position + np.asarray(actions), start, tasks, steps + 1
+
+    def observe(self, states):
+        position, _, tasks, steps = states
+        picture = np.full((len(tasks), SIZE, SIZE, 3), steps, np.uint8)
+        return EnvObservation(images={"image_0": picture}, state=position.astype(np.float32), task=tasks)
+
+    def success(self, states):
+        position, start, tasks, steps = states
+        wanted = np.asarray(self.distances)[tasks]
+        return np.where(wanted < 1, np.abs(position - start)[:, 0] > wanted, steps >= wanted)
+
+
+_SMALL = GemmaOverrides(width=16, depth=1, mlp_dim=16, num_heads=2, head_dim=8)
+
+wandering = dataclasses.replace(
+    debug,
+    model=dataclasses.replace(
+        debug.model,
+        language=_SMALL,
+        action_expert=_SMALL,
+        siglip=SiglipConfig(width=16, depth=1, mlp_dim=16, num_heads=2, patch_size=16),
+        image_size=SIZE,
+        action_dim=8,
+        action_horizon=3,
+        max_token_len=12,
+        remat="none",
+    ),
+    objective=PolicyGradient(law=FlowLaw(num_steps=2, noise=0.7), average="attempts"),
+    data=DataConfig(
+        datasets=(Dataset(source=FakeData(image_height=SIZE, image_width=SIZE), robot=Bridge(), asset_id="fake"),),
+        tokenizer="bytes",
+        text_lengths=1,
+    ),
+    practice=RobotPractice(env=Wander(), num_groups=4, group_size=4, execute=2, episodes_per_device=3, epochs=2),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1e-2, decay_steps=100, decay_lr=1e-2),
+    ema_decay=None,
+    batch_size=8,
+    num_train_steps=8,
+    save_interval=4,
+    log_interval=1,
+    eval=EvalConfig(
+        interval=0, num_rows=8, num_sample_steps=2, closed_loop=ClosedLoop(env=Wander(), episodes_per_task=2)
+    ),
+)
+"""A tiny pi0 that learns to go away from where it is."""
