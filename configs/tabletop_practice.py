@@ -14,6 +14,7 @@ from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.sampling.denoising_law import DenoisingLaw
 from openpi_train.sampling.flow_law import FlowLaw
 
 _FEW_HOME = places.datasets() / "tabletop_reach_few"
@@ -74,5 +75,30 @@ tabletop_few_rloo = dataclasses.replace(
 """It goes on by policy gradients, with the mean of a group's other episodes as the baseline.
 
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+tabletop_dp_rloo = dataclasses.replace(
+    tabletop_few_rloo,
+    model=tabletop_runs.tabletop_dp.model,
+    objective=PolicyGradient(
+        law=DenoisingLaw(num_steps=10, noise_schedule=tabletop_runs.tabletop_dp.objective.noise_schedule),
+        average="attempts",
+    ),
+    data=tabletop_runs.tabletop_dp.data,
+    practice=dataclasses.replace(tabletop_few_rloo.practice, env=tabletop_runs.tabletop_dp.eval.closed_loop.env),
+    eval=dataclasses.replace(
+        tabletop_few_rloo.eval,
+        num_sample_steps=10,
+        closed_loop=dataclasses.replace(
+            tabletop_few_rloo.eval.closed_loop,
+            env=tabletop_runs.tabletop_dp.eval.closed_loop.env,
+            episodes_per_task=200,
+        ),
+    ),
+)
+"""The same with the diffusion policy of `tabletop_dp`, half trained.
+
+Command: python -m openpi_train tabletop_dp_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_dp/x
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """
