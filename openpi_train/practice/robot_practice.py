@@ -48,8 +48,8 @@ class RobotPractice(Practice):
             ]
         if not isinstance(getattr(objective, "law", None), ChainLaw):
             problems.append(
-                "RobotPractice needs an objective whose law draws denoising steps (--objective.law): FlowLaw for flows, "
-                "DenoisingLaw for diffusion policies"
+                "RobotPractice needs an objective whose law draws denoising steps (--objective.law): FlowLaw, or of "
+                "diffusion policies DenoisingLaw"
             )
         if not self.env.tasks:
             problems.append("--practice.env has no task: there is nothing to practise")

@@ -1,0 +1,53 @@
+"""Robots that learn from their own episodes, on any processes, with checkpoints lost: the same bits."""
+
+import json
+import shutil
+
+import pytest
+from practice.wandering import WANDERING
+from runs.command import train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+# Two groups of four in a batch: with two processes each has its own, whose pictures the other never sees.
+RUN = (WANDERING, "--practice.mixed-only", "--practice.max-waves", "2")
+# What depends on the machine.
+TIMES = ("time/", "_per_s", "data/", "mfu", "hfu")
+
+
+def lines(base):
+    """The lines of the log, without what depends on the machine."""
+    text = (base / "runs" / "wandering" / "x" / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in line.items() if not any(time in name for time in TIMES)}
+        for line in map(json.loads, text)
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_by_four(tmp_path_factory):
+    base = tmp_path_factory.mktemp("one_by_four")
+    train(base, *RUN, devices=4)
+    return base
+
+
+def test_it_acts_once_per_iteration_and_learns(one_by_four):
+    evaluated = [line for line in lines(one_by_four) if "success/all" in line]
+    found = [line for line in lines(one_by_four) if "loss" in line]
+    assert [line["practice/iteration"] for line in found] == [1] * 4 + [2] * 4
+    assert [abs(line["ratio"] - 1) < 1e-6 for line in found] == [True, False, False, False] * 2
+    # Tasks are as frequent, so their rates have the mean of all.
+    rates = [found[0][f"practice/success/{task}"] for task in ("away_0.06", "away_0.08")]
+    assert sum(rates) / 2 == pytest.approx(found[0]["practice/reward"]) and found[0]["practice/groups_mixed"] > 0
+    assert {line["step"] for line in evaluated} == {0, 8}
+
+
+def test_processes_change_no_bit(tmp_path, one_by_four):
+    train(tmp_path, *RUN, processes=2, devices=2)
+    assert lines(tmp_path) == lines(one_by_four)
+
+
+def test_a_run_that_lost_its_last_checkpoint_goes_on_bit_for_bit(tmp_path, one_by_four):
+    shutil.copytree(one_by_four, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "runs" / "wandering" / "x" / "8")
+    done = train(tmp_path, *RUN, "--resume", devices=4)
+    assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
