@@ -16,7 +16,12 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.action_sampler import OwnSampler
+from openpi_train.sampling.denoising import DenoisingSampler
+from openpi_train.sampling.denoising_law import DenoisingLaw
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -172,6 +177,14 @@ def test_a_unit_counts_by_the_length_of_its_episode(still):
     objective = made.experiment.objective
     weights = objective._weights(jnp.asarray(mask, jnp.float32), jnp.asarray(lengths), objective.norms(given))
     np.testing.assert_allclose(weights, mask / (16 * lengths), rtol=1e-6)
+
+
+def test_what_practised_is_evaluated_without_chance():
+    schedule = NoiseSchedule(num_train_timesteps=50)
+    assert wandering.objective.action_sampler == FlowSampler()
+    law = DenoisingLaw(noise_schedule=schedule)
+    assert PolicyGradient(law=law).action_sampler == DenoisingSampler(noise_schedule=schedule, kind="ddim")
+    assert PolicyGradient().action_sampler == OwnSampler()
 
 
 REFUSED = [
