@@ -25,6 +25,8 @@ NAMES += (
 NAMES += (
     "arithmetic_sft",
     "arithmetic_grpo",
+    "tabletop_few_rloo",
+    "tabletop_dp_rloo",
     "arithmetic_reward",
     "arithmetic_dpo_lora",
     "gsm8k_sft_qwen25_05b",

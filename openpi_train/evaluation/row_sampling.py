@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from openpi_train.data.placement import from_devices, local_rows, on_devices
 from openpi_train.evaluation.measure import TrainerView
@@ -19,8 +19,8 @@ from openpi_train.sharding.mesh import TENSOR
 from openpi_train.types import Observation
 from openpi_train.types import observation as observation_of
 
-# (model, observations, a key per row) -> what is drawn, normalised actions on the last axes.
-Draw = Callable[[Any, Observation, Key[Array, " b"]], Float[Array, "b *steps h a"]]
+# (model, observations, a key per row) -> what is drawn: an array, or a tree of arrays, with rows on the first axis.
+Draw = Callable[[Any, Observation, Key[Array, " b"]], Any]
 
 
 class RowSampling:
@@ -36,14 +36,14 @@ class RowSampling:
         self.rows = local_rows(trainer.plan.batch, self.batch_size)
         self._programs = CompiledPrograms({"policy": self._program})
 
-    def __call__(self, params: Params, columns: Mapping[str, np.ndarray], keys: Key[Array, " b"]) -> np.ndarray:
+    def __call__(self, params: Params, columns: Mapping[str, np.ndarray], keys: Key[Array, " b"]) -> Any:
         """What is drawn for this process's rows, and for empty ones if there are fewer.
 
         All processes must call it equally often.
         """
         batch = observation_of({name: self._placed(column) for name, column in columns.items()})
         data = self._placed(np.asarray(jax.random.key_data(keys)))
-        return from_devices(self._programs("policy", params, batch, data))
+        return jax.tree.map(from_devices, self._programs("policy", params, batch, data))
 
     def _placed(self, column: np.ndarray) -> jax.Array:
         filled = np.zeros((len(self.rows), *column.shape[1:]), column.dtype)

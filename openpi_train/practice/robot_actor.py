@@ -2,14 +2,14 @@
 
 Every process acts in the episodes of its own rows of a batch, so no picture leaves it. Its devices' rows are dealt to
 programs that always have the same number of rows: results do not depend on the number of processes, bit for bit.
-Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/chain_law.py`.
+Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/action_law.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import local_rows
@@ -18,7 +18,6 @@ from openpi_train.envs.rollout import Outcome, rollout
 from openpi_train.evaluation.measure import Running
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
-from openpi_train.keys import draw_noise
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params
 from openpi_train.practice.initial_states import InitialStates
@@ -26,13 +25,14 @@ from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.runtime import agree
-from openpi_train.sampling.chain_law import ChainLaw
+from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
 from openpi_train.sharding.mesh import TENSOR
-from openpi_train.types import ChainTraces, Observation, tree_of
+from openpi_train.types import Observation
 from openpi_train.types import observation as observation_of
 
-# The entry of a row that the policy drew, beside those that it saw.
-_NOISY = "noisy"
+# Entries of a row that are kept of what the policy drew, beside those that it saw; and the chunk itself.
+_KEPT = "kept/"
+_ACTIONS = "actions"
 
 
 class RecordingPolicy:
@@ -44,9 +44,10 @@ class RecordingPolicy:
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         columns = self._rows.columns(observation)
-        noisy = self._sampling(self._params, columns, keys)
-        self.records.append({**columns, _NOISY: noisy})
-        return self._rows.actions(noisy[:, -1], observation)
+        drawn = dict(self._sampling(self._params, columns, keys))
+        actions = drawn.pop(_ACTIONS)
+        self.records.append({**columns, **drawn})
+        return self._rows.actions(actions, observation)
 
 
 class RobotActor(Actor):
@@ -60,7 +61,7 @@ class RobotActor(Actor):
     def __init__(self, practice: RobotPractice, running: Running):
         trainer: Any = running.trainer
         self._practice, self._law = practice, trainer.objective.law
-        assert isinstance(self._law, ChainLaw)
+        assert isinstance(self._law, ActionLaw)
         self._model = as_policy(trainer.model)
         # States that evaluations do not use, where an environment has few.
         self._env = practice.env.for_demonstrations()
@@ -95,10 +96,12 @@ class RobotActor(Actor):
             for name, value in seen.items():
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
                 whole[places] = value
-            ends += np.stack([numbers, outcome.success, outcome.steps], axis=1).tolist()
-        success, steps = np.zeros((2, len(everything)), int)
+            units = self._law.lengths(by_query(_kept(seen))).reshape(len(numbers), -1)
+            ends += np.column_stack([numbers, outcome.success, outcome.steps, units]).tolist()
+        table = np.zeros((len(everything), 2 + self._practice.num_queries(self._model)), int)
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
-            success[number], steps[number] = end
+            table[number] = end
+        success, steps = table[:, :2].T
         tasks = np.repeat([self._states.task(draw) for draw in draws], group_size)
         rewards = success.astype(np.float64)
         parts = {
@@ -109,15 +112,13 @@ class RobotActor(Actor):
             rewards=rewards,
             outcomes=rewards,
             is_cut=success == 0,
-            mask=self._mask(steps),
+            mask=self._mask(steps, table[:, 2:]),
             local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
             parts={"control_steps": steps.astype(np.float64), **parts},
         )
 
-    def traces(self, columns: Mapping[str, Any]) -> ChainTraces:
-        return tree_of(
-            ChainTraces, observation=observation_of(dict(columns)), noisy=columns[_NOISY], row=columns["row"]
-        )
+    def traces(self, columns: Mapping[str, Any]) -> Any:
+        return self._law.traces(observation_of(dict(columns)), _kept(columns), columns["row"])
 
     def describe(self, attempts: Attempts, number: int) -> str:
         steps = int(attempts.parts["control_steps"][number])
@@ -156,13 +157,20 @@ class RobotActor(Actor):
         records = made + made[-1:] * (practice.num_queries(self._model) - len(made))
         return {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}, outcome
 
-    def _mask(self, steps: np.ndarray) -> np.ndarray:
-        """The denoising steps of the queries that were made before so many control steps."""
+    def _mask(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The units [n, q * u] of the queries that were made before so many control steps; lengths [n, q]."""
         practice, model = self._practice, self._model
         queries = np.arange(practice.num_queries(model)) * practice.num_executed(model) < steps[:, None]
-        return np.repeat(queries, self._law.num_steps, axis=1)
+        units = np.arange(self._law.num_units) < lengths[..., None]
+        return (units & queries[..., None]).reshape(len(steps), -1)
 
-    def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, "b *steps h a"]:
-        """The chains of one query each."""
+    def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
+        """The chunks of one query each, and what is kept of them."""
         chunk = self._model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
-        return self._law.draw(model, observation, draw_noise(keys, *chunk), keys).noisy
+        actions, kept = self._law.drawn(model, observation, keys, chunk)
+        return {_ACTIONS: actions, **{_KEPT + name: value for name, value in kept.items()}}
+
+
+def _kept(columns: Mapping[str, Any]) -> Kept:
+    """What is kept of what was drawn, of all these entries."""
+    return {name.removeprefix(_KEPT): value for name, value in columns.items() if name.startswith(_KEPT)}

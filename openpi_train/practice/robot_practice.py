@@ -14,8 +14,8 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.practice.practice import Actor, Practice
-from openpi_train.sampling.chain_law import ChainLaw
-from openpi_train.types import ChainTraces, PracticeBatch, tree_of
+from openpi_train.sampling.action_law import ActionLaw
+from openpi_train.types import PracticeBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class RobotPractice(Practice):
                 "RobotPractice needs a robot policy and a robot's data, for its units and norm stats; the run's are "
                 f"{type(model).__name__} and {type(data).__name__}",
             ]
-        if not isinstance(getattr(objective, "law", None), ChainLaw):
+        if not isinstance(getattr(objective, "law", None), ActionLaw):
             problems.append(
-                "RobotPractice needs an objective whose law draws denoising steps (--objective.law): FlowLaw, or of "
-                "diffusion policies DenoisingLaw"
+                "RobotPractice needs an objective whose law draws actions (--objective.law): FlowLaw, of diffusion "
+                "policies DenoisingLaw"
             )
         if not self.env.tasks:
             problems.append("--practice.env has no task: there is nothing to practise")
@@ -84,21 +84,22 @@ class RobotPractice(Practice):
     def batch_spec(
         self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int
     ) -> PracticeBatch:
-        queries, steps = self.num_queries(model), objective.law.num_steps
+        law, queries = objective.law, self.num_queries(model)
         rows = model.batch_spec(batch_size, data.cameras, None if opened is None else opened.text_length)
 
         def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         observation = jax.tree.map(lambda leaf: of(leaf.dtype, queries, *leaf.shape[1:]), rows.observation)
-        noisy = of(jnp.float32, queries, steps + 1, *rows.actions.shape[1:])
+        kept = law.kept_spec(rows.actions.shape[1:])
+        kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in kept.items()}
         numbers = ("advantages", "log_probs", "reference_log_probs", "values", "returns")
         return tree_of(
             PracticeBatch,
-            traces=tree_of(ChainTraces, observation=observation, noisy=noisy, row=of(jnp.int32)),
-            mask=of(jnp.bool_, queries * steps),
+            traces=law.traces(observation, kept, of(jnp.int32)),
+            mask=of(jnp.bool_, queries * law.num_units),
             is_fresh=of(jnp.bool_),
-            **dict.fromkeys(numbers, of(jnp.float32, queries * steps)),
+            **dict.fromkeys(numbers, of(jnp.float32, queries * law.num_units)),
         )
 
     def actor(self, running: Running, data: Any) -> Actor:

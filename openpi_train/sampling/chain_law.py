@@ -14,17 +14,16 @@ from jaxtyping import Array, Float, Int, Key
 
 from openpi_train.fields import at_least
 from openpi_train.keys import draw_noise, for_purpose
-from openpi_train.nn.augment import Augmentation, NoAugmentation
-from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
 from openpi_train.sampling.action_sampler import Chain, walk
-from openpi_train.sampling.law import Law, UnitScores
+from openpi_train.sampling.law import UnitScores
 from openpi_train.types import ChainTraces, Observation, tree_of
 
 Moments = tuple[Float[Array, "b r h a"], Float[Array, "b r"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainLaw(Law):
+class ChainLaw(ActionLaw):
     """Every denoising step draws from a Gaussian. A unit is one step, over all steps and dims of the chunk.
 
     Padded dims and control steps that are not executed count: later denoising steps depend on them.
@@ -32,11 +31,13 @@ class ChainLaw(Law):
 
     # Denoising steps of a chunk.
     num_steps: int = at_least(1, 10)
-    # The augmentation that the policy was trained with; it sees its fixed form.
-    augmentation: Augmentation = dataclasses.field(default_factory=NoAugmentation)
 
     @property
     def draws_per_row(self) -> int:
+        return self.num_steps
+
+    @property
+    def num_units(self) -> int:
         return self.num_steps
 
     @abc.abstractmethod
@@ -62,29 +63,32 @@ class ChainLaw(Law):
 
         return walk(step, noise, self.times(), keep=True)
 
+    def drawn(self, model, observation, keys, chunk):
+        chain = self.draw(model, observation, draw_noise(keys, *chunk), keys)
+        return chain.actions, {"noisy": chain.noisy}
+
+    def kept_spec(self, chunk: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"noisy": jax.ShapeDtypeStruct((self.num_steps + 1, *chunk), jnp.float32)}
+
+    def lengths(self, kept: Kept) -> Int[np.ndarray, " b"]:
+        return np.full(len(kept["noisy"]), self.num_steps)
+
+    def traces(self, observation: Observation, kept: Kept, row: Any) -> ChainTraces:
+        return tree_of(ChainTraces, observation=observation, noisy=kept["noisy"], row=row)
+
     @jax.named_scope("law")
     def scores(self, model: Any, traces: ChainTraces) -> UnitScores:
         """The log-probability of every denoising step, float32, in one pass of the model over all queries."""
-        b, queries = traces.noisy.shape[:2]
-        observation, noisy = jax.tree.map(
-            lambda leaf: leaf.reshape(b * queries, *leaf.shape[2:]), (traces.observation, traces.noisy)
-        )
+        observation, noisy = by_query((traces.observation, traces.noisy))
         before, after = noisy[:, :-1], noisy[:, 1:]
         number = jnp.broadcast_to(jnp.arange(self.num_steps), before.shape[:2])
         mean, std = self.moments(model, self.seen(observation), before, number)
         error = (after - mean) / std[..., None, None]
         size = np.prod(before.shape[2:])
         constant = jnp.log(std) + 0.5 * np.log(2 * np.pi)
+        b = len(traces.noisy)
         return tree_of(
             UnitScores,
             log_prob=(-0.5 * jnp.square(error).sum(axis=(-2, -1)) - size * constant).reshape(b, -1),
             entropy=(size * (constant + 0.5)).reshape(b, -1),
         )
-
-    def values(self, model: Any, traces: ChainTraces) -> Float[Array, "b u"]:
-        """Raises UsageError: no critic of chains exists."""
-        raise UsageError(f"{type(self).__name__} has no critic: give --objective.value-weight 0")
-
-    def seen(self, observation: Observation) -> Observation:
-        """The observation as the policy sees it."""
-        return self.augmentation(observation, None)

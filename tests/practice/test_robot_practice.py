@@ -133,12 +133,12 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
 def test_attempts_of_a_group_begin_alike_and_differ_by_their_noise(still):
     made, *_ = still
     attempts = made.act([3, 4, 7, 9])
-    state, noisy = (attempts.local.columns[name].reshape(16, QUERIES, -1) for name in ("state", "noisy"))
+    state, noisy = (attempts.local.columns[name].reshape(16, QUERIES, -1) for name in ("state", "kept/noisy"))
     starts = state[:, 0].reshape(4, 4, -1)
     assert (starts == starts[:, :1]).all() and len(np.unique(starts[:, 0], axis=0)) == 4
     assert len(np.unique(noisy[:, 0], axis=0)) == 16
     again = made.act([9, 3, 7, 4])
-    np.testing.assert_array_equal(again.local.columns["noisy"].reshape(16, QUERIES, -1)[4:8, 0], noisy[:4, 0])
+    np.testing.assert_array_equal(again.local.columns["kept/noisy"].reshape(16, QUERIES, -1)[4:8, 0], noisy[:4, 0])
 
 
 def test_evaluation_and_practice_share_no_initial_state(still):
@@ -198,7 +198,7 @@ REFUSED = [
     ({"skip_solved": 1}, {}, "give --practice.states-per-task"),
     ({"group_size": 1, "num_groups": 16}, {}, "every advantage would be 0"),
     ({"advantages": AdvantageEstimator(kind="gae")}, {}, "needs value"),
-    ({}, {"objective": PolicyGradient(law=TokenLaw())}, "whose law draws denoising steps"),
+    ({}, {"objective": PolicyGradient(law=TokenLaw())}, "whose law draws actions"),
     ({}, {"objective": PolicyGradient(law=FlowLaw(noise=0.0))}, "without chance nothing is scored"),
     ({}, {"objective": FlowMatching()}, "does not learn from own attempts"),
     ({}, {"save_interval": 6}, "--save-interval 6 is not a multiple of the 4 optimizer steps"),

@@ -1,0 +1,65 @@
+"""`ActionLaw`: how a robot policy draws a chunk of actions, what is kept of it, and which units it has.
+
+Read next: `chain_law.py`, `action_token_law.py`, `practice/robot_actor.py`, which acts by one.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from openpi_train.nn.augment import Augmentation, NoAugmentation
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.law import Law
+from openpi_train.types import Observation
+
+# What is kept of the chunks of some queries, by name; queries on the first axis.
+Kept = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActionLaw(Law):
+    """A law of chunks."""
+
+    # The augmentation that the policy was trained with; it sees its fixed form.
+    augmentation: Augmentation = dataclasses.field(default_factory=NoAugmentation)
+
+    @property
+    @abc.abstractmethod
+    def num_units(self) -> int:
+        """The most units of a chunk."""
+
+    @abc.abstractmethod
+    def drawn(
+        self, model: Any, observation: Observation, keys: Key[Array, " b"], chunk: tuple[int, int]
+    ) -> tuple[Float[Array, "b h a"], Kept]:
+        """Normalised chunks of shape (h, a), with one key per row, and what is kept of each."""
+
+    @abc.abstractmethod
+    def kept_spec(self, chunk: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """What is kept of one chunk of this shape."""
+
+    @abc.abstractmethod
+    def lengths(self, kept: Kept) -> Int[np.ndarray, " b"]:
+        """How many units each of these chunks has; on the host."""
+
+    @abc.abstractmethod
+    def traces(self, observation: Observation, kept: Kept, row: Any) -> Any:
+        """The traces that `scores` takes, of q queries in every row: all leaves but `row` are [b, q, ...]."""
+
+    def values(self, model: Any, traces: Any) -> Float[Array, "b u"]:
+        """Raises UsageError: no critic of robot policies exists."""
+        raise UsageError(f"{type(self).__name__} has no critic: give --objective.value-weight 0")
+
+    def seen(self, observation: Observation) -> Observation:
+        """The observation as the policy sees it."""
+        return self.augmentation(observation, None)
+
+
+def by_query(tree: Any) -> Any:
+    """Leaves [b, q, ...] as [b * q, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
