@@ -176,6 +176,15 @@ class ChainTraces:
 
 
 @pytree
+class TokenChunkTraces:
+    """Chunks that a policy said in n tokens, q queries of an attempt in a row; `observation` as in `ChainTraces`."""
+
+    observation: Observation
+    tokens: Int[Array, "b q n"]
+    row: Int[Array, " b"]
+
+
+@pytree
 class PracticeBatch:
     """One batch of a policy's own attempts. An attempt is a row of `u` units: tokens, denoising steps.
 

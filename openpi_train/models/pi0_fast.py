@@ -22,7 +22,7 @@ from openpi_train.types import ActionBatch
 class Pi0FastConfig(prompted.PromptedConfig):
     """pi0-FAST. Any size of the named variants can be changed by itself: `--model.language.width 128`."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample", "chunk_tokens"})
 
     # Dims of an action; set it to the robot's, since every extra dim costs tokens.
     action_dim: int = 32

@@ -20,6 +20,9 @@ from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat
 from openpi_train.nn.siglip import Siglip, SiglipConfig
+from openpi_train.nn.vocabulary import Head, TokenScores, token_scores
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.action_token_law import with_chunk
 from openpi_train.sampling.decoding import Prompt, choose_at, choose_likeliest, decode
 from openpi_train.types import Observation
 
@@ -92,17 +95,46 @@ class Pi0Fast(nnx.Module):
         return outputs[:, 1 - observation.prompt_tokens.shape[1] :]
 
     def sample_tokens(
-        self, observation: Observation, keys: Key[Array, " b"] | None = None, temperature: float = 0.0
+        self,
+        observation: Observation,
+        keys: Key[Array, " b"] | None = None,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
     ) -> Int[Array, "b n"]:
         """Decode the tokens that follow the first part of each prompt, up to the end of the chunk, then padding.
 
-        The causal part of `observation` is ignored. `keys`, one per row, are for temperatures above 0.
+        The causal part of `observation` is ignored. `keys`, one per row, are for temperatures above 0. `max_tokens` is
+        the model's own by default.
         """
         choose = choose_likeliest if keys is None else choose_at(temperature, keys)
         if keys is None and temperature:
             raise ValueError(f"temperature {temperature} draws tokens: give one key per row, or temperature 0")
-        limit = self.max_decoded_tokens
+        limit = self.max_decoded_tokens if max_tokens is None else max_tokens
         return decode(self.transformer, self.prompt(observation), max_tokens=limit, end=END, choose=choose)
+
+    def sample_chunk(
+        self, observation: Observation, keys: Key[Array, " b"], temperature: float, max_tokens: int
+    ) -> tuple[Int[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
+        """Tokens after each prompt, how many of them were drawn, and the normalised chunk that they say."""
+        tokens = self.sample_tokens(observation, keys, temperature, max_tokens)
+        before_end = jnp.cumprod(tokens != END, axis=1).sum(axis=1, dtype=jnp.int32)
+        return tokens, jnp.minimum(before_end + 1, max_tokens), self.read_actions(tokens)
+
+    def chunk_scores(self, observation: Observation, tokens: Int[Array, "b n"], temperature: float) -> TokenScores:
+        """The scores of these tokens after each prompt, with their entropy, in one pass.
+
+        Raises UsageError if the model decodes at other positions than those of training.
+        """
+        if self.decoding != "as_trained":
+            raise UsageError(
+                f"--model.decoding {self.decoding}: chunks are decoded at other positions than they are scored at; "
+                "give as_trained"
+            )
+        seen, first = with_chunk(observation, tokens)
+        before = (first - 1)[:, None] + jnp.arange(tokens.shape[1])
+        x = jnp.take_along_axis(self.activations(seen), before[..., None], axis=1)
+        table, head = self.transformer.token_embedding.get_value(), Head(temperature=temperature)
+        return token_scores(x, table, tokens, head, with_entropy=True)
 
     def sample_actions(
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10
