@@ -34,6 +34,8 @@ class Objective(abc.ABC):
     uses_margins: ClassVar[bool] = False
     # Whether it learns from the policy's own attempts (`types.PracticeBatch`).
     practises: ClassVar[bool] = False
+    # Whether it compares with the log-probabilities of these attempts under the policy that made them.
+    scores_attempts: ClassVar[bool] = False
 
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change (default: none)."""

@@ -38,6 +38,7 @@ class PolicyGradient(Objective):
     """
 
     practises: ClassVar[bool] = True
+    scores_attempts: ClassVar[bool] = True
 
     # How actions are drawn; attempts are made and scored by it.
     law: Law = dataclasses.field(default_factory=TokenLaw)

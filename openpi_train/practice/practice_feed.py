@@ -49,7 +49,8 @@ class PracticeFeed(Feed):
         with_reference = bool(objective.kl_weight or practice.advantages.kl_weight)
         with_values = bool(objective.value_weight)
         # What is learnt from in one step is always fresh.
-        self._needs_scores = self._num_steps > 1 or with_reference or with_values
+        is_compared = objective.scores_attempts and self._num_steps > 1
+        self._needs_scores = is_compared or with_reference or with_values
         self._scores = RecordedScores(
             trainer.devices,
             objective.law,
