@@ -1,0 +1,81 @@
+"""A run that learns from its own episodes in Meta-World, whose simulators act in worker processes; the extra `sim`.
+
+    python -m openpi_train data collect metaworld --tasks reach --out data/metaworld_reach.zarr
+
+docs/practice.md describes it.
+"""
+
+import dataclasses
+
+from openpi_train_configs import metaworld_dp
+
+from openpi_train.data.config import Dataset
+from openpi_train.data.zarr import Zarr
+from openpi_train.envs.closed_loop import ClosedLoop
+from openpi_train.envs.in_processes import ProcessEnv
+from openpi_train.envs.metaworld_env import MetaWorldEnv
+from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import AdamW, EmaWarmup, LRSchedule
+from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.robots.metaworld import MetaWorld
+from openpi_train.sampling.flow_law import FlowLaw
+
+_WORLD = ProcessEnv(env=MetaWorldEnv(task_list=("reach",)))
+
+metaworld_reach = dataclasses.replace(
+    metaworld_dp.metaworld_mt5_flow,
+    model=dataclasses.replace(metaworld_dp.metaworld_mt5_flow.model, instructions=(_WORLD.instruction(0),)),
+    data=dataclasses.replace(
+        metaworld_dp.metaworld_mt5_flow.data,
+        datasets=(Dataset(source=Zarr(path="data/metaworld_reach.zarr"), robot=MetaWorld()),),
+    ),
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=1e-3, decay_steps=450, decay_lr=1e-3),
+    ema_decay=0.99,
+    ema_warmup=EmaWarmup(),
+    num_train_steps=450,
+    save_interval=450,
+    eval=dataclasses.replace(
+        metaworld_dp.metaworld_mt5_flow.eval,
+        interval=150,
+        num_sample_steps=4,
+        closed_loop=ClosedLoop(
+            env=_WORLD, interval=450, episodes_per_task=100, max_steps=150, episodes_per_device=50, num_videos=0
+        ),
+    ),
+)
+"""A small flow policy (0.9 M parameters) imitates a few demonstrations of reaching a goal, from states.
+
+Command: python -m openpi_train metaworld_reach --exp-name x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+metaworld_rloo = dataclasses.replace(
+    metaworld_reach,
+    objective=PolicyGradient(law=FlowLaw(num_steps=4, noise=1.0), average="attempts"),
+    practice=RobotPractice(
+        env=_WORLD,
+        num_groups=16,
+        group_size=8,
+        advantages=AdvantageEstimator(kind="rloo"),
+        max_steps=150,
+        episodes_per_device=128,
+    ),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1e-4, decay_steps=80, decay_lr=1e-4),
+    optimizer=AdamW(b2=0.95),
+    ema_decay=None,
+    batch_size=32,
+    num_train_steps=80,
+    log_interval=4,
+    save_interval=20,
+    eval=dataclasses.replace(
+        metaworld_reach.eval,
+        interval=20,
+        closed_loop=dataclasses.replace(metaworld_reach.eval.closed_loop, interval=20),
+    ),
+)
+"""It goes on by policy gradients.
+
+Command: python -m openpi_train metaworld_rloo --exp-name x --weight-loader.params-path checkpoints/metaworld_reach/x
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
