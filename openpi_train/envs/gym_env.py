@@ -1,0 +1,202 @@
+"""`GymEnv`: any Gymnasium environment with continuous actions, by its id or by a function of yours.
+
+An observation is an array (the state), or a dictionary of arrays: vectors are the state, in the order of their names;
+uint8 arrays [height, width, 3] are pictures, their names the cameras. Simulators cannot go back, so only the newest
+states of a batch can be stepped. Read next: `in_processes.py`, which runs simulators in processes.
+"""
+
+import collections
+import dataclasses
+import functools
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.fields import at_least
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.own_file import import_file
+
+# Idle simulators by name: making one may take longer than an episode.
+_IDLE: dict[str, list[Any]] = collections.defaultdict(list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GymEnv(Env):
+    """One task: a Gymnasium environment. Its action bounds apply: actions beyond them are clipped."""
+
+    # An id that Gymnasium knows, such as Pusher-v5, or file.py:function, which returns an environment.
+    source: str
+    # The instruction that a policy gets.
+    prompt: str = ""
+    # The entry of Gymnasium's `info` that says whether the episode has succeeded; or "terminated": it succeeds where it
+    # ends by itself.
+    success_entry: str = "is_success"
+    # Control steps after which an episode counts as failed.
+    step_limit: int = at_least(1, 100)
+    # Control steps per second.
+    rate_hz: float = 10.0
+
+    @property
+    def cameras(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(_sizes(self.source).cameras)
+
+    @property
+    def action_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(_sizes(self.source).low)
+
+    @property
+    def state_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _sizes(self.source).state_dim
+
+    @property
+    def control_hz(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rate_hz
+
+    @property
+    def max_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.step_limit
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return (Path(self.source.rpartition(":")[0]).stem or self.source,)
+
+    def instruction(self, task: int) -> str:
+        del task
+        return self.prompt
+
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> "GymEpisodes":
+        """New episodes, each seeded by its key. Raises UsageError if there is none that fits."""
+        simulators = _Leased(self.source, len(tasks))
+        # Gymnasium's seeds are below 2**32.
+        seeds = np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
+        seen = [one.reset(seed=int(seed % 2**32))[0] for one, seed in zip(simulators, seeds, strict=True)]
+        return GymEpisodes(simulators, seen, np.zeros(len(seen), bool), np.zeros(len(seen), bool), 0)
+
+    def step(self, states: "GymEpisodes", actions: Float[Array | np.ndarray, "b a"]) -> "GymEpisodes":
+        """The states one control step later; episodes that are over stay as they are.
+
+        Raises RuntimeError for states that were already stepped, UsageError if nothing says whether it succeeded.
+        """
+        states.check_newest()
+        sizes, seen = _sizes(self.source), list(states.observations)
+        success, over = states.success.copy(), states.over.copy()
+        clipped = np.clip(np.asarray(actions, np.float32), sizes.low, sizes.high)
+        for row in np.flatnonzero(~states.over):
+            simulator = states.simulators[row]
+            seen[row], _, terminated, truncated, told = simulator.step(clipped[row])
+            success[row] = self._succeeded(terminated, told)
+            over[row] = success[row] or terminated or truncated
+        states.simulators.num_steps += 1
+        return GymEpisodes(states.simulators, seen, success, over, states.num_steps + 1)
+
+    def observe(self, states: "GymEpisodes") -> EnvObservation:
+        sizes, count = _sizes(self.source), len(states.success)
+        parts = [as_dictionary(one) for one in states.observations]
+        vectors = [[np.ravel(part[name]) for name in sizes.vectors] for part in parts]
+        return EnvObservation(
+            images={name: np.stack([part[name] for part in parts]) for name in sizes.cameras},
+            state=np.stack([np.concatenate(one) for one in vectors]).astype(np.float32),
+            task=np.zeros(count, np.int32),
+        )
+
+    def success(self, states: "GymEpisodes") -> Bool[np.ndarray, " b"]:
+        return states.success
+
+    def _succeeded(self, terminated: bool, told: Mapping[str, Any]) -> bool:
+        if self.success_entry == "terminated":
+            return bool(terminated)
+        if self.success_entry not in told:
+            raise UsageError(
+                f"{self.source}: its info has no entry {self.success_entry!r} (it has {', '.join(told) or 'none'}): "
+                'set success_entry to the one that says so, or to "terminated" if it ends with success only'
+            )
+        return bool(told[self.success_entry])
+
+
+@dataclasses.dataclass(frozen=True)
+class GymEpisodes:
+    """A batch of episodes after `num_steps` control steps: what each simulator said last, and which are over."""
+
+    simulators: "_Leased"
+    observations: list[Any]
+    success: np.ndarray
+    over: np.ndarray
+    num_steps: int
+
+    def check_newest(self) -> None:
+        """Raise RuntimeError if they were already stepped."""
+        if self.num_steps != self.simulators.num_steps:
+            raise RuntimeError(
+                f"these states are those after {self.num_steps} control steps of {self.simulators.num_steps}, and a "
+                "simulator cannot go back: keep the newest states"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What an environment takes and gives."""
+
+    low: np.ndarray
+    high: np.ndarray
+    state_dim: int
+    vectors: tuple[str, ...]
+    cameras: tuple[str, ...]
+
+
+class _Leased(list[Any]):
+    """The simulators of a batch of episodes, idle again once no states of the batch are referenced."""
+
+    def __init__(self, source: str, count: int):
+        idle = _IDLE[source]
+        super().__init__(idle.pop() if idle else _made(source) for _ in range(count))
+        self.num_steps = 0
+        weakref.finalize(self, idle.extend, tuple(self)).atexit = False
+
+
+def as_dictionary(observation: Any) -> Mapping[str, np.ndarray]:
+    """An observation by name; an array alone is called state."""
+    return observation if isinstance(observation, Mapping) else {"state": np.asarray(observation)}
+
+
+def _made(source: str) -> Any:
+    """A new simulator. Raises UsageError if there is none of this name."""
+    file, _, function = source.rpartition(":")
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            raise UsageError(f"gym:{source}: there is no file {file} (looked in {Path.cwd()})")
+        make = getattr(import_file(Path(file), "the file of the environment"), function, None)
+        if not callable(make):
+            raise UsageError(f"gym:{source}: {file} has no function {function!r} that makes an environment")
+        return make()
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise UsageError(f"gym:{source}: Gymnasium is missing ({error}): pip install gymnasium") from error
+    try:
+        return gymnasium.make(source)
+    except gymnasium.error.Error as error:
+        raise UsageError(f"gym:{source}: {error}") from error
+
+
+@functools.cache
+def _sizes(source: str) -> _Sizes:
+    """The sizes of an environment, of which one is made. Raises UsageError if no policy can act in it."""
+    simulator = _made(source)
+    low, high = (getattr(simulator.action_space, name, None) for name in ("low", "high"))
+    if low is None or high is None or np.ndim(low) != 1:
+        raise UsageError(f"gym:{source}: its actions are {simulator.action_space}; needed is a Box of one axis")
+    seen = as_dictionary(simulator.reset(seed=0)[0])
+    pictures = {name for name, one in seen.items() if np.ndim(one) == 3 and np.asarray(one).dtype == np.uint8}
+    vectors = tuple(sorted(name for name, one in seen.items() if np.ndim(one) == 1))
+    if not vectors:
+        shapes = ", ".join(f"{name} {np.shape(one)}" for name, one in seen.items())
+        raise UsageError(f"gym:{source}: its observation has no vector for the state: {shapes}")
+    _IDLE[source].append(simulator)
+    dims = sum(np.size(seen[name]) for name in vectors)
+    return _Sizes(low=low, high=high, state_dim=dims, vectors=vectors, cameras=tuple(sorted(pictures)))
