@@ -61,11 +61,11 @@ metaworld_rloo = dataclasses.replace(
         max_steps=150,
         episodes_per_device=128,
     ),
-    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1e-4, decay_steps=80, decay_lr=1e-4),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1e-4, decay_steps=40, decay_lr=1e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
     batch_size=32,
-    num_train_steps=80,
+    num_train_steps=40,
     log_interval=4,
     save_interval=20,
     eval=dataclasses.replace(

@@ -27,6 +27,7 @@ NAMES += (
     "arithmetic_grpo",
     "tabletop_few_rloo",
     "tabletop_dp_rloo",
+    "metaworld_rloo",
     "arithmetic_reward",
     "arithmetic_dpo_lora",
     "gsm8k_sft_qwen25_05b",
