@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,3 +85,22 @@ def check(done, code: int, *says: str) -> str:
 def places(base: Path, exp_name: str = "x") -> tuple[str, ...]:
     """The flags that keep a run inside `base`."""
     return "--exp-name", exp_name, "--checkpoint-base-dir", f"{base}/runs", "--assets-base-dir", f"{base}/assets"
+
+
+def killed_when_logged(base: Path, step: int, *arguments: str | Path, experiment: str, **extra: str) -> None:
+    """A training run in `base` that is killed as soon as this step is in its log; fails if the run ends before."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "openpi_train", *map(str, arguments), *places(base)],
+        env=environment(**extra),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = base / "runs" / experiment / "x" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and f'{{"step": {step}, "approx_kl"' in log.read_text():
+            break
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"

@@ -1,16 +1,11 @@
 """A run that learns from its own completions, on any processes, killed and resumed: the same bits."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import textwrap
-import time
 
 import pytest
-from runs.command import ROOT, check, environment, openpi_train, places, train
+from runs.command import check, killed_when_logged, openpi_train, places, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 # An iteration is 2 epochs of 2 batches. Nearly every weight moves at every step.
@@ -88,22 +83,8 @@ def test_a_run_that_lost_its_last_checkpoints_goes_on_bit_for_bit(home, tmp_path
 def test_killed_within_an_iteration_or_while_acting_it_goes_on_bit_for_bit(home, tmp_path, one_by_four, after):
     """Killed as soon as this step is logged: within the second iteration, or while acting for the third."""
     reward = ("--practice.rewards.0.name", f"{home}/own_rewards.py:even")
-    command = [sys.executable, "-m", "openpi_train", *RUN, *reward, *places(tmp_path), "--devices-per-process", "4"]
-    process = subprocess.Popen(
-        command,
-        env=environment(OPENPI_TRAIN_HOME=str(home)),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    log = tmp_path / "runs" / "arithmetic_grpo" / "x" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and f'{{"step": {after}, "approx_kl"' in log.read_text():
-            break
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    flags = (*RUN, *reward, "--devices-per-process", "4")
+    killed_when_logged(tmp_path, after, *flags, experiment="arithmetic_grpo", OPENPI_TRAIN_HOME=str(home))
     run(home, tmp_path, "--resume", devices=4)
     assert lines(tmp_path) == lines(one_by_four)
 

@@ -1,11 +1,10 @@
-"""Robots that learn from their own episodes, on any processes, with checkpoints lost: the same bits."""
+"""Robots that learn from their own episodes, on any processes, killed and resumed: the same bits."""
 
 import json
-import shutil
 
 import pytest
 from practice.wandering import WANDERING
-from runs.command import train
+from runs.command import killed_when_logged, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 # Two groups of four in a batch: with two processes each has its own, whose pictures the other never sees.
@@ -46,8 +45,8 @@ def test_processes_change_no_bit(tmp_path, one_by_four):
     assert lines(tmp_path) == lines(one_by_four)
 
 
-def test_a_run_that_lost_its_last_checkpoint_goes_on_bit_for_bit(tmp_path, one_by_four):
-    shutil.copytree(one_by_four, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "runs" / "wandering" / "x" / "8")
+def test_killed_within_an_iteration_it_goes_on_bit_for_bit(tmp_path, one_by_four):
+    """As soon as the first step of the second iteration is logged: it acts for that one again."""
+    killed_when_logged(tmp_path, 5, *RUN, "--devices-per-process", "4", experiment="wandering")
     done = train(tmp_path, *RUN, "--resume", devices=4)
     assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
