@@ -40,6 +40,8 @@ class Env(abc.ABC):
     control_hz: ClassVar[float]
     # Number of control steps after which an episode without success counts as failed.
     max_steps: ClassVar[int]
+    # Whether every control step has a `reward`.
+    has_reward: ClassVar[bool] = False
     # Whether a scripted expert can `demonstrate` every task.
     has_expert: ClassVar[bool] = False
 
@@ -67,6 +69,10 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
         """Whether each episode has reached its task's goal, computed from the state and not from pictures."""
+
+    def reward(self, states: Any) -> Float[Array | np.ndarray, " b"]:
+        """The reward of the last control step in each episode, which says more than success."""
+        raise NotImplementedError(f"{type(self).__name__} has no rewards")
 
     def for_demonstrations(self) -> "Env":
         """This environment with initial states that evaluations do not use (default: itself; only keys differ)."""

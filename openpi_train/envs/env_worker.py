@@ -72,6 +72,10 @@ class _Worker:
             array[...] = entries[name]
         return None
 
+    def reward(self, batch: int) -> np.ndarray:
+        """The rewards of the last control step."""
+        return np.asarray(self._env.reward(self._states[batch]))
+
     def pictures(self, batch: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Pictures of these episodes for videos."""
         return {name: np.asarray(one) for name, one in self._env.pictures(self._states[batch], rows).items()}

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -62,6 +62,8 @@ class GymEnv(Env):
     def max_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.step_limit
 
+    has_reward: ClassVar[bool] = True
+
     @property
     def tasks(self) -> tuple[str, ...]:
         return (Path(self.source.rpartition(":")[0]).stem or self.source,)
@@ -76,7 +78,8 @@ class GymEnv(Env):
         # Gymnasium's seeds are below 2**32.
         seeds = np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
         seen = [one.reset(seed=int(seed % 2**32))[0] for one, seed in zip(simulators, seeds, strict=True)]
-        return GymEpisodes(simulators, seen, np.zeros(len(seen), bool), np.zeros(len(seen), bool), 0)
+        no = np.zeros(len(seen), bool)
+        return GymEpisodes(simulators, seen, no, no, np.zeros(len(seen)), 0)
 
     def step(self, states: "GymEpisodes", actions: Float[Array | np.ndarray, "b a"]) -> "GymEpisodes":
         """The states one control step later; episodes that are over stay as they are.
@@ -85,15 +88,15 @@ class GymEnv(Env):
         """
         states.check_newest()
         sizes, seen = _sizes(self.source), list(states.observations)
-        success, over = states.success.copy(), states.over.copy()
+        success, over, rewards = states.success.copy(), states.over.copy(), np.zeros(len(seen))
         clipped = np.clip(np.asarray(actions, np.float32), sizes.low, sizes.high)
         for row in np.flatnonzero(~states.over):
             simulator = states.simulators[row]
-            seen[row], _, terminated, truncated, told = simulator.step(clipped[row])
+            seen[row], rewards[row], terminated, truncated, told = simulator.step(clipped[row])
             success[row] = self._succeeded(terminated, told)
             over[row] = success[row] or terminated or truncated
         states.simulators.num_steps += 1
-        return GymEpisodes(states.simulators, seen, success, over, states.num_steps + 1)
+        return GymEpisodes(states.simulators, seen, success, over, rewards, states.num_steps + 1)
 
     def observe(self, states: "GymEpisodes") -> EnvObservation:
         sizes, count = _sizes(self.source), len(states.success)
@@ -108,6 +111,10 @@ class GymEnv(Env):
     def success(self, states: "GymEpisodes") -> Bool[np.ndarray, " b"]:
         return states.success
 
+    def reward(self, states: "GymEpisodes") -> Float[np.ndarray, " b"]:
+        """Gymnasium's; 0 where an episode is over."""
+        return states.rewards
+
     def _succeeded(self, terminated: bool, told: Mapping[str, Any]) -> bool:
         if self.success_entry == "terminated":
             return bool(terminated)
@@ -121,12 +128,13 @@ class GymEnv(Env):
 
 @dataclasses.dataclass(frozen=True)
 class GymEpisodes:
-    """A batch of episodes after `num_steps` control steps: what each simulator said last, and which are over."""
+    """A batch of episodes after `num_steps` control steps: what each simulator said last."""
 
     simulators: "_Leased"
     observations: list[Any]
     success: np.ndarray
     over: np.ndarray
+    rewards: np.ndarray
     num_steps: int
 
     def check_newest(self) -> None:

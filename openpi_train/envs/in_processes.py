@@ -71,6 +71,10 @@ class ProcessEnv(Env):
         return self.env.max_steps
 
     @property
+    def has_reward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.env.has_reward
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         return self.env.tasks
 
@@ -101,6 +105,10 @@ class ProcessEnv(Env):
 
     def success(self, states: "RemoteEpisodes") -> Bool[np.ndarray, " b"]:
         return states.success
+
+    def reward(self, states: "RemoteEpisodes") -> Float[np.ndarray, " b"]:
+        states.check_newest()
+        return states.batch.ask("reward")
 
     def pictures(self, states: "RemoteEpisodes", rows: np.ndarray) -> Mapping[str, np.ndarray]:
         states.check_newest()

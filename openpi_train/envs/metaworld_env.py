@@ -38,12 +38,15 @@ _IDLE: dict[str, list["_Simulator"]] = collections.defaultdict(list)
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """A batch of running episodes: Meta-World's observation of each, float64 [b, 39], and the number of steps."""
+    """A batch of running episodes: Meta-World's observation of each, float64 [b, 39], the number of steps, and what the
+    last one was rewarded with.
+    """
 
     simulators: "_Lease"
     observations: np.ndarray
     success: np.ndarray
     num_steps: np.ndarray
+    rewards: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class MetaWorldEnv(Env):
     state_dim: ClassVar[int] = 39
     control_hz: ClassVar[float] = 80.0
     max_steps: ClassVar[int] = 500
+    has_reward: ClassVar[bool] = True
     has_expert: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -89,16 +93,17 @@ class MetaWorldEnv(Env):
         pairs = zip(simulators, numbers.tolist(), strict=True)
         observations = np.stack([simulator.reset([*number, side]) for simulator, number in pairs])
         count = len(simulators)
-        return Episodes(simulators, observations, np.zeros(count, bool), np.zeros(count, int))
+        return Episodes(simulators, observations, np.zeros(count, bool), np.zeros(count, int), np.zeros(count))
 
     def step(self, states: Episodes, actions: Float[Array | np.ndarray, "b 4"]) -> Episodes:
         """The states one control step later. Raises RuntimeError for states that were already stepped."""
         _check_newest(states)
         actions = np.clip(np.asarray(actions, np.float64), -1.0, 1.0)
         observations, success = states.observations.copy(), states.success.copy()
+        rewards = np.zeros(len(success))
         for row in np.flatnonzero(~success):
-            observations[row], success[row] = states.simulators[row].step(actions[row])
-        return Episodes(states.simulators, observations, success, states.num_steps + ~states.success)
+            observations[row], success[row], rewards[row] = states.simulators[row].step(actions[row])
+        return Episodes(states.simulators, observations, success, states.num_steps + ~states.success, rewards)
 
     def observe(self, states: Episodes) -> EnvObservation:
         """Meta-World's 39 numbers (hand, gripper and objects now and one step ago, and the goal) and the picture."""
@@ -122,6 +127,10 @@ class MetaWorldEnv(Env):
     def success(self, states: Episodes) -> Bool[np.ndarray, " b"]:
         """Whether Meta-World has reported a success so far."""
         return states.success
+
+    def reward(self, states: Episodes) -> Float[np.ndarray, " b"]:
+        """Meta-World's own, from 0 to 10; 0 after the first success."""
+        return states.rewards
 
     def for_demonstrations(self) -> "MetaWorldEnv":
         return dataclasses.replace(self, split="train")
@@ -167,11 +176,11 @@ class _Simulator:
         self.env.np_random = np.random.default_rng(seed)
         return self.env.reset()[0]
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The next observation, and whether it is a success."""
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, bool, float]:
+        """The next observation, whether it is a success, and the reward."""
         self.num_steps += 1
-        observation, _, _, _, told = self.env.step(action)
-        return observation, bool(told["success"])
+        observation, reward, _, _, told = self.env.step(action)
+        return observation, bool(told["success"]), float(reward)
 
     def picture(self, size: int) -> np.ndarray:
         """The camera's picture, uint8 [size, size, 3]."""

@@ -89,32 +89,31 @@ class RobotActor(Actor):
         everything = np.arange(len(draws) * group_size)
         own = everything.reshape(-1, self.num_lanes)[:, self._lanes]
         columns: dict[str, np.ndarray] = {}
-        ends: list[list[int]] = []
+        ends: list[list[float]] = []
         for numbers in self._dealt(own):
-            seen, outcome = self._acted(params, np.asarray(draws)[numbers // group_size], numbers % group_size)
+            seen, outcome, returns = self._acted(params, np.asarray(draws)[numbers // group_size], numbers % group_size)
             places = numbers // self.num_lanes, np.searchsorted(self._lanes, numbers % self.num_lanes)
             for name, value in seen.items():
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
                 whole[places] = value
             units = self._law.lengths(by_query(_kept(seen))).reshape(len(numbers), -1)
-            ends += np.column_stack([numbers, outcome.success, outcome.steps, units]).tolist()
-        table = np.zeros((len(everything), 2 + self._practice.num_queries(self._model)), int)
+            ends += np.column_stack([numbers, returns, outcome.success, outcome.steps, units]).tolist()
+        table = np.zeros((len(everything), 3 + self._practice.num_queries(self._model)))
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
-            table[number] = end
-        success, steps = table[:, :2].T
+            table[int(number)] = end
+        returns, outcomes, steps = table[:, :3].T
         tasks = np.repeat([self._states.task(draw) for draw in draws], group_size)
-        rewards = success.astype(np.float64)
         parts = {
-            f"success/{name}": np.where(tasks == task, rewards, np.nan) for task, name in enumerate(self._env.tasks)
+            f"success/{name}": np.where(tasks == task, outcomes, np.nan) for task, name in enumerate(self._env.tasks)
         }
         return Attempts(
             contexts=np.repeat([self.context(draw) for draw in draws], group_size),
-            rewards=rewards,
-            outcomes=rewards,
-            is_cut=success == 0,
-            mask=self._mask(steps, table[:, 2:]),
+            rewards=outcomes + self._practice.dense_weight * returns,
+            outcomes=outcomes,
+            is_cut=outcomes == 0,
+            mask=self._mask(steps, table[:, 3:]),
             local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
-            parts={"control_steps": steps.astype(np.float64), **parts},
+            parts={"control_steps": steps, **parts},
         )
 
     def traces(self, columns: Mapping[str, Any]) -> Any:
@@ -137,9 +136,20 @@ class RobotActor(Actor):
             columns = np.minimum(np.arange(start, start + size), by_device.shape[1] - 1)
             yield by_device[:, columns].ravel()
 
-    def _acted(self, params: Params, draws: np.ndarray, attempts: np.ndarray) -> tuple[dict[str, np.ndarray], Outcome]:
-        """What was seen and drawn at every query [b, q, ...] by entry, and how the episodes ended."""
+    def _acted(
+        self, params: Params, draws: np.ndarray, attempts: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], Outcome, np.ndarray]:
+        """What was seen and drawn at every query [b, q, ...] by entry, how the episodes ended, and the environment's
+        rewards until then.
+        """
         practice, policy = self._practice, RecordingPolicy(params, self._rows, self._sampling)
+        returns, is_over = np.zeros(len(draws)), np.ones(len(draws), bool)
+
+        def watch(states: Any, done: np.ndarray) -> None:
+            if practice.dense_weight:
+                returns[~is_over] += np.asarray(self._env.reward(states))[~is_over]
+            is_over[:] = done
+
         outcome = rollout(
             policy,
             self._env,
@@ -150,12 +160,14 @@ class RobotActor(Actor):
             max_steps=practice.max_steps,
             history=self._model.window.history,
             all_done=lambda done: all(agree.gather("episodes that are over", done)),
+            watch=watch,
         )
         assert outcome is not None, "nothing stops it"
         # Queries after the end of all episodes are not learnt from.
         made = policy.records
         records = made + made[-1:] * (practice.num_queries(self._model) - len(made))
-        return {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}, outcome
+        seen = {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}
+        return seen, outcome, returns
 
     def _mask(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The units [n, q * u] of the queries that were made before so many control steps; lengths [n, q]."""

@@ -20,7 +20,7 @@ from openpi_train.types import PracticeBatch, tree_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RobotPractice(Practice):
-    """Episodes in an environment, rewarded with 1 for success.
+    """Episodes in an environment, rewarded with 1 for success, and as the environment itself does.
 
     The data's robot and norm stats are used; its demonstrations are not learnt from.
     """
@@ -33,6 +33,9 @@ class RobotPractice(Practice):
     execute: int | None = at_least(1, None)
     # Control steps after which an episode counts as failed; None: the environment's own limit.
     max_steps: int | None = at_least(1, None)
+    # Weight of the environment's own rewards, summed up until success or the end, beside success. Groups are mixed or
+    # not by success alone.
+    dense_weight: float = 0.0
     # Number of episodes on one device at a time.
     episodes_per_device: int = at_least(1, 16)
     # Number of the run's dataset whose robot and norm stats are used.
@@ -53,6 +56,11 @@ class RobotPractice(Practice):
             )
         if not self.env.tasks:
             problems.append("--practice.env has no task: there is nothing to practise")
+        if self.dense_weight and not self.env.has_reward:
+            problems.append(
+                f"--practice.dense-weight {self.dense_weight}: {type(self.env).__name__} has no rewards but success; "
+                "give 0"
+            )
         ahead = model.window.num_ahead
         if self.execute is not None and self.execute > ahead:
             problems.append(f"--practice.execute {self.execute}: a chunk has {ahead} actions from the present step on")

@@ -22,6 +22,7 @@ class Mortal(Env):
     state_dim: ClassVar[int] = 2
     control_hz: ClassVar[float] = 1.0
     max_steps: ClassVar[int] = 6
+    has_reward: ClassVar[bool] = True
     fate: str = ""
     once: str = ""
 
@@ -54,6 +55,9 @@ class Mortal(Env):
         position, tasks, steps = states
         pictures = np.full((len(tasks), 4, 4, 3), steps, np.uint8) + position[:, :1, None, None].astype(np.uint8)
         return EnvObservation(images={"eye": pictures}, state=position.astype(np.float32), task=tasks)
+
+    def reward(self, states):
+        return states[0].sum(axis=1)
 
     def success(self, states):
         return states[0][:, 1] > 300.0

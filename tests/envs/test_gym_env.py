@@ -22,6 +22,7 @@ def test_an_observation_has_the_vectors_in_order_of_their_names_and_the_pictures
     seen = LINE.observe(states)
     assert (LINE.cameras, LINE.state_dim, LINE.action_dim, LINE.tasks) == (("eye",), 2, 1, ("walking_gym",))
     np.testing.assert_allclose(seen.state[:, 1] - seen.state[:, 0], 1, rtol=1e-6)
+    assert LINE.has_reward and LINE.reward(states).tolist() == [7.0] * 3
     assert (seen.images["eye"] == 1).all() and len(np.unique(seen.state)) == 6
 
 

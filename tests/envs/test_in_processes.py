@@ -55,7 +55,9 @@ def test_episodes_in_workers_are_the_same_and_leave_nothing_behind(alone):
     assert_same(acted(env), alone)
     pool = in_processes._POOLS[env]
     gc.collect()
-    states = env.reset(KEYS[:1], TASKS[:1])
+    states = env.step(env.reset(KEYS[:1], TASKS[:1]), np.ones((1, 2)))
+    plain = Mortal().step(Mortal().reset(KEYS[:1], TASKS[:1]), np.ones((1, 2)))
+    assert env.has_reward and env.reward(states).tolist() == Mortal().reward(plain).tolist()
     assert list(pool._batches.values()) == [states.batch] and not pool.ended
 
 

@@ -20,7 +20,7 @@ class Line:
 
     def step(self, action):
         self.place, self.steps = self.place + action, self.steps + 1
-        return self.seen(), 0.0, bool(self.place[0] > 3), self.steps == 5, {self.told: self.place[0] > 3}
+        return self.seen(), 7.0, bool(self.place[0] > 3), self.steps == 5, {self.told: self.place[0] > 3}
 
     def seen(self):
         return {"place": self.place, "begin": self.start, "eye": np.full((2, 2, 3), self.steps, np.uint8)}

@@ -10,6 +10,7 @@ from practice.wandering import SIZE, Wander, wandering
 from trainers import make_trainer, running_of
 
 from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
@@ -110,7 +111,7 @@ def test_what_acts_is_scored_with_the_probability_that_it_was_drawn_with(still):
 
 
 def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
-    made = make(env=TIMED, num_groups=8, group_size=2, execute=2)
+    made = make(env=TIMED, num_groups=8, group_size=2, execute=2, dense_weight=0.1)
     attempts = made.act(range(8), 2)
     ends = {"away_1": 1, "away_2": 2, "away_3": 3, "away_4": 4, "away_5": 5, "away_6": None, "away_7": None}
     ends["away_0.999"] = None
@@ -118,11 +119,13 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
     assert sorted(tasks) == sorted([*ends, *ends])
     for number, task in enumerate(tasks):
         end = ends[task]
-        assert attempts.rewards[number] == attempts.outcomes[number] == (end is not None)
+        assert attempts.outcomes[number] == (end is not None)
+        dense = sum(range((end or 5) + 1))
+        assert attempts.rewards[number] == pytest.approx(attempts.outcomes[number] + 0.1 * dense)
         assert attempts.is_cut[number] == (end is None)
         valid = -(-(end or 5) // 2)
         assert attempts.mask[number].tolist() == [True] * valid * STEPS + [False] * (QUERIES - valid) * STEPS
-        assert attempts.parts[f"success/{task}"][number] == attempts.rewards[number]
+        assert attempts.parts[f"success/{task}"][number] == attempts.outcomes[number]
         assert np.isnan(attempts.parts["success/away_1"][number]) == (task != "away_1")
     # Every query has the picture of its own control step.
     pictures = attempts.local.columns["image/base_0_rgb"]
@@ -188,6 +191,7 @@ def test_what_practised_is_evaluated_without_chance():
 
 
 REFUSED = [
+    ({"dense_weight": 0.5, "env": TabletopEnv()}, {}, "TabletopEnv has no rewards but success"),
     ({"execute": 4}, {}, "--practice.execute 4: a chunk has 3 actions"),
     ({"env": dataclasses.replace(Wander(), distances=())}, {}, "--practice.env has no task"),
     (

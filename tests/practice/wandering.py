@@ -40,6 +40,7 @@ class Wander(Env):
     state_dim: ClassVar[int] = DIMS
     control_hz: ClassVar[float] = 5.0
     max_steps: ClassVar[int] = 5
+    has_reward: ClassVar[bool] = True
     distances: tuple[float, ...] = (0.06, 0.08)
 
     @property
@@ -61,6 +62,10 @@ class Wander(Env):
         position, _, tasks, steps = states
         picture = np.full((len(tasks), SIZE, SIZE, 3), steps, np.uint8)
         return EnvObservation(images={"image_0": picture}, state=position.astype(np.float32), task=tasks)
+
+    def reward(self, states):
+        """The number of the control step."""
+        return np.full(len(states[2]), float(states[3]))
 
     def success(self, states):
         position, start, tasks, steps = states
