@@ -48,7 +48,8 @@ tabletop_few = dataclasses.replace(
 """A small pi0 (0.2 M parameters) imitates 64 demonstrations of each of two tasks: to reach the red, or the blue block.
 
 Command: python -m openpi_train tabletop_few --exp-name x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 186 CPU s. Result: 56, 38.5 and 35.5 % of 200 unseen episodes (seeds 42 to 44; 2026-11-24,
+commit fdccb7c).
 """
 
 tabletop_few_rloo = dataclasses.replace(
@@ -75,7 +76,8 @@ tabletop_few_rloo = dataclasses.replace(
 """It goes on by policy gradients, with the mean of a group's other episodes as the baseline.
 
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 237 CPU s. Result: 69.5, 51 and 52.5 % from 56, 38.5 and 35.5 % (seeds 42 to 44;
+2026-11-24, commit fdccb7c); docs/practice.md compares with more imitation.
 """
 
 tabletop_dp_rloo = dataclasses.replace(

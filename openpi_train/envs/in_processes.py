@@ -156,10 +156,11 @@ class _Batch:
         parts = []
         for index in self.rows:
             if answers[index] is None:
-                parts.append({name: one.copy() for name, one in views(*self._blocks[index]).items()})
+                parts.append(views(*self._blocks[index]))
             else:
                 parts.append(answers[index])
                 self._share(index, answers[index])
+        # Which copies what is shared.
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def pictures(self, rows: np.ndarray) -> dict[str, np.ndarray]:
