@@ -47,7 +47,7 @@ metaworld_reach = dataclasses.replace(
 """A small flow policy (0.9 M parameters) imitates a few demonstrations of reaching a goal, from states.
 
 Command: python -m openpi_train metaworld_reach --exp-name x
-Hardware: 2 CPU cores. Time: 53 CPU s. Result: 46 of 100 unseen episodes (one seed; 2026-11-24, commit 15988bd).
+Hardware: 2 CPU cores. Time: 53 CPU s. Result: 46 of 100 unseen episodes (one seed; 2026-11-24, commit bb6cf4d).
 """
 
 metaworld_rloo = dataclasses.replace(
@@ -78,5 +78,5 @@ metaworld_rloo = dataclasses.replace(
 
 Command: python -m openpi_train metaworld_rloo --exp-name x --weight-loader.params-path checkpoints/metaworld_reach/x
 Hardware: 2 CPU cores. Time: some two minutes. Result: 100 of 100 unseen episodes, from 46 (one seed; 2026-11-24, commit
-15988bd).
+bb6cf4d).
 """

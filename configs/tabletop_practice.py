@@ -49,7 +49,7 @@ tabletop_few = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_few --exp-name x
 Hardware: 2 CPU cores. Time: 186 CPU s. Result: 56, 38.5 and 35.5 % of 200 unseen episodes (seeds 42 to 44; 2026-11-24,
-commit fdccb7c).
+commit 93ad7ac).
 """
 
 tabletop_few_rloo = dataclasses.replace(
@@ -77,7 +77,7 @@ tabletop_few_rloo = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
 Hardware: 2 CPU cores. Time: 237 CPU s. Result: 69.5, 51 and 52.5 % from 56, 38.5 and 35.5 % (seeds 42 to 44;
-2026-11-24, commit fdccb7c); docs/practice.md compares with more imitation.
+2026-11-24, commit 93ad7ac); docs/practice.md compares with more imitation.
 """
 
 tabletop_dp_rloo = dataclasses.replace(
