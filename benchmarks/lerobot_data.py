@@ -125,5 +125,7 @@ def _write_video(path: Path, num_frames: int, height: int, width: int, seed: int
         for number in range(num_frames):
             noisy = 127 + np.roll(scene, 2 * number, axis=1) + random.normal(0, 2, (height, width, 1))
             picture = np.clip(noisy, 0, 255).astype(np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+            frame = av.VideoFrame.from_ndarray(picture, "rgb24")
+            frame.pts = number  # in units of the encoder, which has FPS frames a second
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())

@@ -161,7 +161,9 @@ def _fits(places: Float[Array, "5 2"], kind: Int[Array, ""]) -> Bool[Array, ""]:
 class TabletopEnv(Env):
     """The tabletop as an environment: batches of episodes."""
 
+    # Height and width of the pictures in pixels, at least 16.
     image_size: int = 64
+    # The tasks.
     task_list: tuple[Task, ...] = DEFAULT_TASKS
 
     cameras: ClassVar[tuple[str, ...]] = CAMERAS

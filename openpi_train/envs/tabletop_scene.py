@@ -79,8 +79,11 @@ KINDS_WITH_REFERENCE = (Kind.STACK, Kind.LEFT_OF, Kind.RIGHT_OF)
 class Task:
     """One task: its kind, the colour of its block, and, for some kinds, the colour of a reference block."""
 
+    # What is to be done.
     kind: Kind
+    # The colour of the block that is moved or reached.
     block: str
+    # The colour of the block that it is put on or beside, for tasks that have one.
     reference: str | None = None
 
     def __post_init__(self):

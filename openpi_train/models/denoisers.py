@@ -65,8 +65,11 @@ class UnetSizes(Denoiser):
 class TransformerSizes(Denoiser):
     """Sizes of the transformer (defaults: diffusion_policy's image tasks)."""
 
+    # Width of a token.
     width: int = 256
+    # Number of layers.
     depth: int = 8
+    # Number of attention heads.
     num_heads: int = 4
 
     def problems(self, horizon: int | None) -> list[str]:
@@ -83,7 +86,9 @@ class TransformerSizes(Denoiser):
 class MlpSizes(Denoiser):
     """Sizes of the residual MLP."""
 
+    # Width of the hidden layers.
     width: int = 512
+    # Number of residual blocks.
     depth: int = 3
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingMlp:

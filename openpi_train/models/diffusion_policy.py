@@ -46,8 +46,9 @@ class DiffusionPolicyConfig(PolicyConfig):
     cameras: tuple[str, ...] = ("head_camera",)
     # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
     instructions: tuple[str, ...] = ()
-    # Size of the images in pixels.
+    # Height of the images in pixels.
     image_height: int = 240
+    # Width of the images in pixels.
     image_width: int = 320
     # One image encoder for all cameras, or one for each.
     share_encoder: bool = False

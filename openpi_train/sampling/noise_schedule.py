@@ -36,8 +36,9 @@ class NoiseSchedule:
     num_train_timesteps: int = 100
     # Schedule of the noise level.
     beta_schedule: Literal["squaredcos_cap_v2", "linear"] = "squaredcos_cap_v2"
-    # First and last beta of the linear schedule.
+    # First beta of the linear schedule.
     beta_start: float = 0.0001
+    # Last beta of the linear schedule.
     beta_end: float = 0.02
     # What the network predicts: the noise, the clean actions, or the velocity of Salimans & Ho 2022.
     prediction_type: Prediction = "epsilon"

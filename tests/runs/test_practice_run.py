@@ -20,7 +20,7 @@ REWARD = """
 
     def even(prompt, completion, reference):
         # The more slowly, the higher the process's number.
-        time.sleep(0.01 * int(os.environ.get("RANK", 0)))
+        time.sleep(float(os.environ.get("SLOWLY_S") or 0.01 * int(os.environ.get("RANK", 0))))
         return sum(character in "02468" for character in completion) / 4
 
     def broken(prompt, completion, reference):
@@ -84,7 +84,9 @@ def test_killed_within_an_iteration_or_while_acting_it_goes_on_bit_for_bit(home,
     """Killed as soon as this step is logged: within the second iteration, or while acting for the third."""
     reward = ("--practice.rewards.0.name", f"{home}/own_rewards.py:even")
     flags = (*RUN, *reward, "--devices-per-process", "4")
-    killed_when_logged(tmp_path, after, *flags, experiment="arithmetic_grpo", OPENPI_TRAIN_HOME=str(home))
+    # It acts for seconds, so that there is time for the kill.
+    slowly = {"OPENPI_TRAIN_HOME": str(home), "SLOWLY_S": "0.05"}
+    killed_when_logged(tmp_path, after, *flags, experiment="arithmetic_grpo", **slowly)
     run(home, tmp_path, "--resume", devices=4)
     assert lines(tmp_path) == lines(one_by_four)
 
