@@ -287,7 +287,10 @@ class Experiment:
         return [size for size in found if size is not None]
 
     def batch_spec(self, num_rows: int, opened: OpenedData | None = None) -> Any:
-        """The batch of so many rows that the objective takes, the longest possible, as shapes. Opens no files."""
+        """The batch of so many rows that the objective takes, as shapes: the longest possible, or that `opened` needs.
+
+        Opens no files.
+        """
         if self.practice is None:
             return self.data.batch_spec(self.model, num_rows)
         return self.practice.batch_spec(

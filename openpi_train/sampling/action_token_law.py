@@ -1,7 +1,7 @@
 """`ActionTokenLaw`: chunks that a policy says token by token (pi0-FAST). Read next: `models/pi0_fast_network.py`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,18 @@ from openpi_train.sampling.law import UnitScores
 from openpi_train.types import Observation, TokenChunkTraces, tree_of
 
 
-class TokenChunkModel:
+class TokenChunkModel(Protocol):
     """A module that provides `chunk_tokens`."""
 
     def sample_chunk(
         self, observation: Observation, keys: Key[Array, " b"], temperature: float, max_tokens: int
     ) -> tuple[Int[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
         """Tokens after each prompt, how many of them were drawn, and the normalised chunk that they say."""
-        raise NotImplementedError
+        ...
 
     def chunk_scores(self, observation: Observation, tokens: Int[Array, "b n"], temperature: float) -> TokenScores:
         """The scores of these tokens after each prompt, with their entropy."""
-        raise NotImplementedError
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from practice.made import Made
 from practice.wandering import SIZE, Wander, wandering
 from trainers import make_trainer, running_of
 
@@ -36,13 +37,8 @@ STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
 
 
 @dataclasses.dataclass
-class Made:
-    feed: PracticeFeed
-    state: object
-    step: object
-    plan: Plan
+class MadeRobot(Made):
     data: object
-    experiment: object
 
     @property
     def actor(self):
@@ -51,15 +47,6 @@ class Made:
     def act(self, draws, group_size=4):
         with jax.set_mesh(self.plan.real_mesh):
             return self.actor.act({**self.state.frozen, **self.state.params}, draws, group_size)
-
-    def steps(self, count):
-        batches, found = [], []
-        with jax.set_mesh(self.plan.real_mesh):
-            for _ in range(count):
-                batches.append(self.feed.next(self.state))
-                self.state, metrics = self.step(self.state, batches[-1])
-                found.append({name: float(value) for name, value in metrics.items()})
-        return batches, found
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +65,7 @@ def make(tmp_path_factory):
             state = create_state(layout, experiment.model, trainer.optimizer, lambda _: False, False, 7)
             running = dataclasses.replace(running_of(trainer, []), data=data, batch_size=8)
             feed = PracticeFeed(practice, practice.actor(running, experiment.data), trainer, batch_size=8)
-        return Made(feed, state, trainer.jitted_step(layout.shardings), plan, data, experiment)
+        return MadeRobot(feed, state, trainer.jitted_step(layout.shardings), plan, experiment, data)
 
     return made
 

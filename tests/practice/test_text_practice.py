@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from openpi_train_configs.arithmetic_practice import arithmetic_grpo
+from practice.made import Made
 from trainers import make_trainer, running_of
 
 from openpi_train.data.text import arithmetic
@@ -49,24 +50,6 @@ def folder(tmp_path_factory):
     records = [{"prompt": problem, "completion": "8"} for problem in PROBLEMS]
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
-
-
-@dataclasses.dataclass
-class Made:
-    feed: PracticeFeed
-    state: object
-    step: object
-    plan: Plan
-    experiment: object
-
-    def steps(self, count):
-        batches, found = [], []
-        with jax.set_mesh(self.plan.real_mesh):
-            for _ in range(count):
-                batches.append(self.feed.next(self.state))
-                self.state, metrics = self.step(self.state, batches[-1])
-                found.append({name: float(value) for name, value in metrics.items()})
-        return batches, found
 
 
 @pytest.fixture

@@ -1,0 +1,26 @@
+"""A run that learns from its own attempts, without the loop: its feed, state and step."""
+
+import dataclasses
+
+import jax
+
+from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.sharding.strategy import Plan
+
+
+@dataclasses.dataclass
+class Made:
+    feed: PracticeFeed
+    state: object
+    step: object
+    plan: Plan
+    experiment: object
+
+    def steps(self, count):
+        batches, found = [], []
+        with jax.set_mesh(self.plan.real_mesh):
+            for _ in range(count):
+                batches.append(self.feed.next(self.state))
+                self.state, metrics = self.step(self.state, batches[-1])
+                found.append({name: float(value) for name, value in metrics.items()})
+        return batches, found
