@@ -8,6 +8,9 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    from openpi_train.runtime import garbage
+
+    garbage.look_rarely()
     from openpi_train.cli import run
 
     sys.exit(run(sys.argv[1:]))

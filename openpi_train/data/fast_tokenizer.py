@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import scipy.fft
 import tokenizers
 
 from openpi_train.data import files
@@ -80,7 +79,7 @@ class FastTokenizer:
             return None
         coefficients = np.array([ord(character) for character in text], float) + self.min_token
         coefficients = coefficients.reshape(horizon, action_dim) / self.scale
-        return np.asarray(scipy.fft.idct(coefficients, axis=0, norm="ortho"))
+        return from_frequencies(coefficients)
 
     @functools.cached_property
     def pieces(self) -> list[bytes]:
@@ -121,11 +120,25 @@ class FastTokenizer:
         return Path(directory)
 
     def _text(self, chunk: np.ndarray) -> str:
-        rounded = np.around(np.asarray(scipy.fft.dct(chunk, axis=0, norm="ortho")) * self.scale)
+        rounded = np.around(_frequencies(chunk, axis=0) * self.scale)
         if not np.isfinite(rounded).all():
             raise ValueError(f"{self.name}: the chunk holds NaN or infinity")
         # Values below the range are clipped to its minimum, as in the published processor.
         return "".join(map(chr, np.maximum(rounded - self.min_token, 0).astype(int).flat))
+
+
+def _frequencies(chunks: np.ndarray, axis: int) -> np.ndarray:
+    """The cosine transform over time, whose axis is given."""
+    from scipy import fft  # takes a tenth of a second, so only on use
+
+    return np.asarray(fft.dct(chunks, axis=axis, norm="ortho"))
+
+
+def from_frequencies(coefficients: np.ndarray) -> np.ndarray:
+    """The inverse of the cosine transform over time, the first axis; float64."""
+    from scipy import fft
+
+    return np.asarray(fft.idct(coefficients, axis=0, norm="ortho"))
 
 
 def fit_fast(chunks: np.ndarray, *, vocab_size: int = 1024, scale: float = 10.0) -> FastTokenizer:
@@ -140,7 +153,7 @@ def fit_fast(chunks: np.ndarray, *, vocab_size: int = 1024, scale: float = 10.0)
         raise ValueError(f"scale {scale} must be above 0")
     if chunks.ndim != 3 or not chunks.size or not np.isfinite(chunks).all():
         raise ValueError(f"chunks of shape {chunks.shape} are not finite action chunks [n, h, a]")
-    rounded = np.around(np.asarray(scipy.fft.dct(chunks, axis=1, norm="ortho")) * scale).astype(int)
+    rounded = np.around(_frequencies(chunks, axis=1) * scale).astype(int)
     low = int(rounded.min())
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -9,11 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.fft
 from jaxtyping import Array, Float, Int
 
 from openpi_train.data.action_prompt import vocabulary_token
-from openpi_train.data.fast_tokenizer import FastTokenizer, load_fast
+from openpi_train.data.fast_tokenizer import FastTokenizer, from_frequencies, load_fast
 
 # The maximum bytes of a UTF-8 character below 65 536; no coefficient is above.
 _MOST_BYTES = 3
@@ -45,7 +44,7 @@ def decode_chunks(fast: FastTokenizer, tokens: Int[Array, "b n"], horizon: int, 
     one = functools.partial(_decode_one, jnp.asarray(table), jnp.asarray(lengths), horizon * dims)
     characters, is_chunk = jax.vmap(one)(tokens)
     coefficients = (characters + fast.min_token).reshape(-1, horizon, dims) / jnp.float32(fast.scale)
-    basis = np.asarray(scipy.fft.idct(np.eye(horizon), axis=0, norm="ortho"), np.float32)
+    basis = from_frequencies(np.eye(horizon)).astype(np.float32)
     chunks = jnp.einsum("hk,bka->bha", basis, coefficients, precision=jax.lax.Precision.HIGHEST)
     return jnp.where(is_chunk[:, None, None], chunks, 0.0)
 

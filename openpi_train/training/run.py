@@ -17,7 +17,7 @@ from openpi_train.fields import as_json
 from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.memory import bytes_per_device
-from openpi_train.runtime import agree, phases, preempt
+from openpi_train.runtime import agree, garbage, phases, preempt
 from openpi_train.runtime.phases import phase
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
@@ -77,6 +77,7 @@ class Run:
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
         # gloo gives up on processes that compile for 30 s longer than others.
         agree.gather("the compiled training step", None)
+        garbage.look_as_usual()
         self.recorder.begin()
         return self.programs
 
