@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags, experiment = parse(argv)
     trials = {flags.experiment or flags.model: Trial.of(experiment)}
     if not flags.experiment and flags.model == "tiny":
-        trials["large"] = _larger(trials["tiny"], QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
+        large = _larger(trials["tiny"], QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
+        trials = {"large": large} if flags.quick else {**trials, "large": large}
     rows = [row for name, trial in trials.items() for row in _rows(name, trial, flags)]
     notes = [
         "stall = save call + extra time of the steps until the checkpoint is complete; negative extras are noise.",

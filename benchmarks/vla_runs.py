@@ -31,7 +31,9 @@ FILE = Path(vla_small.__file__)
 # First step: rounding in another order of sums. Last steps: the same, amplified by Adam's division by small moments
 # over 25 steps. The compiler pads small arrays of the state.
 FIRST_RTOL, LAST_RTOL, STATE_RTOL = 1e-5, 1e-2, 0.02
-_ZERO3 = ("--fsdp-devices", "4", "--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
+_ZERO3 = ("--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
+# Processes, devices of each.
+_LAYOUT, _QUICK_LAYOUT = (2, 2), (1, 2)
 
 COLUMNS = (
     "experiment",
@@ -51,38 +53,46 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks vla_runs", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, half of them before the resume")
-    parser.add_argument("--quick", action="store_true", help="one experiment for four steps, to check that it runs")
+    parser.add_argument("--quick", action="store_true", help="one experiment, four steps, one process")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
     """Train all experiments and return a table."""
     flags = parse(argv)
-    names, steps = (("paligemma_flow_lora",), 4) if flags.quick else (flags.only, flags.steps)
+    names, steps, layout = flags.only, flags.steps, _LAYOUT
+    if flags.quick:
+        names, steps, layout = ("paligemma_flow_lora",), 4, _QUICK_LAYOUT
     with tempfile.TemporaryDirectory(prefix="benchmark-vla-") as folder:
         chunks = np.clip(np.random.default_rng(0).normal(scale=0.5, size=(200, 4, 7)), -1, 1)
         fit_fast(chunks, vocab_size=300).save(Path(folder) / "fast")
         rows, failures = [], []
         for name in names:
-            row, wrong = _train(Path(folder), name, steps)
+            row, wrong = _train(Path(folder), name, steps, layout)
             print("  ".join(map(str, row)), file=sys.stderr, flush=True)
             rows.append(row)
             failures += [f"{name}: {what}" for what in wrong]
-    title = f"VLA experiments in small: {steps} steps on 2 processes x 2 CPU devices under zero3, resumed on 1"
+    processes, devices = layout
+    title = (
+        f"VLA experiments in small: {steps} steps on {processes} processes x {devices} CPU devices under zero3, "
+        "resumed on 1"
+    )
     notes = [
         f"Last steps: a fifth of the second half's. Made-up data. Steps {steps // 2 + 1} to {steps} were run twice."
     ]
     return [Table(title, COLUMNS, rows, notes, "; ".join(failures))]
 
 
-def _train(folder: Path, name: str, steps: int) -> tuple[list[Cell], list[str]]:
+def _train(folder: Path, name: str, steps: int, layout: tuple[int, int]) -> tuple[list[Cell], list[str]]:
     """One experiment's row, and its failures."""
     experiment = getattr(vla_small, name)
     flags = ["--num-train-steps", steps, "--save-interval", steps // 2, "--keep-last", 2, "--no-tensorboard"]
     if hasattr(experiment.model, "fast_tokenizer"):
         flags += ["--model.fast-tokenizer", folder / "fast"]
-    launcher = ("launch", "local", "--processes", 2, "--devices-per-process", 2, "--log-dir", folder / "output", "--")
-    said = _program(folder, *launcher, f"{FILE}:{name}", *flags, *_ZERO3)
+    processes, devices = layout
+    launcher = ("launch", "local", "--processes", processes, "--devices-per-process", devices)
+    launcher += ("--log-dir", folder / "output", "--")
+    said = _program(folder, *launcher, f"{FILE}:{name}", *flags, *_ZERO3, "--fsdp-devices", processes * devices)
     (trained, frozen) = re.findall(r"parameters: ([\d,]+) train, ([\d,]+) are kept fixed", said)[0]
     run = folder / "runs" / name / "x"
     plan, before = json.loads((run / "plan.json").read_text()), _losses(run)

@@ -118,10 +118,8 @@ def test_weights_sets_the_peak_against_the_share(quick):
 @pytest.mark.slow
 def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
     found = rows(quick, "Checkpoint")
-    assert [(row["state"], row["save"]) for row in found] == [
-        (state, save) for state in ("tiny", "large") for save in ("synchronous", "asynchronous")
-    ]
-    assert found[2]["MB"] > 2 * found[0]["MB"]
+    assert [(row["state"], row["save"]) for row in found] == [("large", "synchronous"), ("large", "asynchronous")]
+    assert all(row["MB"] == pytest.approx(60, rel=0.1) for row in found)
     for row in found:
         (stall,), (call,), (extra,) = (row[name] for name in ("stall ms", "save call ms", "all following extra ms"))
         assert stall == pytest.approx(call + extra)
@@ -265,12 +263,11 @@ def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
 def test_the_fault_drill_ends_with_the_bits_of_an_undisturbed_run(quick):
     found = rows(quick, "Fault drill")
     assert [(row["fault"], row["number"], row["survived"]) for row in found] == [
-        ("kill -9 of a process", 1, 1),
         ("damaged checkpoint", 1, 1),
-        ("all", 2, 2),
+        ("all", 1, 1),
     ]
     assert all(row["run ended with"] == f"137 ({row['number']} x)" for row in found)
-    assert found[1]["steps trained again"] >= [1]
+    assert found[0]["steps trained again"] >= [1]
     assert "every array of the last checkpoint and every loss the same bits" in quick[0]
 
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_policies import blind
 
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.registry import load
 from openpi_train.robots.bridge import Bridge
 
 
@@ -48,15 +48,14 @@ class Drift(Env):
         return jnp.asarray(np.abs(states[0][:, :6]).sum(1) > np.array([0.4, 0.6])[states[1]])
 
 
-_debug = load("debug")
-_dataset = dataclasses.replace(_debug.data.datasets[0], robot=Bridge(cameras={}))
+_dataset = dataclasses.replace(blind.data.datasets[0], robot=Bridge(cameras={}))
 drift = dataclasses.replace(
-    _debug,
-    data=dataclasses.replace(_debug.data, datasets=(_dataset,), text_lengths=1),
+    blind,
+    data=dataclasses.replace(blind.data, datasets=(_dataset,)),
     num_train_steps=2,
     save_interval=2,
     eval=dataclasses.replace(
-        _debug.eval, closed_loop=ClosedLoop(env=Drift(), episodes_per_task=5, episodes_per_device=4, execute=3)
+        blind.eval, closed_loop=ClosedLoop(env=Drift(), episodes_per_task=5, episodes_per_device=4, execute=3)
     ),
 )
-"""A tiny pi0 without cameras, which drifts."""
+"""A tiny policy without cameras, which drifts."""

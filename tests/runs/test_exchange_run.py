@@ -5,7 +5,7 @@ import json
 import pytest
 from command import losses, openpi_train, train
 
-FEW = ("--no-tensorboard", "--eval.num-rows", "8")
+FEW = ("--no-tensorboard", "--data.validation-fraction", "0")
 
 
 @pytest.mark.slow

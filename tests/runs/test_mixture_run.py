@@ -1,6 +1,7 @@
 """A mixture of two robots' datasets with unreadable records, through the real command line."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,32 +10,12 @@ from command import losses, places, train
 from openpi_train import cli
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-EXPERIMENT = """
-import dataclasses
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.robots.bridge import Bridge
-from openpi_train_configs.debug import debug
-
-SIZE = {"image_height": 32, "image_width": 32}
-data = DataConfig(
-    datasets=(
-        Dataset(source=FakeData(**SIZE, bad_steps=tuple(range(60))), robot=Bridge(), asset_id="torn", weight=3),
-        Dataset(source=FakeData(**SIZE, seed=1), robot=Bridge(), asset_id="sound"),
-    ),
-    tokenizer="bytes",
-    text_lengths=1,
-    on_bad_record="skip",
-    validation_fraction=0,
-)
-mixed = dataclasses.replace(debug, data=data, num_train_steps=4)
-"""
+RUNS = Path(__file__).with_name("mixture_runs.py")
 BATCH_SIZE, NUM_STEPS = 8, 4
 
 
 def test_shares_and_replaced_rows_are_told_and_equal_on_any_number_of_processes(tmp_path):
-    name = f"{tmp_path}/mixture_experiments.py:mixed"
-    (tmp_path / "mixture_experiments.py").write_text(EXPERIMENT)
+    name = f"{RUNS}:mixed"
     results = []
     for processes in (1, 2):
         base = tmp_path / str(processes)

@@ -9,6 +9,7 @@ from command import train
 @pytest.mark.slow
 def test_a_run_writes_down_what_it_uses_and_the_compiled_state_is_the_forecast_one(tmp_path):
     flags = "--num-train-steps 1 --model.remat auto --sharding.strategy zero2 --sharding.min-shard-mib 0".split()
+    flags += ("--data.validation-fraction", "0")
     done = train(tmp_path, "debug", *flags, devices=2)
     plan = json.loads((tmp_path / "runs/debug/x/plan.json").read_text())
     used = {name: plan[name] for name in ("strategy", "fsdp_devices", "remat", "grad_accum", "fits")}
