@@ -15,8 +15,11 @@ STUDY = closed_loop.Study(
     tasks=("reach_red",),
     episodes_per_task=1_000,
     target=0.8,
-    # Compiles in a fraction of the UNet's time.
-    quick_flags=("--model.denoiser", "mlp", "--model.mlp.width", "32", "--model.mlp.depth", "1"),
+    # Compiles in a fraction of the time.
+    quick_flags=(
+        *("--model.denoiser", "mlp", "--model.mlp.width", "32", "--model.mlp.depth", "1"),
+        *("--model.encoder-widths", "16"),
+    ),
 )
 
 
