@@ -13,8 +13,9 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     """The experiment as it runs on `num_devices`, and a line for the log per decision.
 
     `first_devices` is the number of devices at the first start of a continued run, None for a new run. Three
-    things may change: the batch size, if it is given per device (`keep_effective_batch_size` False); accumulation
-    and `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
+    things may change: the batch size, if it is given per device (`keep_effective_batch_size` False), and with it the
+    groups of practice, so that an iteration has the same number of steps on any devices; accumulation and
+    `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
     (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. Values that do not fit are left
     unchanged, and `Experiment.check` refuses them with advice.
     """
@@ -23,7 +24,7 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     began_on = first_devices or num_devices
     lines: list[str] = []
     if not experiment.keep_effective_batch_size:
-        experiment = dataclasses.replace(experiment, batch_size=experiment.batch_size * began_on)
+        experiment = _of_all_devices(experiment, began_on)
     # Devices of a tensor group hold the same rows, so a group counts as one.
     tensor_devices = experiment.sharding.tensor_devices
     groups, groups_at_first = (max(devices // tensor_devices, 1) for devices in (num_devices, began_on))
@@ -43,6 +44,14 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
         f"effective batch size {experiment.batch_size}: {rows} rows x {devices} x {experiment.grad_accum} micro-batches"
     )
     return experiment, [*lines, batch, rate]
+
+
+def _of_all_devices(experiment: Experiment, num_devices: int) -> Experiment:
+    """The experiment with the rows, and the groups of its practice, of all devices instead of one."""
+    practice = experiment.practice
+    if practice is not None:
+        practice = dataclasses.replace(practice, num_groups=practice.num_groups * num_devices)
+    return dataclasses.replace(experiment, batch_size=experiment.batch_size * num_devices, practice=practice)
 
 
 def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, list[str]]:

@@ -81,7 +81,8 @@ class Experiment:
     grad_accum: int = at_least(1, 1, on_resume="accept")
     # Rows of one micro-batch on one device. Sets grad_accum; if grad_accum is also given, both must agree.
     micro_batch_size: int | None = at_least(1, None, on_resume="accept")
-    # False: batch_size counts the rows of one device, and the effective batch size grows with the number of devices.
+    # False: batch_size counts the rows of one device, and practice.num_groups its groups; with the number of devices
+    # the effective batch size grows, and so does an iteration of practice.
     keep_effective_batch_size: bool = True
     # Adapt grad_accum and fsdp_devices when a run continues on another number of devices, keeping the rows per step and
     # the memory per device.
@@ -264,12 +265,15 @@ class Experiment:
         if problems:
             return problems
         num_steps = practice.steps_per_iteration(self.batch_size)
-        intervals = {"--num-train-steps": self.num_train_steps, "--save-interval": self.save_interval}
+        intervals = {"--save-interval": self.save_interval}
+        if self.num_epochs is None:  # else the steps are those of whole iterations
+            intervals = {"--num-train-steps": self.num_train_steps, **intervals}
         if self.local_checkpoints.dir is not None:
             intervals["--local-checkpoints.interval"] = self.local_checkpoints.interval
-        if self.num_epochs is not None:
+        if self.num_epochs is not None and not practice.takes_samples:
             problems.append(
-                "--num-epochs counts passes over the data, and this run makes its own: give --num-train-steps"
+                f"--num-epochs counts passes over the data, which {type(practice).__name__} does not make: give "
+                "--num-train-steps"
             )
         return problems + [
             f"{flag} {steps} is not a multiple of the {num_steps} optimizer steps of an iteration (--practice.epochs "

@@ -76,6 +76,15 @@ def test_batch_per_device_grows_with_the_first_devices_and_never_again():
     assert (resumed.batch_size, resumed.grad_accum) == (32, 2)
 
 
+def test_groups_of_practice_are_of_one_device_where_the_batch_is():
+    """An iteration has the same number of steps on any devices."""
+    given = dataclasses.replace(registry.load("arithmetic_ppo"), exp_name="x", keep_effective_batch_size=False)
+    experiment, _ = adapt(given, 4, None)
+    assert (experiment.batch_size, experiment.practice.num_groups) == (4 * 256, 4 * 256)
+    assert adapt(given, 2, 4)[0].practice == experiment.practice
+    assert adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)[0].practice == given.practice
+
+
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
 def test_learning_rate_goes_with_the_batch(scaling, factor):
     experiment, lines = adapt(changed(lr_scaling=scaling, reference_batch_size=16), 8, None)

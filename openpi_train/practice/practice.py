@@ -12,7 +12,7 @@ which does all that texts and robots have in common; `text_practice.py`.
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -116,6 +116,9 @@ class Actor(abc.ABC):
 class Practice(abc.ABC):
     """Config of how a run makes attempts, and learns from them."""
 
+    # Whether contexts are samples of the data, so that --num-epochs counts passes over them.
+    takes_samples: ClassVar[bool] = False
+
     # Groups of an iteration: attempts at so many contexts.
     num_groups: int = at_least(1, 32)
     # Attempts at each context.
@@ -144,6 +147,11 @@ class Practice(abc.ABC):
     def steps_per_iteration(self, batch_size: int) -> int:
         """The optimizer steps of an iteration."""
         return self.epochs * self.num_attempts // batch_size
+
+    def num_contexts(self, data: Any, opened: OpenedData) -> int:
+        """The contexts of a pass over the data. Only of a practice that takes samples."""
+        del data
+        return opened.num_samples
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
         """Invalid settings, as sentences that name the flag to change."""

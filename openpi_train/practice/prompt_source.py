@@ -53,6 +53,7 @@ class PromptSource:
             longest = max(longest, int(lengths[usable].max()))
         self.longest = longest
         sizes = [len(samples) for samples in self._samples]
+        self.num_prompts = sum(sizes)
         self._firsts = np.cumsum([0, *sizes[:-1]])
         self._mixture = Mixture(sizes, [member.weight for member in self._members], data.train.mixture.seed)
         self._block, self._located = -1, (np.zeros(0), np.zeros(0), np.zeros(0))

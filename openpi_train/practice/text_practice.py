@@ -1,7 +1,7 @@
 """`TextPractice`: a language model completes prompts and learns from the rewards. Read next: `text_actor.py`."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ class TextPractice(Practice):
     or prompts alone. `--data.max-length` is the most tokens of a prompt and its completion.
     """
 
+    takes_samples: ClassVar[bool] = True
+
     # What completions are rewarded for; the weighted sum is the reward. The first one says what a completion achieved.
     rewards: tuple[TextReward, ...] = (TextReward(name="exact_match"),)
     # The most tokens of a completion.
@@ -56,6 +58,11 @@ class TextPractice(Practice):
             problems.append("TextPractice needs an objective whose law is a TokenLaw (--objective.law)")
         if data.kind not in ("texts", "prompts"):
             problems.append(f"--data.kind {data.kind}: prompts are those of texts (prompt/completion) or prompts")
+        if data.kind == "prompts" and (comparing := [one.name for one in self.rewards if one.compares]):
+            problems.append(
+                f"--practice.rewards {', '.join(comparing)}: --data.kind prompts has no references to compare with; give "
+                "texts with completions, or another reward"
+            )
         if data.packing:
             problems.append("--data.packing is for texts that are learnt: a row of practice is one completion")
         if data.max_length <= self.max_new_tokens:
@@ -97,6 +104,9 @@ class TextPractice(Practice):
         if not isinstance(opened, OpenedText):
             raise UsageError(f"TextPractice completes prompts, and {type(opened).__name__} has none")
         return PromptSource(opened, self.most_prompt_tokens(data))
+
+    def num_contexts(self, data: Any, opened: OpenedData) -> int:
+        return self.prompts(data, opened).num_prompts
 
     def batch_spec(
         self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int

@@ -56,7 +56,7 @@ def settle(given: Experiment, world: World) -> Settled:
     check_run(given)
     data = open_in_turn(experiment)
     if given.num_epochs is not None:
-        steps = _in_steps(given.num_epochs, data.num_samples, experiment.batch_size)
+        steps = _in_steps(given.num_epochs, experiment, data)
         given = dataclasses.replace(given, num_train_steps=steps)
         experiment = dataclasses.replace(experiment, num_train_steps=steps, num_epochs=None)
         experiment.check(jax.device_count())
@@ -88,8 +88,13 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
     return data
 
 
-def _in_steps(num_epochs: int, num_samples: int, batch_size: int) -> int:
-    """The optimizer steps of `num_epochs` passes over the samples."""
-    steps = max(math.ceil(num_epochs * num_samples / batch_size), 1)
-    logger.info("%d epochs of %d samples, %d at a time: %d steps", num_epochs, num_samples, batch_size, steps)
+def _in_steps(num_epochs: int, experiment: Experiment, data: OpenedData) -> int:
+    """The optimizer steps of `num_epochs` passes over the samples, or of practice over its contexts."""
+    practice, size = experiment.practice, experiment.batch_size
+    what, number, at_a_time, each = "samples", data.num_samples, size, 1
+    if practice is not None:
+        what, number = "contexts", practice.num_contexts(experiment.data, data)
+        at_a_time, each = practice.num_groups, practice.steps_per_iteration(size)
+    steps = each * max(math.ceil(num_epochs * number / at_a_time), 1)
+    logger.info("%d epochs of %d %s, %d at a time: %d steps", num_epochs, number, what, at_a_time, steps)
     return steps

@@ -192,6 +192,7 @@ REFUSED = [
     ({}, {"objective": PolicyGradient(law=TokenLaw())}, "whose law draws actions"),
     ({}, {"objective": PolicyGradient(law=FlowLaw(noise=0.0))}, "without chance nothing is scored"),
     ({}, {"objective": FlowMatching()}, "does not learn from own attempts"),
+    ({}, {"num_epochs": 2}, "--num-epochs counts passes over the data, which RobotPractice does not make"),
     ({}, {"save_interval": 6}, "--save-interval 6 is not a multiple of the 4 optimizer steps"),
 ]
 

@@ -30,6 +30,7 @@ from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
+from openpi_train.training import settle
 from openpi_train.training.init import create_state
 
 # Five tokens more than the tokenizer has.
@@ -219,6 +220,15 @@ def test_what_is_no_reward_model_is_refused(make, tmp_path):
         make(practice=dataclasses.replace(PRACTICE, rewards=(TextReward(name=f"model:{tmp_path}/model"),)))
 
 
+@pytest.mark.parametrize(("most_tokens", "steps"), [(13, 24), (12, 20)])
+def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_tokens, steps):
+    """Six prompts, of which the longest has seven tokens, are drawn four at a time; an iteration is four steps."""
+    experiment = make(max_length=most_tokens).experiment
+    assert settle._in_steps(4, experiment, experiment.open_data()) == steps
+    # Also where the length in steps, which is not used, could be none.
+    dataclasses.replace(experiment, num_epochs=4, num_train_steps=7).check(1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -234,7 +244,13 @@ def test_what_is_no_reward_model_is_refused(make, tmp_path):
         ({"objective": PolicyGradient(law=TokenLaw(temperature=0.0))}, "temperature 0.0 must be above 0"),
         ({"practice": dataclasses.replace(PRACTICE, max_new_tokens=16)}, "leave none for the prompt"),
         ({"practice": dataclasses.replace(PRACTICE, rewards=())}, "--practice.rewards is empty"),
-        ({"objective": arithmetic_grpo.objective, "num_epochs": 2}, "--num-epochs counts passes over the data"),
+        (
+            {
+                "practice": dataclasses.replace(PRACTICE, rewards=(TextReward(name="number_match"),)),
+                "data": dataclasses.replace(arithmetic_grpo.data, kind="prompts"),
+            },
+            "--practice.rewards number_match: --data.kind prompts has no references to compare with",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, changes, message):

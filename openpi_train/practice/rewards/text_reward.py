@@ -92,6 +92,11 @@ class TextReward:
     # The term is multiplied by this.
     weight: float = 1.0
 
+    @property
+    def compares(self) -> bool:
+        """Whether it says nothing without a reference."""
+        return self.name in known_scores()
+
     def check(self, number: int) -> list[str]:
         """Why it is no reward, as sentences."""
         flag, (kind, _, argument) = f"--practice.rewards.{number}", self.name.partition(":")
