@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="run_distributed.py", description="Train a language model by a YAML config, on several GPUs or hosts."
     )
     parser.add_argument("--config", required=True, help="the YAML config")
-    parser.add_argument("--algorithm", help="sft, rm or dpo (default: as the config says)")
+    parser.add_argument("--algorithm", help="sft, rm, dpo, ppo or grpo (default: as the config says)")
     _add(parser, "nproc_per_node", type=int, help="processes on this host, a GPU each (default: one with all GPUs)")
     _add(parser, "nnodes", type=int, default=1, help="number of hosts (%(default)s)")
     _add(parser, "node_rank", type=int, default=0, help="this host (%(default)s)")

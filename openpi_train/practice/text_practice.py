@@ -60,8 +60,8 @@ class TextPractice(Practice):
             problems.append(f"--data.kind {data.kind}: prompts are those of texts (prompt/completion) or prompts")
         if data.kind == "prompts" and (comparing := [one.name for one in self.rewards if one.compares]):
             problems.append(
-                f"--practice.rewards {', '.join(comparing)}: --data.kind prompts has no references to compare with; give "
-                "texts with completions, or another reward"
+                f"--practice.rewards {', '.join(comparing)}: --data.kind prompts has no references to compare with; "
+                "give texts with completions, or another reward"
             )
         if data.packing:
             problems.append("--data.packing is for texts that are learnt: a row of practice is one completion")

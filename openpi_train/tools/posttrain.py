@@ -1,7 +1,7 @@
 """The `posttrain` verb: an experiment on a language model from a YAML config of the PyTorch post-training tool.
 
 Values for absent keys are those of the tool's own example: 3 epochs, 4 rows per device, AdamW at 5e-5 falling linearly
-to 0, float32. Read next: `interop/posttraining/training_flags.py`.
+to 0, float32. Read next: `interop/posttraining/training_flags.py`, `posttrain_practice.py` for ppo and grpo.
 """
 
 import contextlib
@@ -12,27 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.hub import SCHEME, hub_folder
-from openpi_train.data.text.text_data import TextData
+from openpi_train.data.text.text_data import RowKind, TextData
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
+from openpi_train.interop.posttraining.prompt_files import PROMPTS, prompt_datasets
+from openpi_train.interop.posttraining.reward_keys import NoRewardError
 from openpi_train.interop.posttraining.text_sources import NoSourcesError, shares
 from openpi_train.interop.posttraining.training_flags import (
     DEFAULT_OUTPUT,
     DEFAULT_ROWS,
+    DEFAULT_SAVE,
     TranslatedConfig,
     translate_config,
 )
-from openpi_train.interop.posttraining.yaml_config import Algorithm, read_yaml
+from openpi_train.interop.posttraining.yaml_config import PRACTISING, Algorithm, read_yaml
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.accompanied import policy_of
+from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
@@ -40,14 +45,19 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.tools.posttrain_practice import with_practice
 from openpi_train.tools.requests import PosttrainRequest, given_fields
 
 logger = logging.getLogger(__name__)
 
-_OBJECTIVES: Mapping[Algorithm, type[Objective]] = {"sft": SupervisedText, "rm": RewardPairs, "dpo": PreferencePairs}
+_OBJECTIVES: Mapping[Algorithm, type[Objective]] = {
+    "sft": SupervisedText,
+    "rm": RewardPairs,
+    "dpo": PreferencePairs,
+    **dict.fromkeys(PRACTISING, PolicyGradient),
+}
 # Values of --algorithm.
-_NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo"}
-_LATER = ("ppo", "grpo")
+_NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo", "ppo": "ppo", "grpo": "grpo"}
 # Flags of the config that one on the command line replaces, besides that of its own name.
 _REPLACED = {
     "--num-train-steps": ("--num-epochs",),
@@ -67,6 +77,8 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
         config, _algorithm(request, config), _replaced(request), name=Path(request.config).stem
     )
     logger.info("%s, key by key:\n%s", request.config, translated.report())
+    if translated.algorithm in PRACTISING and not translated.rewards and request.mode == "train":
+        raise NoRewardError(translated.algorithm)
     experiment, prefix = _built(translated)
     names = {word.partition("=")[0].replace("_", "-") for word in given}
     left_out = {flag for name in names for flag in _REPLACED.get(name, ())}
@@ -80,9 +92,14 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
 def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
     """The experiment without its flags, and the prefix of the flags of its language model."""
     language, tokenizer = _language_model(translated.model)
-    model, prefix = _model_around(language, translated.algorithm)
+    model, prefix = _model_around(language, translated)
+    practises = translated.algorithm in PRACTISING
+    kind: RowKind = "texts" if translated.algorithm == "sft" else "preferences"
     with reported_as(DataError):
-        datasets = tuple(source.dataset() for source in translated.sources)
+        if practises:
+            kind, datasets = prompt_datasets(translated.sources)
+        else:
+            datasets = tuple(source.dataset() for source in translated.sources)
     if len(datasets) > 1:
         logger.info("%s", shares(datasets))
     holds_out = any(source.validation is not None for source in translated.sources)
@@ -93,7 +110,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         data=TextData(
             datasets=datasets,
             tokenizer=tokenizer,
-            kind="texts" if translated.algorithm == "sft" else "preferences",
+            kind=kind,
             max_length=min(MAX_LENGTH, language.context_length),
             validation_fraction=0.0,
         ),
@@ -107,13 +124,13 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         keep_effective_batch_size=False,
         num_epochs=3,
         log_interval=10,
-        save_interval=500,
+        save_interval=DEFAULT_SAVE,
         keep_period=None,
         keep_last=3,
         eval=Evaluations(interval=500 if holds_out else 0),
         checkpoint_base_dir=DEFAULT_OUTPUT,
     )
-    return experiment, prefix
+    return with_practice(experiment, translated) if practises else experiment, prefix
 
 
 def prepare_data(experiments: Sequence[Experiment]) -> None:
@@ -130,12 +147,23 @@ def algorithms_of(request: PosttrainRequest) -> tuple[Algorithm, ...]:
     config = read_yaml(request.config)
     found: list[Algorithm] = []
     for algorithm in dict.fromkeys(_NAMES.values()):
-        with contextlib.suppress(NoSourcesError):
-            translate_config(config, algorithm, _replaced(request))
-            found.append(algorithm)
+        with contextlib.suppress(NoSourcesError), reported_as(DataError):
+            translated = translate_config(config, algorithm, _replaced(request))
+            if _can_read(translated):
+                found.append(algorithm)
+            else:
+                logger.info("%s: its files are those of another algorithm", algorithm)
     if not found:
         raise NoSourcesError("sft")
     return tuple(found)
+
+
+def _can_read(translated: TranslatedConfig) -> bool:
+    """Whether every file has what the algorithm needs, as files that several algorithms share may not have."""
+    needed = ("chosen",) if translated.algorithm in ("rm", "dpo") else PROMPTS
+    return translated.algorithm == "sft" or all(
+        any(source.first(needed).get(name) is not None for name in needed) for source in translated.sources
+    )
 
 
 def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorithm:
@@ -145,8 +173,6 @@ def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorith
     allowed = f"allowed: {', '.join(_NAMES)}"
     if name is None:
         raise UsageError(f"no algorithm: give --algorithm, or training.algorithm in {request.config}; {allowed}")
-    if name in _LATER:
-        raise UsageError(f"--algorithm {name} is reinforcement learning, which is not built yet; {allowed}")
     if name not in _NAMES:
         raise UsageError(f"--algorithm {name}: {allowed}")
     return _NAMES[name]
@@ -179,11 +205,20 @@ def _language_model(where: str) -> tuple[LanguageConfig, str]:
     return found[0], str(on_disk(tokens))
 
 
-def _model_around(language: LanguageConfig, algorithm: Algorithm) -> tuple[ModelConfig, str]:
-    """The model that the algorithm trains, and the prefix of the language model's flags in it."""
+def _model_around(language: LanguageConfig, translated: TranslatedConfig) -> tuple[ModelConfig, str]:
+    """The model that the algorithm trains, and the prefix of the language model's flags in it. Raises UsageError."""
     language = dataclasses.replace(language, dtype="float32", remat="auto")
+    algorithm, has_adapter = translated.algorithm, language.adapter.enabled
     if algorithm == "rm":
         return RewardConfig(language=language), "--model.language."
-    if algorithm == "dpo" and not language.adapter.enabled:
+    if algorithm == "ppo":
+        if has_adapter:
+            raise UsageError(
+                f"{translated.model} has an adapter, which a policy beside a critic cannot have: merge it (`convert "
+                "--merge-lora`), or train with grpo"
+            )
+        return ActorCriticConfig(policy=language, with_reference=translated.with_reference), "--model.policy."
+    # A policy with an adapter is its own reference, without it.
+    if (algorithm == "dpo" or translated.with_reference) and not has_adapter:
         return ReferencedConfig(policy=language), "--model.policy."
     return language, "--model."

@@ -311,7 +311,7 @@ class PosttrainRequest(Request):
     config: str = "config.yaml"
     # train; data_process: only encode the datasets.
     mode: Literal["train", "data_process", "eval"] = "train"
-    # sft, rm (or reward) or dpo; None: as the config says. ppo and grpo are not built yet.
+    # sft, rm (or reward), dpo, ppo or grpo; None: as the config says.
     algorithm: str | None = None
     # Parent of the run directories, in place of the config's.
     output_dir: str | None = None

@@ -12,15 +12,21 @@ from openpi_train.data.text.text_data import TextDataset
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
+from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, Lion
+from openpi_train.practice.estimator import AdvantageEstimator
+from openpi_train.practice.rewards.text_reward import TextReward
+from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.tools import posttrain
 from openpi_train.tools.requests import PosttrainRequest
 
@@ -74,6 +80,94 @@ def test_an_algorithm_is_a_model_an_objective_and_data(started, algorithm, model
     fitted, _ = adapt(found, 4, None)
     fitted.check(4)
     assert fitted.batch_size == 32
+
+
+PRACTISED = ("--config", "config_rlhf_example.yaml", "--algorithm")
+
+
+def test_ppo_is_a_policy_with_a_critic_and_a_reference_that_practises(started):
+    found = run(started, *PRACTISED, "ppo")
+    assert found.model == ActorCriticConfig(policy=found.model.policy, with_reference=True)
+    assert found.objective == PolicyGradient(
+        law=TokenLaw(temperature=1.0, top_k=50), value_weight=0.5, entropy_weight=0.01
+    )
+    assert found.practice == TextPractice(
+        num_groups=8,
+        group_size=1,
+        epochs=2,
+        advantages=AdvantageEstimator(kind="gae", gamma=0.99, kl_weight=0.05),
+        rewards=(TextReward(name="model:./outputs/rm/one_device"),),
+        max_new_tokens=12,
+    )
+    assert (found.data.kind, found.data.max_length, found.data.on_no_targets) == ("texts", 44, "drop")
+    assert found.data.datasets[0].columns == ("prompt=prompt", "completion=answer")
+    assert (found.num_train_steps, found.num_epochs, found.save_interval) == (4, None, 2)
+    assert (found.eval.num_prompts, found.eval.scores, found.eval.sampling.max_new_tokens) == (
+        256,
+        ("exact_match",),
+        12,
+    )
+
+
+def test_grpo_compares_completions_of_a_prompt(started, project):
+    found = run(started, *PRACTISED, "grpo")
+    assert type(found.model) is ReferencedConfig and found.objective.kl_weight == 0.1
+    rewards = (TextReward(name="./rewards.py:vowels"), TextReward(name="number_match", weight=2.0))
+    assert found.practice == TextPractice(num_groups=2, group_size=4, epochs=1, rewards=rewards, max_new_tokens=12)
+    assert found.eval.scores == ("number_match",)
+    fitted, _ = adapt(found, 4, None)
+    fitted.check(4)
+    assert (fitted.batch_size, fitted.practice.num_groups) == (32, 8)
+    # A reward that compares needs what it compares with.
+    (project / "only.yaml").write_text(
+        "model: {name: ./model}\ngrpo: {reward_functions: [exact_match]}\ndata: {train_file: data/pairs.jsonl}\n"
+    )
+    pairs = run(started, "--config", "only.yaml", "--algorithm", "grpo")
+    assert pairs.data.kind == "prompts" and pairs.eval.scores == ()
+    with pytest.raises(UsageError, match="--practice.rewards exact_match: --data.kind prompts has no references"):
+        pairs.check(1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "objective", "practice", "rate"),
+    [
+        (
+            "ppo",
+            ActorCriticConfig,
+            PolicyGradient(law=TokenLaw(temperature=0.7), value_weight=0.1),
+            {
+                "num_groups": 4,
+                "group_size": 1,
+                "epochs": 4,
+                "advantages": AdvantageEstimator(kind="gae", kl_weight=0.05),
+            },
+            3e-6,
+        ),
+        ("grpo", LanguageConfig, PolicyGradient(), {"num_groups": 1, "group_size": 8}, 1e-6),
+    ],
+)
+def test_absent_keys_of_practice_have_published_values(started, project, algorithm, model, objective, practice, rate):
+    (project / "short.yaml").write_text(
+        "model: {name: ./model}\nreward_functions: [number_match]\ndata: {train_file: data/prompts.jsonl}\n"
+    )
+    found = run(started, "--config", "short.yaml", "--algorithm", algorithm, "--data.max-length", "256")
+    rewards = (TextReward(name="number_match"),)
+    assert type(found.model) is model and found.objective == objective
+    assert found.practice == TextPractice(max_new_tokens=256, rewards=rewards, **practice)
+    assert (found.lr_schedule.peak_lr, found.num_epochs, found.eval.num_prompts) == (rate, 3, 0)
+    with pytest.raises(UsageError, match="leave none for the prompt"):  # in this model's context
+        found.check(1)
+
+
+def test_a_policy_with_an_adapter_has_no_critic_and_is_its_own_reference(project):
+    language = posttrain.experiment_of(PosttrainRequest(algorithm="sft"), [])[0].model
+    step = checkpoint(project, dataclasses.replace(language, adapter=AdapterConfig(rank=2)))
+    text = (project / "config_rlhf_example.yaml").read_text().replace("./model", str(step))
+    (project / "adapted.yaml").write_text(text)
+    request = PosttrainRequest(config="adapted.yaml", algorithm="grpo")
+    assert type(posttrain.experiment_of(request, [])[0].model) is LanguageConfig
+    with pytest.raises(UsageError, match="has an adapter, which a policy beside a critic cannot have: merge it"):
+        posttrain.experiment_of(dataclasses.replace(request, algorithm="ppo"), [])
 
 
 def test_absent_keys_have_the_values_of_the_tools_example(started, project):
@@ -177,9 +271,10 @@ def test_a_run_is_a_model_too(started, project):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--algorithm", "ppo"], "--algorithm ppo is reinforcement learning, which is not built yet; allowed: sft"),
-        (["--algorithm", "grpo"], "--algorithm grpo is reinforcement learning, which is not built yet"),
-        (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo"),
+        (["--algorithm", "ppo"], "no training data for ppo: give data.datasets.ppo.train_files"),
+        (["--config", "prompts.yaml", "--algorithm", "ppo"], "no reward for ppo: give ppo.reward_model_path, a run of"),
+        (["--config", "texts.yaml", "--algorithm", "grpo"], "texts.jsonl has no prompts to complete"),
+        (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo, ppo, grpo"),
         (["--mode", "eval"], "--mode eval: the loss on validation files is measured during training"),
         (["--algorithm", "sft", "--dataset", "x"], "--dataset and --deepspeed are for named experiments"),
         (["--config", "absent.yaml"], "the config absent.yaml cannot be read: No such file or directory"),
@@ -190,6 +285,11 @@ def test_a_run_is_a_model_too(started, project):
 def test_what_cannot_be_is_refused(started, project, capsys, words, message):
     (project / "none.yaml").write_text("model: {name: ./model}\n")
     (project / "lost.yaml").write_text("model: {name: ./model}\ndata: {train_file: absent.jsonl}\n")
+    (project / "prompts.yaml").write_text("model: {name: ./model}\ndata: {train_file: data/prompts.jsonl}\n")
+    (project / "texts.jsonl").write_text('{"text": "x"}\n')
+    (project / "texts.yaml").write_text(
+        "model: {name: ./model}\nreward_functions: [overlong:8]\ndata: {train_file: texts.jsonl}\n"
+    )
     config = [] if "--config" in words else ["--config", "config.yaml"]
     assert cli.run(["posttrain", *config, *words]) in (USAGE, 3)
     assert message in capsys.readouterr().err and not started
@@ -204,5 +304,10 @@ def test_data_of_every_algorithm_or_of_one_are_prepared(project, monkeypatch):
     (project / "only.yaml").write_text("model: {name: ./model}\ndata: {sft: {train_files: [data/sums.jsonl]}}\n")
     assert cli.run([*command, "only.yaml"]) == 0
     assert prepared == [["sft", "rm", "dpo"], ["rm"], ["sft"]]
+    # The reward model is not there yet, and prompts are no preferences.
+    assert cli.run([*command, "config_rlhf_example.yaml"]) == 0
+    (project / "only.yaml").write_text("model: {name: ./model}\ndata: {train_file: data/pairs.jsonl}\n")
+    assert cli.run([*command, "only.yaml"]) == 0
+    assert prepared[3:] == [["ppo", "grpo"], ["sft", "rm", "dpo", "ppo", "grpo"]]
     (project / "only.yaml").write_text("model: {name: ./model}\n")
     assert cli.run([*command, "only.yaml"]) == USAGE

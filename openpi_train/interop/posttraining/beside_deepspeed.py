@@ -31,6 +31,11 @@ class BesideDeepSpeed:
         return [name in self.flags for name in _BATCH] == [True, False]
 
     @property
+    def batch(self) -> int | None:
+        """The rows of a step, of all devices or of one, if it gives them."""
+        return self._number("batch-size")
+
+    @property
     def rows(self) -> int | None:
         """The rows of a micro-batch on a device, if it gives them."""
         return self._number("micro-batch-size")

@@ -17,6 +17,8 @@ _KINDS: Mapping[Algorithm, tuple[str, ...]] = {
     "sft": ("sft",),
     "rm": ("reward", "rm"),
     "dpo": ("dpo", "reward", "rlhf"),
+    "ppo": ("ppo", "rlhf"),
+    "grpo": ("grpo", "rlhf"),
 }
 _SINGLE = ("data.train_file", "data.dataset_path")
 _LISTS = ("data.datasets", "data.train_files")
@@ -49,17 +51,28 @@ class TextSource:
     weight: float | None = 1.0
     validation: str | None = None
 
-    def dataset(self) -> TextDataset:
-        """The dataset: reads its first record for the names of columns, and counts records if `weight` is None.
+    def dataset(self, columns: tuple[str, ...] | None = None) -> TextDataset:
+        """The dataset with these columns, or those that its first record has; counts records if `weight` is None.
 
         Raises FileNotFoundError if there is no such file, DataError if the hub does not give it.
         """
-        files = find_files(self.path, "train")
+        if columns is None:
+            columns = _columns(self.first((*COLUMNS, *_OTHER_NAMES)))
         weight = self.weight
         if weight is None:
-            weight = float(sum(1 for file in files for _ in file.records(COLUMNS)))
-        first = next((raw for file in files for _, raw in file.records((*COLUMNS, *_OTHER_NAMES))), None)
-        return TextDataset(path=self.path, weight=weight, validation=self.validation, columns=_columns(first))
+            weight = float(sum(1 for file in find_files(self.path, "train") for _ in file.records(COLUMNS)))
+        return TextDataset(path=self.path, weight=weight, validation=self.validation, columns=columns)
+
+    def first(self, columns: Sequence[str]) -> Mapping[str, Any]:
+        """The first record, of parquet files these columns; empty if there is none that can be read.
+
+        Raises as `dataset`.
+        """
+        raw = next((raw for file in find_files(self.path, "train") for _, raw in file.records(columns)), None)
+        try:
+            return parsed(raw)
+        except (ValueError, TypeError):
+            return {}  # it is reported where it is read, with its place
 
 
 def text_sources(file: YamlConfig) -> tuple[TextSource, ...]:
@@ -175,12 +188,8 @@ def _check_merging(file: YamlConfig, section: str, num_files: int) -> None:
         )
 
 
-def _columns(first: Any) -> tuple[str, ...]:
+def _columns(record: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns to read of a file with this first record; none if they have the names of their types."""
-    try:
-        record = parsed(first)
-    except (ValueError, TypeError):
-        return ()  # it is reported where it is read, with its place
     given = [name for name in (*COLUMNS, *_OTHER_NAMES) if record.get(name) is not None]
     renamed = [name for name in given if name in _OTHER_NAMES and _OTHER_NAMES[name] not in given]
     if not renamed:

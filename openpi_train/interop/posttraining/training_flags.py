@@ -13,6 +13,9 @@ from typing import Any
 from openpi_train.interop.config_file import Flag
 from openpi_train.interop.deepspeed.flags import NO_CLIPPING
 from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
+from openpi_train.interop.posttraining.model_keys import MODEL_KEY, start_model
+from openpi_train.interop.posttraining.practice_flags import practice_flags
+from openpi_train.interop.posttraining.reward_keys import rewards_of
 from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
 from openpi_train.runtime.exits import UsageError
@@ -22,17 +25,19 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
 _WRITERS = ("tensorboard", "wandb")
 # Rows of a device if neither file says how many.
 DEFAULT_ROWS = 4
+# Steps between checkpoints, if no key says how many.
+DEFAULT_SAVE = 500
 # Parent of the runs.
 DEFAULT_OUTPUT = "./output"
 _NAME = "experiment_name"
-_MODEL, _BASE_MODEL = ("model.model_name_or_path", "model.name_or_path"), "model.name"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedConfig:
     """A translated file: what is trained on what, flags of an experiment, a line per key.
 
-    `model` is a folder or an address; flags of the model are those of the language model itself.
+    `model` is a folder or an address; flags of the model are those of the language model itself. `rewards` are the name
+    and the weight of each; `with_reference` says whether own completions are compared with the start weights.
     """
 
     algorithm: Algorithm
@@ -40,6 +45,8 @@ class TranslatedConfig:
     sources: tuple[TextSource, ...]
     flags: tuple[Flag, ...]
     lines: tuple[str, ...]
+    rewards: tuple[tuple[str, float], ...] = ()
+    with_reference: bool = False
 
     def report(self) -> str:
         """A report of every key and its result."""
@@ -61,9 +68,10 @@ def translate_config(
         file.values.setdefault(_NAME, name)
     file.note(f"this run is {algorithm}", "algorithm")
     deepspeed = translate_strategy(file)
-    _length(file)
     _batch(file, deepspeed)
     _schedule(file)
+    with_reference = file.practises and _practice(file, deepspeed)
+    _length(file)
     _optimizer(file)
     _precision(file)
     _saving(file)
@@ -71,16 +79,25 @@ def translate_config(
     _evaluation(file)
     _data(file)
     _objective(file)
-    sources, model = text_sources(file), _model(file)
+    sources, model = text_sources(file), start_model(file)
+    rewards = rewards_of(file) if file.practises else ()
     _resume(file)
     file.leave_others()
     lines = file.lines()
     if model is None:
-        raise UsageError(f"no model: give {_MODEL[0]}, a folder or a name on the hub")
+        raise UsageError(f"no model: give {MODEL_KEY}, a folder or a name on the hub")
     if not sources:
         raise NoSourcesError(algorithm)
     flags, lines = deepspeed.joined(file), (*lines, *deepspeed.lines)
-    return TranslatedConfig(algorithm=algorithm, model=model, sources=sources, flags=flags, lines=lines)
+    return TranslatedConfig(
+        algorithm=algorithm,
+        model=model,
+        sources=sources,
+        flags=flags,
+        lines=lines,
+        rewards=rewards,
+        with_reference=with_reference,
+    )
 
 
 def _length(file: YamlConfig) -> None:
@@ -89,7 +106,7 @@ def _length(file: YamlConfig) -> None:
     if num_steps is not None and num_steps > 0:
         if num_epochs := file.agreed(YamlConfig.count, *epochs):
             raise contradiction(f"{steps} is {num_steps} and num_epochs is {num_epochs}")
-        file.spelled("num-train-steps", YamlConfig.count, steps)
+        file.spelled("num-train-steps", YamlConfig.steps, steps)
         return
     file.note("not above 0: the length is in epochs", steps)
     file.spelled("num-epochs", YamlConfig.count, *epochs)
@@ -97,6 +114,8 @@ def _length(file: YamlConfig) -> None:
 
 def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
     rows_keys, accum_key = ("per_device_train_batch_size", "dataloader.batch_size"), "gradient_accumulation_steps"
+    if file.practises:
+        rows_keys += file.in_section("mini_batch_size")
     rows = file.spelled("micro-batch-size", YamlConfig.count, *rows_keys)
     accum = file.spelled("grad-accum", YamlConfig.count, accum_key)
     if (rows or accum) and not deepspeed.has_total:
@@ -106,6 +125,18 @@ def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
         file.flag("keep-effective-batch-size", False, *rows_keys, accum_key)
     file.spelled("num-workers", YamlConfig.whole, "dataloader_num_workers", "dataloader.num_workers")
     file.spelled("seed", YamlConfig.whole, "seed")
+
+
+def _practice(file: YamlConfig, deepspeed: BesideDeepSpeed) -> bool:
+    """The keys of ppo and grpo. Returns whether there is a reference."""
+    rate = deepspeed.flags.get("lr-schedule.peak-lr")
+    return practice_flags(
+        file,
+        rows=file.flags.get("batch-size") or deepspeed.batch or DEFAULT_ROWS,
+        accum=file.flags.get("grad-accum") or deepspeed.accum or 1,
+        of_all=deepspeed.has_total,
+        rate=file.flags.get("lr-schedule.peak-lr") or (float(rate[1]) if rate else None),
+    )
 
 
 def _schedule(file: YamlConfig) -> None:
@@ -118,7 +149,7 @@ def _schedule(file: YamlConfig) -> None:
             f"lr_scheduler_type constant has no warm-up, and {'warmup_steps' if steps else 'warmup_ratio'} is "
             f"{steps or ratio}: use constant_with_warmup, or remove it"
         )
-    file.spelled("lr-schedule.peak-lr", YamlConfig.number, "learning_rate")
+    file.spelled("lr-schedule.peak-lr", YamlConfig.number, *file.own("learning_rate"))
     file.flag("lr-schedule.kind", None if kind is None else _SCHEDULES[kind], "lr_scheduler_type")
     if ratio:
         file.flag("lr-schedule.warmup-ratio", ratio, "warmup_ratio")
@@ -154,7 +185,9 @@ def _precision(file: YamlConfig) -> None:
 def _saving(file: YamlConfig) -> None:
     file.spelled("exp-name", YamlConfig.text, _NAME)
     file.spelled("checkpoint-base-dir", YamlConfig.text, "output_dir")
-    file.spelled("save-interval", YamlConfig.count, "save_steps")
+    interval = file.spelled("save-interval", YamlConfig.steps, "save_steps")
+    if interval is None and DEFAULT_SAVE % file.iteration_steps:
+        file.flag("save-interval", file.whole_iterations(DEFAULT_SAVE))
     file.spelled("keep-last", YamlConfig.count, "save_total_limit")
     file.word("save_strategy", ("steps",))
     file.note("every save_steps, and at the end", "save_strategy")
@@ -190,8 +223,10 @@ def _evaluation(file: YamlConfig) -> None:
 
 
 def _data(file: YamlConfig) -> None:
-    file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))
     file.spelled("data.cache-dir", YamlConfig.text, "data.cache_dir")
+    if file.practises:
+        return  # its prompts and completions have lengths of their own
+    file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))
     sides = file.own("truncation_side")
     side = file.agreed(YamlConfig.word, *sides, allowed=("left", "right"))
     kept = {None: None, "left": "keep_end", "right": "keep_start"}
@@ -226,36 +261,6 @@ def _objective(file: YamlConfig) -> None:
         if file.agreed(YamlConfig.boolean, *freezes):
             file.flag("freeze", "decoder/.*", *freezes)
         file.note("the score head trains", *freezes)
-
-
-def _model(file: YamlConfig) -> str | None:
-    """The folder or the address of the model; None if there is none."""
-    path, base = file.agreed(YamlConfig.text, *_MODEL), file.text(_BASE_MODEL)
-    found = path or base
-    if found is None:
-        return None
-    model = model_place(found)
-    file.note(f"weights, sizes and tokenizer of {model}", *(_MODEL if path else (_BASE_MODEL,)))
-    if path:
-        file.note("tokenizer and sizes are those of the weights", _BASE_MODEL)
-    reference = file.own("reference_model_path")
-    for key in reference if file.algorithm == "dpo" else ():
-        other = file.text(key)
-        if other is not None and model_place(other) != model:
-            raise contradiction(f"{key} is {other} and the model is {found}; the reference is the start weights")
-        file.note("the start weights", key)
-    return model
-
-
-def model_place(name: str) -> str:
-    """The folder of this name, or else the address of a model on the hub. Raises UsageError if it is neither."""
-    if name.startswith("hub:") or "://" in name or Path(name).expanduser().is_dir():
-        return name
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UsageError(
-            f"no model at {name}: give a folder (of Hugging Face's form, or one of our runs), or USER/NAME on the hub"
-        )
-    return f"hub:{name}"
 
 
 def _resume(file: YamlConfig) -> None:

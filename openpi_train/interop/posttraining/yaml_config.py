@@ -16,10 +16,17 @@ from openpi_train.interop.config_file import ConfigFile, flatten
 from openpi_train.interop.posttraining.without_flag import WITHOUT_FLAG
 from openpi_train.runtime.exits import UsageError
 
-Algorithm = Literal["sft", "rm", "dpo"]
+Algorithm = Literal["sft", "rm", "dpo", "ppo", "grpo"]
+# The algorithms that learn from a policy's own completions.
+PRACTISING: tuple[Algorithm, ...] = ("ppo", "grpo")
 # The sections of hyperparameters that belong to an algorithm, by its name.
-SECTIONS: Mapping[str, tuple[str, ...]] = {"sft": ("sft",), "rm": ("reward", "rm"), "dpo": ("dpo",)}
-_OF_OTHERS = ("ppo", "grpo", "rlhf")
+SECTIONS: Mapping[Algorithm, tuple[str, ...]] = {
+    "sft": ("sft",),
+    "rm": ("reward", "rm"),
+    "dpo": ("dpo",),
+    "ppo": ("ppo", "rlhf"),
+    "grpo": ("grpo", "rlhf"),
+}
 _TRAINING = "training"
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 _FLOAT_FORM = re.compile(
@@ -41,6 +48,8 @@ class YamlConfig(ConfigFile):
         self.values.update(given)
         # The keys that gave each flag.
         self.origin: dict[str, tuple[str, ...]] = {}
+        # The optimizer steps of an iteration of practice, within which nothing is saved.
+        self.iteration_steps = 1
 
     def whole(self, key: str, default: int | None = None) -> int | None:
         """An integer of at least 0; the default if the key is absent."""
@@ -48,6 +57,18 @@ class YamlConfig(ConfigFile):
         if value is not None and (value < 0 or not float(value).is_integer()):
             raise UsageError(f"{key} is {value}; it must be a whole number of at least 0")
         return None if value is None else int(value)
+
+    def steps(self, key: str, default: int | None = None) -> int | None:
+        """A number of optimizer steps, as `count`, of whole iterations."""
+        value = self.count(key, default)
+        if value is None or value % self.iteration_steps == 0:
+            return value
+        self.note(f"whole iterations, of {self.iteration_steps} steps", key)
+        return self.whole_iterations(value)
+
+    def whole_iterations(self, num_steps: int) -> int:
+        """At least so many steps."""
+        return -(-num_steps // self.iteration_steps) * self.iteration_steps
 
     def entries(self, key: str) -> Any:
         """A list; None if the key is absent."""
@@ -78,9 +99,18 @@ class YamlConfig(ConfigFile):
         self.flag(name, value, *keys)
         return value
 
+    @property
+    def practises(self) -> bool:
+        """Whether the algorithm learns from the policy's own completions."""
+        return self.algorithm in PRACTISING
+
     def own(self, *names: str) -> tuple[str, ...]:
         """The keys of the algorithm's own hyperparameters: in `training`, at the top, or in its section."""
-        return (*names, *(f"{section}.{name}" for section in SECTIONS[self.algorithm] for name in names))
+        return (*names, *self.in_section(*names))
+
+    def in_section(self, *names: str) -> tuple[str, ...]:
+        """The keys of these names in the algorithm's section."""
+        return tuple(f"{section}.{name}" for section in SECTIONS[self.algorithm] for name in names)
 
     def flag(self, name: str, value: Any, *keys: str) -> None:
         super().flag(name, value, *keys)
@@ -90,8 +120,7 @@ class YamlConfig(ConfigFile):
     def leave_others(self) -> None:
         """Note the sections that belong to other algorithms."""
         mine = SECTIONS[self.algorithm]
-        others = [name for names in SECTIONS.values() for name in names if name not in mine]
-        for section in (*others, *_OF_OTHERS):
+        for section in (name for names in SECTIONS.values() for name in names if name not in mine):
             self.note_all(section, f"for another algorithm than {self.algorithm}")
 
 
