@@ -12,6 +12,7 @@ from openpi_train.data.text.text_data import TextDataset
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
@@ -102,11 +103,10 @@ def test_ppo_is_a_policy_with_a_critic_and_a_reference_that_practises(started):
     assert (found.data.kind, found.data.max_length, found.data.on_no_targets) == ("texts", 44, "drop")
     assert found.data.datasets[0].columns == ("prompt=prompt", "completion=answer")
     assert (found.num_train_steps, found.num_epochs, found.save_interval) == (4, None, 2)
-    assert (found.eval.num_prompts, found.eval.scores, found.eval.sampling.max_new_tokens) == (
-        256,
-        ("exact_match",),
-        12,
-    )
+    assert (found.eval.num_prompts, found.eval.scores) == (256, ("exact_match",))
+    assert found.eval.sampling == SamplingSettings(temperature=0.0, max_new_tokens=12)
+    with pytest.raises(UsageError, match=r"rewards.0.name model:./outputs/rm/one_device: there is no ./outputs"):
+        found.check(1)
 
 
 def test_grpo_compares_completions_of_a_prompt(started, project):
@@ -124,7 +124,7 @@ def test_grpo_compares_completions_of_a_prompt(started, project):
     )
     pairs = run(started, "--config", "only.yaml", "--algorithm", "grpo")
     assert pairs.data.kind == "prompts" and pairs.eval.scores == ()
-    with pytest.raises(UsageError, match="--practice.rewards exact_match: --data.kind prompts has no references"):
+    with pytest.raises(UsageError, match=r"rewards exact_match: --data.kind prompts has no references"):
         pairs.check(1)
 
 
