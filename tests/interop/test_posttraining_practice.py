@@ -6,7 +6,7 @@ import re
 import pytest
 from deepspeed_files import with_changes
 
-from openpi_train.interop.posttraining.practice_flags import _INSTEAD, _ONLY, _WITHOUT
+from openpi_train.interop.posttraining.practice_without_flag import INSTEAD, ONLY, WITHOUT
 from openpi_train.interop.posttraining.prompt_files import prompt_datasets
 from openpi_train.interop.posttraining.text_sources import TextSource
 from openpi_train.interop.posttraining.training_flags import translate_config
@@ -31,6 +31,31 @@ def translated(config, algorithm="grpo"):
 
 def command(config, algorithm="grpo"):
     return " ".join(word for flag in translated(config, algorithm).flags for word in flag)
+
+
+# The tool's main config.
+MAIN = {
+    "training": {"algorithm": "ppo", "num_epochs": 3, "learning_rate": 5e-5, "warmup_steps": 100, "save_steps": 500},
+    "ppo": {
+        **{"ppo_epochs": 4, "clip_range": 0.2, "value_loss_coef": 0.5, "entropy_coef": 0.01, "gamma": 0.99},
+        **{"gae_lambda": 0.95, "reward_model_path": "./output/reward/final_model"},
+    },
+    "grpo": {"group_size": 4, "beta": 0.1, "clip_range": 0.2, "vf_coef": 0.5, "ent_coef": 0.01},
+    "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
+    "data": {"dataset_path": "./data", "max_length": 2048, "max_prompt_length": 1024},
+    "generation": {"max_new_tokens": 1024, "temperature": 1.0, "top_k": 50, "top_p": 1.0},
+}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_every_key_of_the_tools_main_config_is_answered(algorithm):
+    found = translated(MAIN, algorithm)
+    for section, keys in MAIN.items():
+        for name, value in keys.items():
+            key = name if section == "training" else f"{section}.{name}"
+            assert f"{key}: {json.dumps(value)}" in found.report()
+    assert "--practice.max-new-tokens 1024 " in command(MAIN, algorithm) and found.with_reference
+    assert "--data.max-length 2048 " in command(MAIN, algorithm)
 
 
 def test_absent_keys_leave_what_the_experiment_has():
@@ -211,19 +236,19 @@ def test_rewards_are_functions_and_models(config, rewards, folder):
         assert f"--practice.rewards.{number}.name {name}" in found.report()
 
 
-@pytest.mark.parametrize("name", [*_ONLY, *_INSTEAD, *(name for names in _WITHOUT.values() for name in names.split())])
+@pytest.mark.parametrize("name", [*ONLY, *INSTEAD, *(name for names in WITHOUT.values() for name in names.split())])
 @pytest.mark.parametrize("section", ["training", "ppo"])
 def test_a_key_without_a_flag_has_its_reason_or_one_value(name, section):
-    if name not in _ONLY and name not in _INSTEAD:
-        reason = next(text for text, names in _WITHOUT.items() if name in names.split())
+    if name not in ONLY and name not in INSTEAD:
+        reason = next(text for text, names in WITHOUT.items() if name in names.split())
         report = translated({section: {name: 1}}, "ppo").report()
         assert re.search(rf"{name}: 1 +{re.escape(reason)}", report)
         return
-    if name in _ONLY:
+    if name in ONLY:
         assert re.search(
-            rf"{name}: .* no flag: always so", translated({section: {name: _ONLY[name][0]}}, "ppo").report()
+            rf"{name}: .* no flag: always so", translated({section: {name: ONLY[name][0]}}, "ppo").report()
         )
-    why = _ONLY[name][1] if name in _ONLY else _INSTEAD[name]
+    why = ONLY[name][1] if name in ONLY else INSTEAD[name]
     with pytest.raises(UsageError, match=f"{name} is 7.*{re.escape(why)}"):
         translated({section: {name: 7}}, "ppo")
 
