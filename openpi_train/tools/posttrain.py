@@ -56,6 +56,13 @@ _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {
     "dpo": PreferencePairs,
     **dict.fromkeys(PRACTISING, PolicyGradient),
 }
+# Columns of which an algorithm needs one.
+_COLUMNS: Mapping[Algorithm, tuple[str, ...]] = {
+    "sft": ("text", "messages", "conversations", "completion", "response"),
+    "rm": ("chosen",),
+    "dpo": ("chosen",),
+    **dict.fromkeys(PRACTISING, PROMPTS),
+}
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo", "ppo": "ppo", "grpo": "grpo"}
 # Flags of the config that one on the command line replaces, besides that of its own name.
@@ -141,29 +148,32 @@ def prepare_data(experiments: Sequence[Experiment]) -> None:
 
 
 def algorithms_of(request: PosttrainRequest) -> tuple[Algorithm, ...]:
-    """The algorithms of --mode data_process: the one that is given, or all whose datasets the config has."""
+    """The algorithms of --mode data_process: the one that is given, or all whose datasets the config has.
+
+    Several may share files. If these have what some of the algorithms need, it is those.
+    """
     if request.algorithm is not None:
         return (_algorithm(request, {}),)
     config = read_yaml(request.config)
-    found: list[Algorithm] = []
+    found: dict[Algorithm, bool] = {}
     for algorithm in dict.fromkeys(_NAMES.values()):
         with contextlib.suppress(NoSourcesError), reported_as(DataError):
             translated = translate_config(config, algorithm, _replaced(request))
-            if _can_read(translated):
-                found.append(algorithm)
-            else:
-                logger.info("%s: its files are those of another algorithm", algorithm)
+            found[algorithm] = _can_read(translated)
     if not found:
         raise NoSourcesError("sft")
-    return tuple(found)
+    if not any(found.values()):
+        return tuple(found)  # where it is read, it is said what is wrong
+    if others := [algorithm for algorithm, is_read in found.items() if not is_read]:
+        logger.info("not prepared for %s: no such columns in the files", ", ".join(others))
+    return tuple(algorithm for algorithm, is_read in found.items() if is_read)
 
 
 def _can_read(translated: TranslatedConfig) -> bool:
-    """Whether every file has what the algorithm needs, as files that several algorithms share may not have."""
-    needed = ("chosen",) if translated.algorithm in ("rm", "dpo") else PROMPTS
-    return translated.algorithm == "sft" or all(
-        any(source.first(needed).get(name) is not None for name in needed) for source in translated.sources
-    )
+    """Whether the first record of every file has what the algorithm needs."""
+    needed = _COLUMNS[translated.algorithm]
+    records = (source.first(needed) for source in translated.sources)
+    return all(any(record.get(name) is not None for name in needed) for record in records)
 
 
 def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorithm:

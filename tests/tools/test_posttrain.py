@@ -308,6 +308,10 @@ def test_data_of_every_algorithm_or_of_one_are_prepared(project, monkeypatch):
     assert cli.run([*command, "config_rlhf_example.yaml"]) == 0
     (project / "only.yaml").write_text("model: {name: ./model}\ndata: {train_file: data/pairs.jsonl}\n")
     assert cli.run([*command, "only.yaml"]) == 0
-    assert prepared[3:] == [["ppo", "grpo"], ["sft", "rm", "dpo", "ppo", "grpo"]]
+    assert prepared[3:] == [["ppo", "grpo"], ["rm", "dpo", "ppo", "grpo"]]
+    # What is wrong with files that nobody can read is said where they are read.
+    (project / "no.jsonl").write_text('{"x": 1}\n')
+    (project / "only.yaml").write_text("model: {name: ./model}\ndata: {sft: {train_files: [no.jsonl]}}\n")
+    assert cli.run([*command, "only.yaml"]) == 0 and prepared[5:] == [["sft"]]
     (project / "only.yaml").write_text("model: {name: ./model}\n")
     assert cli.run([*command, "only.yaml"]) == USAGE
