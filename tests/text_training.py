@@ -149,7 +149,7 @@ OBJECTIVES = {
 # Every kind of objective and every strategy is there, with and without micro-batches.
 PROCESSES = {
     2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1), "policy": ("zero3", 1)},
-    4: {"sigmoid": ("zero3", 1), "policy": ("zero2", 4)},
+    4: {"policy": ("zero2", 4)},
 }
 
 

@@ -1,4 +1,4 @@
-"""The small PaliGemma policies on made-up data; `test_paligemma_run.py` trains them."""
+"""The small PaliGemma with a flow head on made-up data; `test_paligemma_run.py` trains it."""
 
 import dataclasses
 
@@ -12,10 +12,6 @@ _DATA = DataConfig(
     tokenizer="bytes",
     text_lengths=1,
 )
-_flow, _tokens = registry.load("paligemma_tiny"), registry.load("paligemma_tokens_tiny")
-
-flow = dataclasses.replace(_flow, data=_DATA, model=dataclasses.replace(_flow.model, max_token_len=32))
-"""Its actions by flow matching."""
-
-tokens = dataclasses.replace(_tokens, data=_DATA, model=dataclasses.replace(_tokens.model, max_token_len=192))
-"""Its actions as FAST tokens."""
+_tiny = registry.load("paligemma_tiny")
+flow = dataclasses.replace(_tiny, data=_DATA, model=dataclasses.replace(_tiny.model, max_token_len=32))
+"""On one device or several."""

@@ -1,4 +1,4 @@
-"""pi0-FAST and the insulated pi0.5, each trained on two processes, resumed on one, as a run of one process gives it."""
+"""pi0-FAST on two processes, the insulated pi0.5 on one with two devices, each resumed on one device: as one alone."""
 
 import json
 from pathlib import Path
@@ -25,10 +25,12 @@ def fast_tokenizer(tmp_path_factory):
     return base / "fast"
 
 
-@pytest.mark.parametrize("experiment", ["fast", "insulated"])
-def test_two_processes_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, experiment):
+@pytest.mark.parametrize(("experiment", "processes"), [("fast", 2), ("insulated", 1)], ids=["fast", "insulated"])
+def test_two_devices_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, experiment, processes):
     flags = (f"{RUNS}:{experiment}", "--model.fast-tokenizer", fast_tokenizer, "--data.text-lengths", "1")
-    train(tmp_path / "two", *flags, *CUT, "--num-train-steps", str(LAST // 2), processes=2)
+    train(
+        tmp_path / "two", *flags, *CUT, "--num-train-steps", str(LAST // 2), processes=processes, devices=2 // processes
+    )
     plan = json.loads((tmp_path / "two" / "runs" / experiment / "x" / "plan.json").read_text())
     assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
     # The second half on one process with one device.

@@ -74,8 +74,7 @@ def on_host(tree):
     return {leaf.shape for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST_MEMORY}
 
 
-@pytest.mark.parametrize("accum", [1, 4])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("devices", "accum"), [(4, 1), (1, 4)])
 def test_a_run_with_offload_has_the_bits_of_one_without_and_each_continues_the_other(devices, accum, tmp_path):
     trainer, layout = prepare(devices, accum, "none")
     plain = compiled(trainer, layout)
