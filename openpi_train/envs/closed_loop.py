@@ -18,6 +18,7 @@ from jaxtyping import Array, Integer, Key
 from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.rollout import Policy, rollout
 from openpi_train.envs.score import EpisodeResult, Score
+from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import VideoRecorder
 from openpi_train.fields import at_least
 
@@ -28,6 +29,8 @@ class ClosedLoop:
 
     # The environment to act in; the default is none, without closed-loop evaluation.
     env: Env = dataclasses.field(default_factory=NoEnv)
+    # Its tasks that are evaluated, by name or by number from 0; None: all.
+    tasks: tuple[str, ...] | None = None
     # Steps between closed-loop evaluations, a multiple of --eval.interval; 0: before the first and after the last step.
     interval: int = at_least(0, 0)
     # Initial states per task, the same at every evaluation.
@@ -46,9 +49,14 @@ class ClosedLoop:
     dataset: int = 0
 
     @property
+    def task_numbers(self) -> tuple[int, ...]:
+        """The numbers of `tasks` in the environment. Raises ValueError if it lacks one."""
+        return chosen_tasks(self.env, self.tasks)
+
+    @property
     def num_episodes(self) -> int:
         """Number of episodes over all tasks."""
-        return len(self.env.tasks) * self.episodes_per_task
+        return len(self.task_numbers) * self.episodes_per_task
 
 
 def evaluate(
@@ -85,7 +93,7 @@ def evaluate(
         count = len(numbers)
         # A process without an episode in the last batch simulates one that another process counts.
         acted = numbers if count else np.array([config.num_episodes - 1])
-        tasks = acted % len(env.tasks)
+        tasks = np.asarray(config.task_numbers)[acted % len(config.task_numbers)]
         outcome = rollout(
             begin(),
             env,
@@ -112,7 +120,7 @@ def evaluate(
 
 def episode_keys(config: ClosedLoop, numbers: np.ndarray) -> Key[Array, " b"]:
     """A key per episode, from seed, task and attempt; independent of other tasks and of the number of attempts."""
-    names = config.env.tasks
+    names = [config.env.tasks[task] for task in config.task_numbers]
     tasks = np.asarray([zlib.crc32(names[number % len(names)].encode()) for number in numbers], np.uint32)
     return _keys(config.seed, jnp.asarray(tasks), jnp.asarray(numbers // len(names)))
 

@@ -26,6 +26,10 @@ class EvalConfig(Evaluations):
     closed_loop: ClosedLoop = dataclasses.field(default_factory=ClosedLoop)
 
     def check(self) -> list[str]:
+        try:
+            _ = self.closed_loop.task_numbers
+        except ValueError as error:
+            return [f"--eval.closed-loop.tasks {' '.join(self.closed_loop.tasks or ())}: {error}"]
         every = self.closed_loop.interval
         if every and (not self.interval or every % self.interval):
             return [

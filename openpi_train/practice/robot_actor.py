@@ -15,6 +15,7 @@ from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import local_rows
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import Outcome, rollout
+from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import Running
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
@@ -75,11 +76,15 @@ class RobotActor(Actor):
         self._lanes_per_device = self.num_lanes // num_groups
         per_device = practice.num_attempts // num_groups
         self._sampling = RowSampling(trainer, self._draw, rows_per_device=min(practice.episodes_per_device, per_device))
-        self._states = InitialStates(self._env.tasks, practice.states_per_task, trainer.seed)
+        self._tasks = chosen_tasks(self._env, practice.tasks)
+        names = [self._env.tasks[task] for task in self._tasks]
+        self._states = InitialStates(names, practice.states_per_task, trainer.seed)
         self.identity: Mapping[str, Any] = {
             "env": repr(practice.env),
             "states_per_task": practice.states_per_task,
             "rows": running.data.train.identity,
+            # Runs of all tasks have no entry, as they had before tasks could be chosen.
+            **({} if practice.tasks is None else {"tasks": names}),
         }
 
     def context(self, draw: int) -> int:
@@ -102,10 +107,8 @@ class RobotActor(Actor):
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
         returns, outcomes, steps = table[:, :3].T
-        tasks = np.repeat([self._states.task(draw) for draw in draws], group_size)
-        parts = {
-            f"success/{name}": np.where(tasks == task, outcomes, np.nan) for task, name in enumerate(self._env.tasks)
-        }
+        tasks = np.repeat([self._task(draw) for draw in draws], group_size)
+        parts = {f"success/{self._env.tasks[one]}": np.where(tasks == one, outcomes, np.nan) for one in self._tasks}
         return Attempts(
             contexts=np.repeat([self.context(draw) for draw in draws], group_size),
             rewards=outcomes + self._practice.dense_weight * returns,
@@ -115,6 +118,10 @@ class RobotActor(Actor):
             local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
             parts={"control_steps": steps, **parts},
         )
+
+    def _task(self, draw: int) -> int:
+        """The number of a draw's task in the environment."""
+        return self._tasks[self._states.task(draw)]
 
     def traces(self, columns: Mapping[str, Any]) -> Any:
         return self._law.traces(observation_of(dict(columns)), _kept(columns), columns["row"])
@@ -154,7 +161,7 @@ class RobotActor(Actor):
             policy,
             self._env,
             self._states.reset_keys(draws),
-            np.array([self._states.task(int(draw)) for draw in draws]),
+            np.array([self._task(int(draw)) for draw in draws]),
             execute=practice.num_executed(self._model),
             policy_keys=self._states.noise_keys(draws, attempts),
             max_steps=practice.max_steps,

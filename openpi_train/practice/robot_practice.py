@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from openpi_train.data.config import DataConfig
 from openpi_train.data.interface import OpenedData
 from openpi_train.envs.env import Env, NoEnv
+from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.models.model_config import PolicyConfig
@@ -27,6 +28,8 @@ class RobotPractice(Practice):
 
     # The environment to act in.
     env: Env = dataclasses.field(default_factory=NoEnv)
+    # Its tasks that are practised, by name or by number from 0; None: all.
+    tasks: tuple[str, ...] | None = None
     # Initial states of each task; None: new ones for ever.
     states_per_task: int | None = at_least(1, None)
     # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
@@ -56,6 +59,8 @@ class RobotPractice(Practice):
             )
         if not self.env.tasks:
             problems.append("--practice.env has no task: there is nothing to practise")
+        else:
+            problems += self._check_tasks()
         if self.dense_weight and not self.env.has_reward:
             problems.append(
                 f"--practice.dense-weight {self.dense_weight}: {type(self.env).__name__} has no rewards but success; "
@@ -75,6 +80,13 @@ class RobotPractice(Practice):
                 "is drawn twice: give --practice.states-per-task"
             )
         return problems
+
+    def _check_tasks(self) -> list[str]:
+        try:
+            chosen_tasks(self.env, self.tasks)
+        except ValueError as error:
+            return [f"--practice.tasks {' '.join(self.tasks or ())}: {error}"]
+        return []
 
     def num_executed(self, model: PolicyConfig) -> int:
         """`execute` with its default filled in."""

@@ -33,6 +33,7 @@ from openpi_train.data.workers import start_worker
 from openpi_train.data.zarr.store import ArrayInfo
 from openpi_train.data.zarr.zarr_writer import Contents, write_store
 from openpi_train.envs.env import Env
+from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
@@ -122,10 +123,7 @@ def collect(
 def _numbers(env: Env, names: Sequence[str] | None) -> list[int]:
     if not env.has_expert:
         raise ValueError(f"{type(env).__name__} has no scripted expert, which demonstrations need")
-    names = env.tasks if names is None else tuple(dict.fromkeys(names))
-    if unknown := [name for name in names if name not in env.tasks]:
-        raise ValueError(f"no task {', '.join(unknown)}; {type(env).__name__} has {', '.join(env.tasks)}")
-    return [env.tasks.index(name) for name in names]
+    return list(chosen_tasks(env, None if names is None else tuple(dict.fromkeys(names))))
 
 
 def _identity(env: Env, seed: int) -> str:

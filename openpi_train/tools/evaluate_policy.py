@@ -116,7 +116,9 @@ def closed_loop_of(request: EvaluateRequest, experiment: Experiment, dataset: in
         "episodes_per_device": request.batch_size,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(experiment.robot_eval.closed_loop, **asked)
+    # Another environment has other tasks.
+    tasks = {"tasks": None} if "env" in asked else {}
+    return dataclasses.replace(experiment.robot_eval.closed_loop, **asked, **tasks)
 
 
 def _env(name: str | None) -> Env | None:

@@ -48,6 +48,18 @@ def test_batches_change_no_episode_and_a_share_of_rows_is_that_share():
     assert share is not None and share.episodes == tuple(whole.episodes[number] for number in (2, 3, 6, 7))
 
 
+def test_chosen_tasks_have_the_episodes_that_they_have_among_all():
+    whole = evaluate(lambda: noisy, CONFIG, execute=2)
+    chosen = evaluate(lambda: noisy, dataclasses.replace(CONFIG, tasks=("2", "reach_1")), execute=2)
+    assert whole is not None and chosen is not None
+    assert [episode.task for episode in chosen.episodes] == ["reach_2", "reach_1"] * 3
+
+    def ends(score, task):
+        return [(episode.success, episode.steps) for episode in score.episodes if episode.task == task]
+
+    assert all(ends(chosen, task) == ends(whole, task) for task in ("reach_1", "reach_2"))
+
+
 class Climbing:
     """Says 10 n, 10 n + 1, 10 n + 2 at its n-th question: it remembers, so every batch needs one of its own."""
 

@@ -120,6 +120,17 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
     assert (pictures == np.array([0, 2, 4])[:, None, None, None]).all()
 
 
+def test_only_chosen_tasks_are_practised_from_the_states_that_they_have_among_all(make):
+    made = make(env=TIMED, tasks=("away_6", "2"), num_groups=4, group_size=2)
+    attempts = made.act(range(4), 2)
+    tasks = {name.removeprefix("success/") for name in attempts.parts if name.startswith("success/")}
+    assert tasks == {"away_6", "away_3"} and made.actor.identity["tasks"] == ["away_6", "away_3"]
+    # Only the third task can be achieved within five control steps.
+    steps = np.where(attempts.contexts == 1, 3, 5)
+    assert sorted(attempts.contexts) == [0] * 4 + [1] * 4 and attempts.parts["control_steps"].tolist() == steps.tolist()
+    assert attempts.outcomes.tolist() == (attempts.contexts == 1).tolist()
+
+
 def test_attempts_of_a_group_begin_alike_and_differ_by_their_noise(still):
     made, *_ = still
     attempts = made.act([3, 4, 7, 9])
@@ -181,6 +192,12 @@ REFUSED = [
     ({"dense_weight": 0.5, "env": TabletopEnv()}, {}, "TabletopEnv has no rewards but success"),
     ({"execute": 4}, {}, "--practice.execute 4: a chunk has 3 actions"),
     ({"env": dataclasses.replace(Wander(), distances=())}, {}, "--practice.env has no task"),
+    ({"tasks": ("away_0.6",)}, {}, "--practice.tasks away_0.6: there is no task away_0.6; did you mean away_0.06?"),
+    (
+        {},
+        {"eval": dataclasses.replace(wandering.eval, closed_loop=ClosedLoop(env=Wander(), tasks=("2",)))},
+        "--eval.closed-loop.tasks 2: there is no task 2; Wander has 0 away_0.06, 1 away_0.08",
+    ),
     (
         {"mixed_only": True, "num_groups": 4, "group_size": 6},
         {},

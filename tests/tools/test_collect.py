@@ -100,7 +100,11 @@ def test_more_episodes_begin_with_the_fewer_and_other_seeds_are_others(made, tmp
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"tasks": ["sure", "easy"]}, ValueError, "no task easy; Walk has sure, hard, harder, impossible"),
+        (
+            {"tasks": ["sure", "easy"]},
+            ValueError,
+            "there is no task easy; Walk has 0 sure, 1 hard, 2 harder, 3 impossible",
+        ),
         ({"episodes_per_task": 0}, ValueError, "episodes_per_task 0 and workers 1 must be at least 1"),
         ({"tasks": ["impossible"]}, RuntimeError, "expert failed impossible 16 times of as many: leave the task out"),
     ],
