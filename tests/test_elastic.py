@@ -101,3 +101,17 @@ def test_learning_rate_goes_with_the_batch(scaling, factor):
 def test_scaling_without_a_reference_or_the_reverse_is_refused(fields):
     with pytest.raises(Exception, match="give both"):
         changed(**fields).check(8)
+
+
+def test_groups_of_practice_per_device_grow_with_the_batch_so_that_an_iteration_has_as_many_steps():
+    given = dataclasses.replace(
+        registry.load("tabletop_few_rloo"), exp_name="x", batch_size=16, keep_effective_batch_size=False
+    )
+    for devices, first in ((1, None), (4, None), (2, 4)):
+        experiment, _ = adapt(given, devices, first)
+        began_on = first or devices
+        assert (experiment.batch_size, experiment.practice.num_groups) == (16 * began_on, 16 * began_on)
+        assert experiment.practice.steps_per_iteration(experiment.batch_size) == 8
+        dataclasses.replace(experiment, num_train_steps=16, save_interval=8).check(devices)
+    kept, _ = adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)
+    assert kept.practice == given.practice
