@@ -7,7 +7,7 @@ import numpy as np
 
 from openpi_train.nn.params import Params
 from openpi_train.practice.advantages import mixed
-from openpi_train.practice.outcomes import Outcomes
+from openpi_train.practice.outcomes import SOLVED, Outcomes
 from openpi_train.practice.practice import Actor, Attempts, Practice, joined_attempts
 
 logger = logging.getLogger(__name__)
@@ -92,10 +92,12 @@ class Collector:
 def _metrics(attempts: Attempts, groups: np.ndarray, is_mixed: np.ndarray) -> dict[str, float]:
     """Of all attempts that were made, kept or not."""
     known = ~np.isnan(attempts.rewards)
-    rewards = attempts.rewards[known]
+    rewards, outcomes = attempts.rewards[known], attempts.outcomes[~np.isnan(attempts.outcomes)]
     lengths = attempts.mask.sum(axis=1)
     _, first = np.unique(groups, return_index=True)
     return {
+        "attempts": float(len(attempts)),
+        "success": float((outcomes >= SOLVED).mean()) if len(outcomes) else 0.0,
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "without_reward": float(1 - known.mean()),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-_SOLVED = 1.0
+# The least outcome of an attempt that achieved it.
+SOLVED = 1.0
 
 
 class Outcomes:
@@ -26,7 +27,7 @@ class Outcomes:
             own = own[~np.isnan(own)]
             if len(own):
                 attempts, achieved, *_ = self._table.get(context, [0, 0, 0, 0])
-                right = int((own >= _SOLVED).sum())
+                right = int((own >= SOLVED).sum())
                 self._table[context] = [attempts + len(own), achieved + right, int(right == len(own)), 0]
 
     def passes_over(self, context: int, most: int) -> bool:

@@ -22,6 +22,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout
+from openpi_train.training.iterations import write_iterations
 from openpi_train.training.metrics import Metrics
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
@@ -228,7 +229,7 @@ class Run:
 
     @phase("finishing")
     def finish(self, keep_results: bool = False) -> None:
-        """`close`, and write `results.json`, unless `keep_results` and there is one. Every process must call it."""
+        """`close`, and write the results, unless `keep_results` and there are some. Every process must call it."""
         self.close()
         bad_records = sum(agree.gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
@@ -247,3 +248,5 @@ class Run:
                 proportions=self.feed.proportions(),
                 bad_records=bad_records,
             )
+            if self.experiment.practice is not None:
+                write_iterations(self.directory)

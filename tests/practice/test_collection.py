@@ -24,7 +24,8 @@ def test_without_dynamic_sampling_all_groups_are_kept():
     found = collector(mixed_in({1})).collect({})
     assert found.groups.tolist() == [0, 0, 0, 1, 1, 1] and found.counts.all()
     assert found.metrics["groups_mixed"] == 0.5 and found.metrics["waves"] == 1
-    assert found.metrics["reward"] == pytest.approx(4 / 6)
+    assert found.metrics["reward"] == found.metrics["success"] == pytest.approx(4 / 6)
+    assert found.metrics["attempts"] == 6
 
 
 def test_mixed_groups_are_kept_in_the_order_of_their_draws():
