@@ -142,11 +142,11 @@ class ConfigFile:
 
 
 def words(name: str, value: Any) -> Flag:
-    """A flag as command-line arguments."""
+    """A flag as command-line arguments; the entries of a tuple are a word each."""
     if isinstance(value, bool):
         head, _, last = name.rpartition(".")
         return (f"--{name}",) if value else (f"--{head}.no-{last}" if head else f"--no-{name}",)
-    return f"--{name}", str(value)
+    return (f"--{name}", *map(str, value)) if isinstance(value, tuple) else (f"--{name}", str(value))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,8 +28,9 @@ from openpi_train.interop.posttraining.training_flags import (
     TranslatedConfig,
     translate_config,
 )
-from openpi_train.interop.posttraining.yaml_config import PRACTISING, Algorithm, read_yaml
+from openpi_train.interop.posttraining.yaml_config import PRACTISING, Algorithm
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.interop.yaml_file import read_yaml
 from openpi_train.models.accompanied import policy_of
 from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig

@@ -10,7 +10,7 @@ from deepspeed_files import FILES, with_changes
 
 from openpi_train.interop.posttraining.training_flags import translate_config
 from openpi_train.interop.posttraining.without_flag import WITHOUT_FLAG
-from openpi_train.interop.posttraining.yaml_config import read_yaml
+from openpi_train.interop.yaml_file import read_yaml
 from openpi_train.runtime.exits import UsageError
 
 GUIDE = read_yaml(Path(__file__).parent / "posttraining" / "guide.yaml")

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from openpi_train.interop.config_file import Flag, words
 from openpi_train.interop.deepspeed.flags import STRATEGIES, translate_file
-from openpi_train.interop.posttraining.yaml_config import YamlConfig, contradiction
+from openpi_train.interop.posttraining.yaml_config import YamlConfig
+from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _STRATEGY, _SAME_STRATEGY = "distributed_strategy", "hardware.distributed.strategy"

@@ -6,7 +6,8 @@ that is no whole group. Read next: `practice/practice.py`.
 
 import math
 
-from openpi_train.interop.posttraining.yaml_config import YamlConfig, contradiction
+from openpi_train.interop.posttraining.yaml_config import YamlConfig
+from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _GROUP_SIZE = "num_generations group_size num_return_sequences n_samples_per_prompt".split()

@@ -9,7 +9,8 @@ from typing import Any
 from openpi_train.data.text.examples import COLUMNS
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.data.text.text_files import find_files, parsed
-from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
+from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig
+from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 # The datasets that each algorithm reads, the first that the file has.

@@ -17,7 +17,8 @@ from openpi_train.interop.posttraining.model_keys import MODEL_KEY, start_model
 from openpi_train.interop.posttraining.practice_flags import practice_flags
 from openpi_train.interop.posttraining.reward_keys import rewards_of
 from openpi_train.interop.posttraining.text_sources import NoSourcesError, TextSource, text_sources
-from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig, contradiction
+from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig
+from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
