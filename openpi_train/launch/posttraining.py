@@ -1,6 +1,6 @@
 """The launcher of the PyTorch post-training tool: its options as those of `launch local` and `launch manual`.
 
-Read next: `local.py`, `manual.py`.
+Read next: `this_host.py`.
 """
 
 import argparse
@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Sequence
 
 from openpi_train.launch import forms
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
+from openpi_train.launch.spec import DEFAULT_PORT
+from openpi_train.launch.this_host import this_host
 
 _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
 
@@ -24,27 +25,25 @@ def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
     Raises LaunchError if an option is missing.
     """
     given = _parser().parse_args(list(options))
-    words: list[object] = ["posttrain", "--config", given.config, "--mode", "train"]
+    words = ["posttrain", "--config", given.config, "--mode", "train"]
     words += ["--algorithm", given.algorithm] if given.algorithm else []
-    words += [*shlex.split(given.extra_args), *arguments]
-    return forms.main([*map(str, [*_launch(given), "--", *words])])
+    return forms.main([*_started(given), "--", *words, *shlex.split(given.extra_args), *arguments])
 
 
-def _launch(given: argparse.Namespace) -> list[object]:
-    # A process without GPUs of its own uses all of its host.
-    processes = given.nproc_per_node or 1
-    if given.nnodes == 1:
-        words: list[object] = ["local", "--processes", processes]
-        words += ["--port", given.master_port] if given.master_port else []
-    else:
-        if given.master_addr is None:
-            raise LaunchError(f"{given.nnodes} hosts need --master_addr, the address of the first")
-        words = ["manual", "--node-rank", given.node_rank, "--num-nodes", given.nnodes]
-        words += ["--processes-per-node", processes, "--master-addr", given.master_addr]
-        words += ["--master-port", given.master_port or DEFAULT_PORT]
-    words += ["--devices-per-process", given.devices_per_process] if given.devices_per_process else []
-    words += ["--log-dir", given.log_dir] if given.log_dir else []
-    return [*words, *(["--dry-run"] if given.dry_run else [])]
+def _started(given: argparse.Namespace) -> list[str]:
+    return this_host(
+        # A process without GPUs of its own uses all of its host.
+        processes=given.nproc_per_node or 1,
+        num_hosts=given.nnodes,
+        host=given.node_rank,
+        master_addr=given.master_addr,
+        master_port=given.master_port,
+        default_port=DEFAULT_PORT,
+        addr_option="--master_addr",
+        devices_per_process=given.devices_per_process,
+        log_dir=given.log_dir,
+        dry_run=given.dry_run,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
