@@ -96,6 +96,20 @@ def posttrain(argv: Sequence[str]) -> int:
     return 0
 
 
+def ript(argv: Sequence[str]) -> int:
+    """`ript --config FILE`: let a robot policy learn from its own episodes as a YAML config of RIPT trainers says."""
+    from openpi_train.command_line import Own, TrainFlags, parse_known
+    from openpi_train.tools.requests import RiptRequest
+
+    kind = tuple[Own[RiptRequest], Own[TrainFlags]]
+    (request, process), rest = parse_known(kind, argv, "ript", RiptRequest.__doc__)
+    logs.configure(find_world(process, os.environ).process_index)
+    from openpi_train.tools import ript as tool
+
+    default, words = tool.experiment_of(request, rest)
+    return _run(with_flags(default, words, "ript", "The experiment of a YAML config."), process)
+
+
 def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
     """The experiment with the flags of `argv` applied.
 
@@ -358,6 +372,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
     "posttrain": posttrain,
+    "ript": ript,
     "stats": stats,
     "data": data,
     "convert": convert,

@@ -332,3 +332,19 @@ class PosttrainRequest(Request):
             "--mode eval: the loss on validation files is measured during training (eval_steps); `generate RUN --file "
             "prompts.jsonl --out FILE` completes prompts with the trained model"
         ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RiptRequest(Request):
+    """Let a robot policy learn from its own episodes as a YAML config of the RIPT trainers for pi0 says.
+
+    The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
+    ript --config config.yaml --practice.group-size 8. More: docs/ript_yaml.md
+    """
+
+    # The YAML config.
+    config: str
+    # The experiment whose model, data and environment the policy has; None: that of the run at policy_path.
+    experiment: str | None = None
+    # The environment, in place of task.benchmark_name: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION.
+    env: str | None = None

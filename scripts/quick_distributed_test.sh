@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Does distributed practice work here? A small pi0 imitates for a moment on the embedded tabletop, and then learns from
+# its own episodes in two processes (a GPU each, or a CPU device each). It needs no data and no download:
+#
+#   ./scripts/quick_distributed_test.sh [--dry-run] [options of launch_distributed_training.sh ...]
+#
+# It writes to ./output and goes on with what is there. Environment: PYTHON (python).
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+imitation=("${PYTHON:-python}" -m openpi_train tabletop_few --exp-name quick_distributed_test
+    --checkpoint-base-dir ./output --resume --num-train-steps 300
+    --eval.interval 0 --eval.closed-loop.interval 0 --eval.closed-loop.episodes-per-task 20)
+if [ "${1:-}" = "--dry-run" ]; then
+    echo "${imitation[@]}"
+else
+    "${imitation[@]}"
+fi
+exec "$here/launch_distributed_training.sh" --config "$here/quick_distributed_test.yaml" --gpus 2 "$@"
