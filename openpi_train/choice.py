@@ -1,4 +1,4 @@
-"""Put an experiment on the dataset or the model of the command line, and choose among several by action dims.
+"""Put an experiment on the dataset, the model or the environment of the command line; choose among several by dims.
 
 Read next: `registry.py`, which loads them.
 """
@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text.text_data import TextData
+from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of, with_language
+from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 
 
@@ -89,4 +91,17 @@ def on_model(experiment: Experiment, published: LanguageConfig) -> Experiment:
         model=with_language(experiment.model, dataclasses.replace(own, **read)),
         data=data,
         weight_loader=CheckpointWeightLoader(params_path=published.path),
+    )
+
+
+def on_env(experiment: Experiment, env: Env) -> Experiment:
+    """The experiment with closed-loop evaluations, and practice if it has some, in all tasks of this environment.
+
+    Raises UsageError if it trains no robot policy.
+    """
+    loop, practice = dataclasses.replace(experiment.robot_eval.closed_loop, env=env, tasks=None), experiment.practice
+    if isinstance(practice, RobotPractice):
+        practice = dataclasses.replace(practice, env=env, tasks=None)
+    return dataclasses.replace(
+        experiment, eval=dataclasses.replace(experiment.robot_eval, closed_loop=loop), practice=practice
     )

@@ -126,6 +126,8 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
         raise UsageError("--dataset and --deepspeed are for named experiments; --deepspeed-config names another file")
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
+    if many.env is not None:
+        default = _in_environment(default, many.env)
     default = of_one_length(default, argv)
     return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
 
@@ -149,7 +151,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
     source = None if many.dataset is None else source_of(many.dataset)
-    model_path = many.model_path
+    model_path, env = many.model_path, many.env
     default = registry.load(name, lambda own: source or moved(own, argv), any_dims=wants_help)
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
@@ -158,6 +160,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None:
         default = on_dataset(default, source)
+    if env is not None and not wants_help:
+        default = _in_environment(default, env)
     if model_path is not None and not wants_help:
         default = on_model(default, _named_model(model_path, name, argv, default))
     default = of_one_length(default, argv)
@@ -168,6 +172,15 @@ def parse_experiment(name: str, argv: Sequence[str]):
         own = (default, TrainFlags(), ManyFields())
         tyro.cli(everything, default=own, args=argv, prog=program, description=about)
     return tyro.cli(Experiment, default=default, args=argv, prog=program, description=about)
+
+
+def _in_environment(experiment: "Experiment", name: str) -> "Experiment":
+    """The experiment in the environment of this name."""
+    from openpi_train.choice import on_env
+    from openpi_train.envs.named import environment
+
+    with reported_as(UsageError):
+        return on_env(experiment, environment(name))
 
 
 def _named_model(where: str, name: str, argv: Sequence[str], experiment: "Experiment") -> "LanguageConfig":

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
-from openpi_train.runtime.exits import DataError
+from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.runtime.exits import DataError, UsageError
 
 STORES = Path(__file__).parent / "data" / "zarr" / "fixtures"
 FILE = """
@@ -87,3 +88,24 @@ def test_unknown_dims_or_column_are_an_error_with_what_was_found_and_what_is_kno
         registry.load(f"{toys}:other")
     with pytest.raises(DataError, match=r"Known: 7, 14 dims\. Give another dataset with --dataset PATH"):
         registry.load(f"{toys}:arm", lambda own: type(own)(state_dim=12))
+
+
+def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_practice():
+    given = ["--exp-name", "x", "--env", "tabletop", "--practice.tasks", "stack_red_blue", "0"]
+    found = cli.parse_experiment("tabletop_few_rloo", given)
+    assert found.practice.env == found.eval.closed_loop.env == TabletopEnv()
+    assert found.practice.tasks == ("stack_red_blue", "0")
+    imitates = cli.parse_experiment("tabletop_few", ["--exp-name", "x", "--env", "tabletop"])
+    assert imitates.eval.closed_loop.env == TabletopEnv() and imitates.practice is None
+
+
+@pytest.mark.parametrize(
+    ("experiment", "env", "message"),
+    [
+        ("tabletop_few", "tabletpo", "no environment 'tabletpo'; did you mean tabletop"),
+        ("arithmetic_grpo", "tabletop", "this is for robot policies"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(experiment, env, message):
+    with pytest.raises(UsageError, match=message):
+        cli.parse_experiment(experiment, ["--exp-name", "x", "--env", env])

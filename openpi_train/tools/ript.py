@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openpi_train import registry
+from openpi_train.choice import on_env
 from openpi_train.envs.env import Env
 from openpi_train.envs.named import environment
 from openpi_train.experiment import Experiment
@@ -58,29 +59,28 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
 
 def practising(base: Experiment, env: Env | None) -> Experiment:
     """`base`, practising in `env`, or None: in its own environment. Raises UsageError if there is none."""
+    base = base if env is None else on_env(base, env)
     loop, own = base.robot_eval.closed_loop, base.practice
-    if env is not None:
-        loop = dataclasses.replace(loop, env=env, tasks=None)
-    elif not loop.env.tasks and isinstance(own, RobotPractice):
-        loop = dataclasses.replace(loop, env=own.env)
-    if not loop.env.tasks:
-        raise UsageError(
-            f"{base.name} has no environment to act in: give --env NAME, or {ENV} in the config (tabletop, metaworld, "
-            "gym:ID, gym:FILE.py:FUNCTION)"
-        )
     if not isinstance(own, RobotPractice):
         own = RobotPractice(
+            env=loop.env,
             execute=loop.execute,
             max_steps=loop.max_steps,
             episodes_per_device=loop.episodes_per_device,
             dataset=loop.dataset,
         )
+    if not own.env.tasks:
+        raise UsageError(
+            f"{base.name} has no environment to act in: give --env NAME, or {ENV} in the config (tabletop, metaworld, "
+            "gym:ID, gym:FILE.py:FUNCTION)"
+        )
+    loop = loop if loop.env.tasks else dataclasses.replace(loop, env=own.env)
     return dataclasses.replace(
         base,
         name=NAME,
         exp_name="",
         objective=base.objective if base.objective.practises else _objective(base),
-        practice=dataclasses.replace(own, env=loop.env, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
+        practice=dataclasses.replace(own, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
         weight_loader=CheckpointWeightLoader(),
         lr_schedule=LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-5),
         optimizer=AdamW(b2=0.999, weight_decay=0.01),
