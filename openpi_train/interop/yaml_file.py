@@ -1,7 +1,7 @@
 """A YAML config, read strictly, and during its translation: several spellings of a key, values that contradict.
 
 Keys of `training` are named without it: `training.seed` and a `seed` at the top are the same key. Read next:
-`config_file.py`, `posttraining/training_flags.py`, `ript/practice_flags.py`.
+`config_file.py`, `posttraining/training_flags.py`, `ript/ript_flags.py`.
 """
 
 import json

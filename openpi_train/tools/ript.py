@@ -2,7 +2,7 @@
 
 Model, robot and environment are those of the run whose checkpoint the config names, or of a named experiment. Values
 for absent keys are those of the trainers: RLOO, groups that are mixed, AdamW at a constant 1e-5, three checkpoints.
-Read next: `interop/ript/practice_flags.py`, `practice/robot_practice.py`.
+Read next: `interop/ript/ript_flags.py`, `practice/robot_practice.py`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from openpi_train.envs.env import Env
 from openpi_train.envs.named import environment
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, ours
-from openpi_train.interop.ript.practice_flags import ENV, TranslatedPractice, translate_practice
+from openpi_train.interop.ript.ript_flags import ENV, TranslatedRipt, translate_ript
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.interop.yaml_file import read_yaml
 from openpi_train.objectives.objective import Objective
@@ -49,7 +49,7 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
     Logs what became of every key. Raises RunError, saying what to do.
     """
     replaced = {} if request.env is None else {ENV: request.env}
-    translated = translate_practice(read_yaml(request.config), replaced, name=Path(request.config).stem)
+    translated = translate_ript(read_yaml(request.config), replaced, name=Path(request.config).stem)
     logger.info("%s, key by key:\n%s", request.config, translated.report())
     base = _base(request, translated)
     logger.info("model, robot and environment: those of %s", base.name)
@@ -100,7 +100,7 @@ def practising(base: Experiment, env: Env | None) -> Experiment:
     )
 
 
-def _base(request: RiptRequest, translated: TranslatedPractice) -> Experiment:
+def _base(request: RiptRequest, translated: TranslatedRipt) -> Experiment:
     """The experiment that is named, or that of the run at the checkpoint."""
     if request.experiment is not None:
         with reported_as(UsageError):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.interop.ript.practice_flags import translate_practice
-from openpi_train.interop.ript.without_practice_flag import WITHOUT_PRACTICE_FLAG
+from openpi_train.interop.ript.ript_flags import translate_ript
+from openpi_train.interop.ript.without_ript_flag import WITHOUT_RIPT_FLAG
 from openpi_train.interop.yaml_file import read_yaml
 from openpi_train.runtime.exits import UsageError
 
@@ -14,7 +14,7 @@ GUIDE = read_yaml(Path(__file__).parent / "ript" / "distributed_train_pi0.yaml")
 
 
 def command(config, **given):
-    return " ".join(word for flag in translate_practice(config, given).flags for word in flag)
+    return " ".join(word for flag in translate_ript(config, given).flags for word in flag)
 
 
 def algo(**keys):
@@ -22,7 +22,7 @@ def algo(**keys):
 
 
 def test_the_guide_is_a_run_of_so_many_iterations_on_any_number_of_devices():
-    translated = translate_practice(GUIDE)
+    translated = translate_ript(GUIDE)
     assert (translated.policy, translated.env) == ("checkpoints/pi0_libero", "tabletop")
     flags = {flag[0]: " ".join(flag[1:]) for flag in translated.flags}
     # 8 attempts on a device, all in each of the 4 steps of an iteration.
@@ -58,7 +58,7 @@ def test_the_guide_is_a_run_of_so_many_iterations_on_any_number_of_devices():
 
 
 def test_every_key_of_the_guide_has_its_line():
-    lines = translate_practice(GUIDE).report()
+    lines = translate_ript(GUIDE).report()
     for section in ("distributed", "data_parallel", "task_distribution", "performance", "fault_tolerance", "debug"):
         for key in GUIDE[section]:
             assert f"{section}.{key}: " in lines, key
@@ -119,9 +119,9 @@ def test_a_key_becomes_flags(config, flags):
 
 
 def test_what_the_command_line_gives_replaces_the_files():
-    translated = translate_practice(GUIDE, {"task.benchmark_name": "gym:Pusher-v5"}, name="file")
+    translated = translate_ript(GUIDE, {"task.benchmark_name": "gym:Pusher-v5"}, name="file")
     assert translated.env == "gym:Pusher-v5" and ("--exp-name", "pi0_distributed") in translated.flags
-    assert ("--exp-name", "file") in translate_practice({}, name="file").flags
+    assert ("--exp-name", "file") in translate_ript({}, name="file").flags
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,15 @@ def test_what_the_command_line_gives_replaces_the_files():
 )
 def test_what_cannot_be_is_refused(config, message):
     with pytest.raises(UsageError) as caught:
-        translate_practice(config)
+        translate_ript(config)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("key", WITHOUT_PRACTICE_FLAG)
+@pytest.mark.parametrize("key", WITHOUT_RIPT_FLAG)
 def test_a_key_without_a_flag_says_why(key):
     *sections, name = key.split(".")
     config: dict = {name: 1}
     for section in reversed(sections):
         config = {section: config}
-    lines = "\n".join(translate_practice(config).lines)
-    assert f"no flag for {key}: 1\n    {WITHOUT_PRACTICE_FLAG[key]}" in lines
+    lines = "\n".join(translate_ript(config).lines)
+    assert f"no flag for {key}: 1\n    {WITHOUT_RIPT_FLAG[key]}" in lines

@@ -1,4 +1,4 @@
-"""Translates a YAML config of the RIPT trainers for pi0 to our flags. Read next: `without_practice_flag.py`.
+"""Translates a YAML config of the RIPT trainers for pi0 to our flags. Read next: `without_ript_flag.py`.
 
 The keys are those of their distributed trainer, and of RIPT-VLA's configs where these mean the same. Absent keys keep
 the values of `tools/ript.py`, the counts of an iteration those of the trainer, which are here.
@@ -12,7 +12,7 @@ from typing import Any
 
 from openpi_train.interop.config_file import Flag, words
 from openpi_train.interop.deepspeed.flags import NO_CLIPPING
-from openpi_train.interop.ript.without_practice_flag import WITHOUT_PRACTICE_FLAG
+from openpi_train.interop.ript.without_ript_flag import WITHOUT_RIPT_FLAG
 from openpi_train.interop.yaml_file import YamlFile, contradiction
 from openpi_train.runtime.exits import UsageError
 
@@ -37,7 +37,7 @@ _NAME = "exp_name"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslatedPractice:
+class TranslatedRipt:
     """A translated file: the checkpoint to start from, the environment's name (None: that of the checkpoint's run),
     flags of an experiment, a line per key.
     """
@@ -52,16 +52,16 @@ class TranslatedPractice:
         return "\n".join([*self.lines, f"together: {' '.join(word for flag in self.flags for word in flag)}"])
 
 
-def translate_practice(
+def translate_ript(
     config: Mapping[str, Any], given: Mapping[str, Any] | None = None, name: str | None = None
-) -> TranslatedPractice:
+) -> TranslatedRipt:
     """Translate a YAML config.
 
     Args: `given` are values by key that replace the file's; `name` is the run's if it has none.
 
     Raises UsageError for unknown keys (with the closest ones), invalid values, and values that contradict each other.
     """
-    file = YamlFile(config, WITHOUT_PRACTICE_FLAG, "RIPT's trainer", given or {})
+    file = YamlFile(config, WITHOUT_RIPT_FLAG, "RIPT's trainer", given or {})
     if name is not None:
         file.values.setdefault(_NAME, name)
     _run(file)
@@ -80,9 +80,7 @@ def translate_practice(
     file.flag("weight-loader.params-path", policy, *_POLICY_KEYS)
     file.note("the environment, in practice and in evaluations", ENV)
     lines = file.lines()
-    return TranslatedPractice(
-        policy=policy, env=env, flags=tuple(words(*flag) for flag in file.flags.items()), lines=lines
-    )
+    return TranslatedRipt(policy=policy, env=env, flags=tuple(words(*flag) for flag in file.flags.items()), lines=lines)
 
 
 def _run(file: YamlFile) -> None:

@@ -1,4 +1,4 @@
-"""Keys of the RIPT trainers' YAML configs that have no flag, grouped by reason. Read next: `practice_flags.py`.
+"""Keys of the RIPT trainers' YAML configs that have no flag, grouped by reason. Read next: `ript_flags.py`.
 
 A key includes all keys below it. Keys of `training` are named without it.
 """
@@ -62,4 +62,4 @@ _KEYS: Mapping[str, str] = {
     "the run's folder is <output_dir>/ript/<exp_name>": "logging_folder make_unique_experiment_dir variant_name",
 }
 
-WITHOUT_PRACTICE_FLAG: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
+WITHOUT_RIPT_FLAG: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
