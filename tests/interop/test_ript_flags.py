@@ -129,7 +129,8 @@ def test_what_the_command_line_gives_replaces_the_files():
     [
         ({"algo": {"rlo_batch_size": 4}}, "unknown key algo.rlo_batch_size; did you mean algo.rloo_batch_size?"),
         ({"fault_tolerance": {"checkpoint_intervall": 4}}, "did you mean fault_tolerance.checkpoint_interval?"),
-        ({"distibuted": {"enabled": True}}, "unknown key distibuted.enabled; RIPT's trainer has no such key"),
+        ({"distibuted": {"enabled": True}}, "unknown key distibuted.enabled; did you mean distributed.enabled?"),
+        ({"wheels": 4}, "unknown key wheels; RIPT's trainer has no such key"),
         (algo(rloo_batch_size=0), "algo.rloo_batch_size is 0; it must be a whole number of at least 1"),
         (algo(rloo_batch_size="four"), 'algo.rloo_batch_size is "four"; it must be a number'),
         (algo(lr_scaling="cube"), "algo.lr_scaling is 'cube'; allowed: none, linear, sqrt"),
