@@ -10,7 +10,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 imitation=("${PYTHON:-python}" -m openpi_train tabletop_few --exp-name quick_distributed_test
-    --checkpoint-base-dir ./output --resume --num-train-steps 300
+    --checkpoint-base-dir ./output --resume --num-train-steps 600
     --eval.interval 0 --eval.closed-loop.interval 0 --eval.closed-loop.episodes-per-task 20)
 if [ "${1:-}" = "--dry-run" ]; then
     echo "${imitation[@]}"

@@ -84,7 +84,7 @@ def evaluate(
         all_done: whether all processes are done with a batch, if they must query the policy together (`rollout`).
         recorder: makes the videos.
     """
-    env, episodes = config.env, []
+    env, chosen, episodes = config.env, np.asarray(config.task_numbers), []
     batch_size = config.num_episodes if batch_size is None else batch_size
     rows = np.arange(batch_size) if rows is None else rows
     for start in range(0, config.num_episodes, batch_size):
@@ -93,7 +93,7 @@ def evaluate(
         count = len(numbers)
         # A process without an episode in the last batch simulates one that another process counts.
         acted = numbers if count else np.array([config.num_episodes - 1])
-        tasks = np.asarray(config.task_numbers)[acted % len(config.task_numbers)]
+        tasks = chosen[acted % len(chosen)]
         outcome = rollout(
             begin(),
             env,

@@ -14,10 +14,9 @@ from openpi_train.data.files import read_json, write_json
 from openpi_train.runtime.exits import CheckpointError, reported_as
 
 FILE = "distributed_training_results.json"
-_ITERATION = "practice/iteration"
+_ITERATION, _ATTEMPTS = "practice/iteration", "practice/attempts"
 # The names there, and ours.
 _NAMES = {
-    "total_episodes": "practice/attempts",
     "mean_reward": "practice/reward",
     "success_rate": "practice/success",
     "mean_loss": "loss",
@@ -70,9 +69,12 @@ def iterations_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _entry(number: int, lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     tasks = [name for name in lines[-1] if name.startswith(_TASKS)]
+    # Lines of older versions have no number of attempts.
+    attempts = lines[-1].get(_ATTEMPTS)
     return {
         "iteration": number,
         "step": lines[-1]["step"],
+        "total_episodes": None if attempts is None else int(attempts),
         **{theirs: _mean(lines, ours) for theirs, ours in _NAMES.items() if ours in lines[-1]},
         "success_rates": {name.removeprefix(_TASKS): _mean(lines, name) for name in tasks},
     }

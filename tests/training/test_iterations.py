@@ -37,7 +37,7 @@ def test_an_iteration_has_the_means_of_its_lines_and_nulls_for_what_is_no_number
     assert first == {
         "iteration": 1,
         "step": 4,
-        "total_episodes": 16.0,
+        "total_episodes": 16,
         "mean_reward": 0.25,
         "mean_loss": 1.0,
         "success_rates": {},
@@ -53,7 +53,7 @@ def test_the_file_has_every_iteration_and_a_summary(tmp_path):
     assert (found["config"], found["distributed_info"]) == ({"name": "x"}, {"processes": 2})
     assert found["experiment_summary"] == {
         "total_iterations": 2,
-        "total_episodes": 48.0,
+        "total_episodes": 48,
         "total_training_steps": 8,
         "final_success_rate": 0.75,
         "final_loss": None,
