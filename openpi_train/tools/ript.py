@@ -19,7 +19,6 @@ from openpi_train.interop import checkpoint_formats, ours
 from openpi_train.interop.ript.ript_flags import ENV, TranslatedRipt, translate_ript
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.interop.yaml_file import read_yaml
-from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -75,11 +74,14 @@ def practising(base: Experiment, env: Env | None) -> Experiment:
             "gym:ID, gym:FILE.py:FUNCTION)"
         )
     loop = loop if loop.env.tasks else dataclasses.replace(loop, env=own.env)
+    objective = base.objective
+    if not objective.practises:
+        objective = PolicyGradient(law=_law(base), average="attempts")
     return dataclasses.replace(
         base,
         name=NAME,
         exp_name="",
-        objective=base.objective if base.objective.practises else _objective(base),
+        objective=objective,
         practice=dataclasses.replace(own, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
         weight_loader=CheckpointWeightLoader(),
         lr_schedule=LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-5),
@@ -124,11 +126,6 @@ def _env(name: str | None) -> Env | None:
         return environment(name)
     except ValueError as error:
         raise UsageError(f"{ENV}: {error} (--env NAME takes its place)") from error
-
-
-def _objective(base: Experiment) -> Objective:
-    """The policy gradient for a policy that is trained with `base`'s objective."""
-    return PolicyGradient(law=_law(base), average="attempts")
 
 
 def _law(base: Experiment) -> ActionLaw:
