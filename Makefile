@@ -37,8 +37,8 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright
 
 # A worker that crashes ends the suite: xdist would wait without end for tests that it has not given to another.
-# As many processes run files of tests at the same time: `make test WORKERS=3`, say.
-WORKERS ?= 2
+# As many processes run files of tests at the same time: one more than there are cores, since some wait for others.
+WORKERS ?= 3
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What waits for the network or has one thread goes beside something else: Debian's packages beside pip, pyright beside
