@@ -88,6 +88,7 @@ def test_what_an_environment_raises_is_told_at_once(caplog):
     assert "started again" not in caplog.text
 
 
+@pytest.mark.slow
 def test_states_that_were_stepped_are_refused():
     states = in_processes.RemoteEpisodes(batch=type("Batch", (), {"actions": [0, 0]})(), success=TASKS > 0, num_steps=1)
     with pytest.raises(RuntimeError, match="after 1 control steps of 2"):

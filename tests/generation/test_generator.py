@@ -85,6 +85,7 @@ def greedy():
     return generator().complete(requests())
 
 
+@pytest.mark.slow
 def test_completions_of_many_lengths_are_those_of_the_model_without_a_cache():
     ended = 0
     for prompt, found in zip(PROMPTS, greedy(), strict=True):

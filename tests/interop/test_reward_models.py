@@ -43,6 +43,7 @@ def folder(tmp_path):
     return Path(shutil.copytree(GENUINE, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_rewards_are_those_of_transformers():
     """The second text is padded: it is the last token of the text that has a score."""
     model = reward_model()

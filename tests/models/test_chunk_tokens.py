@@ -40,6 +40,7 @@ def model():
     return merge_module(*built(FAST))
 
 
+@pytest.mark.slow
 def test_tokens_have_the_log_probabilities_of_training_rows(model):
     expected, _ = model.token_log_probs(said(FAST))
     found = model.chunk_scores(asked(FAST), TOKENS, 1.0)
@@ -61,6 +62,7 @@ def test_queries_of_an_attempt_are_scored_one_by_one(model):
     np.testing.assert_allclose(found.entropy[0], expected.entropy.ravel(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_has_the_probability_that_it_is_scored_with(model):
     """The second token after a first one, at a temperature; and every chunk ends with its end token or the limit."""
     count, law = 4000, ActionTokenLaw(temperature=0.5, max_tokens=2)

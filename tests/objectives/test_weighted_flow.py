@@ -50,6 +50,7 @@ def gradient(objective, batch, value=0.0, rows=None):
     return jax.value_and_grad(loss)(jnp.full((HORIZON, DIMS), value))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
@@ -94,6 +95,7 @@ def test_steps_that_are_not_imitated_have_no_gradient():
     assert 1 < loss < 4
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up():
     objective, whole = WeightedFlow(law=LAW, weights="exponential"), batch_of()
     norms = objective.norms(whole)

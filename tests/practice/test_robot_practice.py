@@ -77,6 +77,7 @@ def still(make):
     return made, *made.steps(4)
 
 
+@pytest.mark.slow
 def test_batches_have_the_shapes_that_programs_are_compiled_for(still):
     made, batches, _ = still
     spec = made.experiment.batch_spec(8, made.data)
@@ -97,6 +98,7 @@ def test_what_acts_is_scored_with_the_probability_that_it_was_drawn_with(still):
     assert np.abs(batches[1].log_probs).min() > 0
 
 
+@pytest.mark.slow
 def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
     made = make(env=TIMED, num_groups=8, group_size=2, execute=2, dense_weight=0.1)
     attempts = made.act(range(8), 2)

@@ -48,6 +48,7 @@ def posterior(acp, before, clean, noisy):
     return mean, np.sqrt(1 / (first + second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("least_std", [1e-4, 0.1])
 def test_a_drawn_chain_has_the_density_of_ddpms_posterior(clip, least_std):

@@ -45,6 +45,7 @@ def gaussian(x, t, mean=0.6, std=0.5):
     return -mean + (t - (1 - t) * std**2) / variance * (x - (1 - t) * mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corrected", [True, False])
 def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     law = FlowLaw(num_steps=4, drift_correction=corrected, noise=0.4)
@@ -89,6 +90,7 @@ def test_without_noise_the_steps_are_those_of_euler():
     np.testing.assert_allclose(found, expected.noisy, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_score_function_gradient_is_the_closed_form_only_with_all_steps():
     law = FlowLaw(num_steps=4, noise=0.4, least_std=0.4, drift_correction=False)
 

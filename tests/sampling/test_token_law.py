@@ -47,6 +47,7 @@ def traces(tokens, num_tokens):
     return TokenTraces(texts=texts, num_tokens=jnp.full(len(tokens), num_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_what_is_drawn_has_the_probability_that_it_is_scored_with(name):
     """P6: chi-square over 40,000 draws; with these seeds below the 99.9th percentile.

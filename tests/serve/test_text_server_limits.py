@@ -184,6 +184,7 @@ def test_a_client_that_is_reset_frees_its_row():
         assert says_yes(server.port)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_connections_that_are_gone():
     def kept():
         gc.collect()

@@ -295,6 +295,7 @@ def test_what_cannot_be_is_refused(started, project, capsys, words, message):
     assert message in capsys.readouterr().err and not started
 
 
+@pytest.mark.slow
 def test_data_of_every_algorithm_or_of_one_are_prepared(project, monkeypatch):
     prepared = []
     monkeypatch.setattr(posttrain, "prepare_data", lambda found: prepared.append([one.name for one in found]))

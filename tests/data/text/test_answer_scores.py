@@ -89,6 +89,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_reference_of_gsm8k_is_right_for_itself_and_wrong_for_another(gsm8k):
     answers = [one["answer"] for name in ("train", "test") for one in lines(gsm8k / f"{name}.jsonl")]
     assert len(answers) == 7473 + 1319

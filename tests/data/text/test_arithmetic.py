@@ -108,6 +108,7 @@ def test_the_tokenizer_gives_back_every_text_and_is_that_of_transformers(root, r
     assert tokenizer.encode(["4x\n"])[0].tokens == [8, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "counts"),
     [
