@@ -38,6 +38,7 @@ def test_an_episodes_key_is_of_its_task_and_attempt_whatever_else_is_run():
     assert not {tuple(key) for key in keys.tolist()} & {tuple(key) for key in other.tolist()}
 
 
+@pytest.mark.slow
 def test_batches_change_no_episode_and_a_share_of_rows_is_that_share():
     whole = evaluate(lambda: noisy, CONFIG, execute=2)
     assert whole is not None and [episode.number for episode in whole.episodes] == list(range(9))

@@ -64,6 +64,7 @@ def outputs(model: ModelConfig, params, tokens, is_token):
     return built.logits(built(tokens, positions, segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_outputs_are_pefts(name, folded):

@@ -91,6 +91,7 @@ def assert_same(found, expected):
         assert values.dtype == expected[name].dtype and values.tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.slow
 def test_it_is_written_back_bit_for_bit(tmp_path):
     """Through a checkpoint of ours."""
     experiment = dataclasses.replace(TINY, model=reward_model())

@@ -15,6 +15,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
+@pytest.mark.slow
 def test_grouped_attention_equals_the_formula_head_by_head():
     query, key, value = normal(0, 2, 5, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 7, 2, 8)
     mask = jax.random.bernoulli(jax.random.key(3), 0.6, (2, 5, 7)).at[:, :, 0].set(True)

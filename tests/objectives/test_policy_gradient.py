@@ -96,6 +96,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_trl(case):
     """Sums of a few float32 terms of size 1, by other formulas."""
@@ -184,6 +185,7 @@ def gradient_at(ratio, advantage, **settings):
     return float(jax.grad(loss)(jnp.log(ratio)))
 
 
+@pytest.mark.slow
 def test_clipping_stops_only_what_would_go_further():
     """P2."""
     assert gradient_at(1.3, 1.0) == 0 and gradient_at(1.3, -1.0) == pytest.approx(1.3)

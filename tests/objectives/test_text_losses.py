@@ -66,6 +66,7 @@ def agrees(case, objective, batch, inputs="logits", reference=TORCH["reference_l
     return metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["tokens", "sequences"])
 @pytest.mark.parametrize("case", ["plain", "smooth", "z"])
 def test_supervised_loss_is_torchs(over, case):

@@ -119,6 +119,7 @@ def same_params(found, expected, path):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accum", [1, 2, 4])
 def test_values_of_rows_come_in_the_rows_order(accum):
     plan = Plan(mesh=make_mesh(4, jax.devices()[:4]), strategy="zero3", min_shard_mib=0)
@@ -174,6 +175,7 @@ def test_policy_without_its_adapter_gives_what_a_frozen_copy_gives():
         np.testing.assert_allclose(off[name], copy[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_packed_texts_have_the_loss_of_texts_alone():
     """Two texts in a row, or each in a row of its own, at other places of their rows."""
     packed = pairs(0).texts

@@ -101,6 +101,7 @@ def test_the_head_of_a_plan_has_the_length_of_rows():
     assert experiment.data.row_in_words == "rows of 128 tokens"  # two texts
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_config_alone_is_planned(tmp_path):
     """Qwen2.5-7B: no weights, no tokenizer, no data."""
     config = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}

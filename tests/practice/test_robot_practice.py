@@ -122,6 +122,7 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
     assert (pictures == np.array([0, 2, 4])[:, None, None, None]).all()
 
 
+@pytest.mark.slow
 def test_only_chosen_tasks_are_practised_from_the_states_that_they_have_among_all(make):
     made = make(env=TIMED, tasks=("away_6", "2"), num_groups=4, group_size=2)
     attempts = made.act(range(4), 2)

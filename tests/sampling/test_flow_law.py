@@ -74,6 +74,7 @@ def test_mean_is_that_of_the_reference_form():
     np.testing.assert_allclose(found.item(), 1.3678857, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.3, 0.7])
 def test_noise_leaves_the_distribution_of_gaussian_data(noise):
     ends = drawn(FlowLaw(num_steps=100, noise=noise), Field(gaussian), np.arange(20_000)).noisy[:, 0, -1]

@@ -97,6 +97,7 @@ def test_entropy_is_that_of_what_may_be_drawn(name):
     np.testing.assert_allclose(found.entropy, -(kept * said).sum(axis=-1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recorded_token_that_a_limit_now_excludes_keeps_a_probability_and_a_gradient():
     law, given = TokenLaw(top_k=1), traces([[0, 2]], 3)
 

@@ -222,6 +222,7 @@ def test_environment_holds_no_secrets(monkeypatch):
     assert recorded["argv"] == ["prog", "--hub-token", "<hidden>", "--api-key=<hidden>", "--model.max-token-len", "48"]
 
 
+@pytest.mark.slow
 def test_a_check_refuses_like_an_open_and_leaves_no_trace(tmp_path):
     check_run(given(tmp_path))
     assert not any(tmp_path.iterdir())
