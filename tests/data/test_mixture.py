@@ -36,6 +36,7 @@ def test_one_dataset_ends_its_epochs_at_multiples_of_its_size():
     assert np.array_equal(np.sort(index[:77]), np.arange(77))
 
 
+@pytest.mark.slow
 def test_positions_are_independent_of_how_they_are_asked_for():
     mixture = Mixture([30, 11], [0.6, 0.4], seed=1)
     together = np.stack(mixture.locate(np.arange(700)))

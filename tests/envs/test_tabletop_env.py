@@ -86,6 +86,7 @@ def test_the_named_colours_are_present_and_distractors_vary(starts):
     assert len(distractors) > 2
 
 
+@pytest.mark.slow
 def test_initial_states_are_functions_of_key_and_task_alone(keys, starts):
     again = ENV.reset(keys, jnp.asarray(tasks))
     reversed_rows = ENV.reset(keys[::-1], jnp.asarray(tasks[::-1]))

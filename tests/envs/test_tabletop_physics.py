@@ -113,6 +113,7 @@ def test_an_off_centre_block_is_centred_between_the_fingers_and_turns_with_them(
     assert np.allclose(turned.blocks[0, :2] - turned.tip[:2], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["too high", "beside", "tilted", "shut before", "covered"])
 def test_a_grasp_needs_the_block_between_upright_open_fingers(scene, spoiled):
     scene = dataclasses.replace(scene, tip=jnp.asarray([0.0, 0.0, 0.03]))

@@ -107,6 +107,7 @@ def test_height_shows_the_gripper_rises_in_the_picture_above_its_shadow(scenes):
     assert lowest_row[1] < lowest_row[0] - 6
 
 
+@pytest.mark.slow
 def test_the_batch_equals_the_loop(scenes, pictures):
     """One pixel in a thousand may fall on the other side of an edge, by the rounding of other instruction orders."""
     draw = jax.jit(tabletop_env.render, static_argnames=("camera", "size"))

@@ -71,6 +71,7 @@ def test_draws_have_their_probabilities(limits):
     assert chi_square < most, (chi_square, counts, expected)
 
 
+@pytest.mark.slow
 def test_temperature_zero_takes_the_most_probable_beside_rows_that_draw():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, VOCABULARY)), jnp.float32)
     keys = jax.vmap(jax.random.key)(jnp.arange(ROWS))

@@ -54,6 +54,7 @@ def refused(source, target, experiment=TINY, **flags) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_the_good_one_is_taken(good, tmp_path):
     result = convert(good, tmp_path / "out")
     assert {path.name for path in result.iterdir()} == {"params", "assets", "meta.json", "manifest.json", "parity.json"}
@@ -276,6 +277,7 @@ def test_a_directory_that_may_not_be_read(copy, tmp_path, monkeypatch):
         convert(copy, target)
 
 
+@pytest.mark.slow
 def test_a_target_that_exists_stays_and_is_moved_aside_where_that_is_asked(good, tmp_path):
     target = tmp_path / "out"
     target.mkdir()

@@ -260,6 +260,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
         open_checkpoint(folder, CONFIG)
 
 
+@pytest.mark.slow
 def test_tokens_that_come_one_by_one_are_scored_as_transformers_scores_them():
     with np.load(GENUINE / "io.npz") as file:
         io = dict(file)

@@ -117,6 +117,7 @@ def test_what_was_read_is_written_bit_for_bit(name, tmp_path):
     assert set(config["modules_to_save"] or ()) == set(said["modules_to_save"] or ()) - {"classifier"}
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_adapted_get_no_gradient():
     """Of two_weights the keys and the outputs; so PEFT's choice of weights holds in a run that goes on."""
     model, params = loaded("two_weights", False)

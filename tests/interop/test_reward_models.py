@@ -137,6 +137,7 @@ def test_a_config_of_ours_says_a_reward_model_of_each_family(tmp_path, name):
     assert found.params.keys() == params.keys()
 
 
+@pytest.mark.slow
 def test_of_a_policy_and_its_reference_the_policy_is_written(tmp_path):
     policy = huggingface.read_model(Place.of(GENUINE.parent / "smollm2"), dtype="float32", remat="none")
     model = ReferencedConfig(policy=policy)

@@ -222,6 +222,7 @@ def test_a_conversion_that_was_killed_leaves_nothing_to_take_for_a_checkpoint(sa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_pieces_of_a_conversion_are_small_however_large_a_leaf_is(saved, tmp_path, monkeypatch):
     """Of leaves of up to 25 kB no more than 2 kB are read or written at once, in other forms and types, too."""
     sizes, read_in_pieces, read_whole = [], stored_leaves.StoredLeaf.pieces, stored_leaves.StoredLeaf.whole

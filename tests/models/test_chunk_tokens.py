@@ -52,6 +52,7 @@ def test_tokens_have_the_log_probabilities_of_training_rows(model):
     )
 
 
+@pytest.mark.slow
 def test_queries_of_an_attempt_are_scored_one_by_one(model):
     law = ActionTokenLaw(temperature=0.7, max_tokens=3)
     observation = jax.tree.map(lambda leaf: leaf[None], asked(FAST))

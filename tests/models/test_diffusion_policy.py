@@ -237,6 +237,7 @@ def test_flow_time_is_the_diffusion_step_and_sampling_goes_from_one_to_zero():
         np.testing.assert_allclose(found, noise - (num_steps + 1) / (2 * num_steps), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mlp_is_what_its_parameters_say():
     """Against the same sums in numpy."""
     model = STATES.build(nnx.Rngs(0)).denoiser

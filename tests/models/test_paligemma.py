@@ -96,6 +96,7 @@ def test_draws_that_share_a_context_give_what_each_gives_alone(tiny):
         np.testing.assert_allclose(together[:, draw : draw + 1], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sampling_equals_euler_steps_of_the_velocity(tiny):
     graph, params, velocity = tiny
     seen, noise = observation(TINY), draws(TINY, 1)[0][:, 0]
@@ -133,6 +134,7 @@ def test_what_the_head_reads_are_rotated_keys_and_values_of_normed_activations_a
     np.testing.assert_allclose(values, expected_values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_head_is_pi05s_action_expert_on_another_context(tiny):
     """Of the same weights, keys and values. openpi's numbers hold pi0.5 (`tests/golden`)."""
     graph, params, _ = tiny
@@ -228,6 +230,7 @@ def test_low_rank_adapters_leave_factors_and_head_alone_trained():
     assert count < 0.15 * sum(np.prod(shape, dtype=int) for shape in shapes.values())
 
 
+@pytest.mark.slow
 def test_merged_adapters_compute_the_same(tiny):
     config = dataclasses.replace(TINY, language=GemmaOverrides(width=16, **SIZES, **LORA))
     graph, params = built(config)

@@ -162,6 +162,7 @@ def test_rows_are_as_long_as_the_longest_prompt_of_the_run():
         Pi0Config().transforms(tokenizer, 24)[1]({"prompt": "a much longer prompt than any of the run"})
 
 
+@pytest.mark.slow
 def test_draws_that_share_a_prefix_give_what_each_gives_alone(tiny):
     config, _, params, velocity = tiny
     seen = observation(config)
@@ -185,6 +186,7 @@ def test_float_images_and_uint8_images_are_the_same(tiny):
     )
 
 
+@pytest.mark.slow
 def test_sampling_with_a_cache_equals_euler_steps_of_the_velocity(tiny):
     config, graph, params, velocity = tiny
     seen = observation(config)
@@ -318,6 +320,7 @@ def test_merged_lora_computes_the_same(rslora):
     np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_every_query_head_with_its_own_key_uses_openpis_fused_projection():
     sizes = SIZES | {"num_kv_heads": 4}
     config = dataclasses.replace(

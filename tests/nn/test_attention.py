@@ -57,6 +57,7 @@ def assert_close(ours, theirs, tolerance):
 
 
 # In bfloat16 the weights are rounded to 8 bits in both, and the queries' scale in ours only (exact for 64).
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)])
 def test_the_formula_equals_that_of_jax(dtype, tolerance):
     def theirs(query, key, value, mask):

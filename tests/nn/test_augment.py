@@ -72,6 +72,7 @@ def test_wrist_cameras_are_not_moved(images):
     assert not np.allclose(changed["base_0_rgb"], plain["base_0_rgb"], atol=0.1)
 
 
+@pytest.mark.slow
 def test_brightness_alone_scales_the_unit_range():
     grey = {"base_0_rgb": jnp.full((64, 4, 4, 3), 0.0, jnp.float32)}  # 0.5 in [0, 1]
     bright = dataclasses.replace(NOTHING, brightness=0.3)

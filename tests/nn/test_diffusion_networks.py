@@ -68,6 +68,7 @@ def test_transformer_gives_torchs_chunks(recorded):
     np.testing.assert_allclose(found, recorded["transformer"], **CLOSE)
 
 
+@pytest.mark.slow
 def test_spatial_softmax_gives_robomimics_keypoints_and_the_place_of_a_single_pixel(recorded):
     features = 3 * values("features", (2, 3, 5, 16))
     kernel, bias = parameter("nets.weight", (4, 16, 1, 1))[:, :, 0, 0].T, parameter("nets.bias", (4,))

@@ -75,6 +75,7 @@ class Layer(nnx.Module):
         return x + jnp.tanh(self.dense(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backward_pass(remat):
     graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
@@ -99,6 +100,7 @@ def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backwar
     assert "f32[3,8,8]" not in text
 
 
+@pytest.mark.slow
 def test_a_tensor_group_adds_up_once_forward_and_once_backward_however_many_products_there_are():
     rows, scale = NUMBERS.normal(size=(8, 6)).astype(np.float32), np.linspace(1, 2, 6, dtype=np.float32)
     gate, up = 0.2 * NUMBERS.normal(size=(2, 6, 12)).astype(np.float32)

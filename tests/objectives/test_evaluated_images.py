@@ -121,6 +121,7 @@ def sampled(objective):
     return -found if isinstance(objective.action_sampler, FlowSampler) else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_sees_augmented_images_and_evaluation_their_fixed_form(name):
     objective, expected = CASES[name]

@@ -218,6 +218,7 @@ def test_averages_have_the_published_numbers():
         assert float((weights * losses).sum()) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_divergences_have_the_published_numbers():
     """P4."""
     k3 = PolicyGradient(kl_kind="k3").divergence
@@ -254,6 +255,7 @@ class Bandit(nnx.Module):
         self.arms, self.value = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.zeros(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
 def test_a_bandits_better_arm_is_learnt(kind):
     """P5: 200 updates on the outcomes of 16 pulls each, of which the better arm wins 80 % and the other 20 %."""

@@ -71,6 +71,7 @@ def test_the_best_constant_is_minus_the_weighted_mean_of_the_chunks(settings, we
     np.testing.assert_allclose(best, -(weights * CHUNKS).sum((0, 1)) / weights.sum(), atol=4 / (2.5 * 20_000) ** 0.5)
 
 
+@pytest.mark.slow
 def test_rows_of_weight_0_change_nothing():
     objective = WeightedFlow(law=LAW)
     loss, slope = gradient(objective, batch_of())

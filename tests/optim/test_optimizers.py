@@ -131,6 +131,7 @@ def by_formula(case, grads):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_optimizer_follows_its_formula_on_gradients_clipped_by_their_common_norm(case):
     """Every field, the decay mask, the rate of each step, and each layer and matrix by itself."""

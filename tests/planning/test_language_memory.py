@@ -96,6 +96,7 @@ def test_what_needs_less_is_said_for_language_models(experiment, flag):
     assert flag in str(found.value) and "--data.max-length" in str(found.value) and "pi0" not in str(found.value)
 
 
+@pytest.mark.slow
 def test_the_head_of_a_plan_has_the_length_of_rows():
     experiment, _ = chosen(gsm8k_dpo_llama32_1b)
     assert experiment.data.row_in_words == "rows of 128 tokens"  # two texts

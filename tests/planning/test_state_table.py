@@ -73,6 +73,7 @@ def test_float32_layers_compute_with_float32_parameters_as_they_are_or_as_they_a
     assert copy == pytest.approx((PI0 - TOKEN_TABLE) * bytes_each, rel=0.02)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_that_are_cut_are_gathered_too():
     layout = whole_layout(pi0_bridge_traj_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     frozen = sum(leaf.size for leaf in layout.shapes.frozen.values())

@@ -181,6 +181,7 @@ def guided(noise, mean, target, weights, num_steps):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [FlowMatching(augment=False), InsulatedFlow(flow=FlowMatching(augment=False))],

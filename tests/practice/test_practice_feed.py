@@ -167,6 +167,7 @@ def test_rows_that_fill_an_iteration_count_nowhere():
     assert masks.any(axis=1).sum() == 3 and not advantages[~masks].any()
 
 
+@pytest.mark.slow
 def test_a_run_without_two_different_rewards_changes_nothing():
     feed, state, step, plan = made(reward=lambda *_: 1.0, mixed_only=True, max_waves=2)
     before = np.asarray(state.params["weight"])
@@ -175,6 +176,7 @@ def test_a_run_without_two_different_rewards_changes_nothing():
     np.testing.assert_allclose(state.params["weight"], before, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_ratio_is_exactly_one():
     feed, state, step, plan = made()
     found, _ = trained(feed, state, step, plan, 12)

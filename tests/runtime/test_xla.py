@@ -87,6 +87,7 @@ def test_flags_are_added_to_the_users(tmp_path):
     assert environ["XLA_FLAGS"] == f"--xla_gpu_autotune_level=2 {SCHEDULER}=true"
 
 
+@pytest.mark.slow
 def test_a_flag_that_this_jaxlib_does_not_know_is_left_out_and_said_so():
     unknown = xla.Setting("gpu", "device", "--xla_gpu_enable_pipelined_collectives", "true", "a reason", "a source")
     (decision,) = xla.decide("gpu", {}, "device", settings=[unknown])
@@ -95,12 +96,14 @@ def test_a_flag_that_this_jaxlib_does_not_know_is_left_out_and_said_so():
     assert "does not know --xla_gpu_enable_pipelined_collectives=true" in decision.line
 
 
+@pytest.mark.slow
 def test_the_installed_jaxlib_takes_every_flag_of_the_table():
     """Fails when a release drops one: a row that is never applied should go."""
     flags = [f"{setting.name}={setting.value}" for setting in xla.SETTINGS if setting.name.startswith("--")]
     assert flags and {flag: xla_flags.rejected(flag) for flag in flags} == dict.fromkeys(flags, "")
 
 
+@pytest.mark.slow
 def test_an_answer_is_remembered_per_release_of_jaxlib(tmp_path, monkeypatch):
     assert xla_flags.rejected(f"{SCHEDULER}=true", tmp_path) == ""
     (file,) = tmp_path.iterdir()

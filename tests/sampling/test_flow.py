@@ -96,6 +96,7 @@ def products(jaxpr):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_guided_step_more_costs_no_pass_over_the_prefix(name):
     config = MODELS[name]

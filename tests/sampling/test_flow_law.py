@@ -119,6 +119,7 @@ def test_score_function_gradient_is_the_closed_form_only_with_all_steps():
         assert abs(found - expected) < error < 0.05
 
 
+@pytest.mark.slow
 def test_permuted_rows_permute_chains():
     law, order = FlowLaw(num_steps=3), np.array([2, 0, 3, 1])
     one, other = (drawn(law, Field(gaussian), rows, (3, 2)).noisy for rows in (np.arange(4), order))

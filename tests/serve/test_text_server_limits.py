@@ -215,6 +215,7 @@ def test_requests_that_come_together_get_no_more_room_than_there_is():
             assert sorted(answer(client)[0] for client in clients) == [200] * 5 + [429] * 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "times"),
     [

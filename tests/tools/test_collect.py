@@ -38,6 +38,7 @@ def opened(out, tmp_path):
     return Zarr(path=str(out), cache_dir=str(tmp_path / "index")).open()
 
 
+@pytest.mark.slow
 def test_successes_are_kept_and_failures_told(made, tmp_path):
     out, told = made
     source = opened(out, tmp_path)
@@ -64,6 +65,7 @@ def test_two_processes_write_the_files_of_one(made, tmp_path):
     assert digests(tmp_path / "walks.zarr") == digests(made[0])
 
 
+@pytest.mark.slow
 def test_a_killed_one_goes_on_where_it_was(made, tmp_path, monkeypatch):
     simulated = []
 

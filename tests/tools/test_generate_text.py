@@ -124,6 +124,7 @@ def test_completions_of_other_prompts_are_not_continued(loaded, tmp_path, capsys
     assert target.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_until_it_is_begun_anew(model):
     said = []
     chat(

@@ -96,6 +96,7 @@ def test_an_evaluation_between_saves_that_is_the_best_is_told_with_what_to_set(t
     assert run.checkpoints.best == Best(step=8, value=0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_interval", [1, 2])
 def test_where_every_evaluated_step_is_saved_the_lowest_is_the_best_and_nothing_is_told(
     tmp_path, caplog, save_interval

@@ -133,6 +133,7 @@ def test_small_gradients_survive_only_with_a_scale():
     assert norm(2.0**16) > 0
 
 
+@pytest.mark.slow
 def test_overflow_is_skipped_and_halves_the_scale_until_it_goes_through():
     rows = large(30.0)
     history, states = run_steps([GOOD[0], *[rows] * 8, GOOD[1]])
@@ -179,6 +180,7 @@ def test_parameters_that_overflow_stop_the_run_at_the_least_scale():
         recorder.check()
 
 
+@pytest.mark.slow
 def test_scale_grows_after_good_steps_and_is_reported():
     history, states = run_steps([*GOOD, *GOOD])
     assert [float(metrics["loss_scale"]) for metrics in history] == [4096] * 3 + [8192] * 3 + [16384] * 2

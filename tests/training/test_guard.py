@@ -160,6 +160,7 @@ def test_such_a_read_would_be_counted(run, monkeypatch):
     assert all(reads_by_step(run, monkeypatch).values())
 
 
+@pytest.mark.slow
 def test_a_value_that_goes_to_the_devices_within_a_step_ends_the_run_and_says_what_to_do(run):
     def sending(step, metrics):
         run.recorder.add(step, {**metrics, "loss": metrics["loss"] + np.float32(1)})

@@ -12,6 +12,7 @@ from openpi_train.training import init
 from openpi_train.training.init import create_state
 
 
+@pytest.mark.slow
 def test_a_state_from_weights_draws_only_what_they_lack():
     config = toy.StackedConfig(depth=2)
     trainer, layout = strategies.prepare(config, "zero3", 4, 1, jax.devices()[:4])

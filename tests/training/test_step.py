@@ -66,6 +66,7 @@ def test_accumulation_devices_and_strategy_change_nothing(reference, layout):
         np.testing.assert_allclose(state.params[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_zero3_cuts_parameters_moments_and_average():
     _, state = run_steps(devices=4, fsdp=4, steps=1)
     kernel = state.params["kernel"]

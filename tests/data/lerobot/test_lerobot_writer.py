@@ -74,6 +74,7 @@ def tree(path: Path) -> set[str]:
     return {file.split("/file-")[0] for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_files_keys_columns_and_types_are_lerobots(written, name):
     ours, theirs = written / name, FIXTURES / name

@@ -102,6 +102,7 @@ def test_every_reference_of_gsm8k_is_right_for_itself_and_wrong_for_another(gsm8
         assert exact_match("", other, answer) == 0
 
 
+@pytest.mark.slow
 def test_solutions_of_models_are_judged_as_gsm8k_judged_them(gsm8k):
     judged = 0
     for record in lines(gsm8k / "example_model_solutions.jsonl"):
