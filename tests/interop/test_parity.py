@@ -12,10 +12,9 @@ from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.nn.params import module_params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "capability"),
-    [(debug.model, "velocity"), pytest.param(pi0_fast_tiny.model, "logits", marks=pytest.mark.slow)],
-    ids=["pi0", "pi0-FAST"],
+    ("model", "capability"), [(debug.model, "velocity"), (pi0_fast_tiny.model, "logits")], ids=["pi0", "pi0-FAST"]
 )
 def test_a_changed_leaf_shows_in_the_outputs(model, capability):
     params = jax.jit(lambda: module_params(model.build(nnx.Rngs(0))))()
