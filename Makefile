@@ -37,9 +37,9 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright
 
 # A worker that crashes ends the suite: xdist would wait without end for tests that it has not given to another.
-# As many processes run files of tests at the same time: one more than there are cores, since some wait for others.
-WORKERS ?= 3
-IN_WORKERS = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# As many processes run files of tests at the same time; a third one uses the time in which others wait.
+WORKERS ?= 2
+IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # What waits for the network or has one thread goes beside something else: Debian's packages beside pip, pyright beside
 # the suite, after which it is heard; either one's failure is that of both.
@@ -51,8 +51,6 @@ test:
 	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(IN_WORKERS); code=$$?; \
 	wait $$types || code=1; echo pyright: && cat $(VENV)/pyright.txt; exit $$code
 
-# Nothing here waits.
-quick: WORKERS = 2
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
 

@@ -103,7 +103,7 @@ class Tokenizer:
         if len(tokens) > max_len and not self.cuts:
             raise ValueError(
                 f"the prompt {text[:200]!r} has {len(tokens)} tokens; the model reads {max_len}: shorten it, or have "
-                "it cut as training does (--cut-prompts, load_policy(..., cut_prompts=True))"
+                "it cut as training does (serve --cut-prompts, load_policy(..., cut_prompts=True))"
             )
         if len(tokens) > max_len:
             self._warn_of_truncation(text, len(tokens), max_len)

@@ -8,7 +8,9 @@ from jaxtyping import Array, Key
 
 from openpi_train.data.normalize import normalize
 from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.policy import Policy
+from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.real_time_chunking import prefix_weights
 
 
@@ -19,23 +21,25 @@ class Acting:
         self._policy, self._env = policy, env
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
-        """The chunks [b, h, a]."""
+        """The chunks [b, h, a]. Raises UsageError if the policy cannot read what the environment shows."""
         answers = self._policy.answer(self._prepared(observation), _draws(keys))
         return np.stack([answer["actions"] for answer in answers])
 
     def _prepared(self, observation: EnvObservation) -> list[tuple[Any, np.ndarray]]:
         images = {name: np.asarray(image) for name, image in observation.images.items()}
         states = np.asarray(observation.state)
-        return [
-            self._policy.prepare(
-                {
-                    **{name: image[row] for name, image in images.items()},
-                    "state": states[row],
-                    "prompt": self._env.instruction(int(task)),
-                }
-            )
+        given = [
+            {
+                **{name: image[row] for name, image in images.items()},
+                "state": states[row],
+                "prompt": self._env.instruction(int(task)),
+            }
             for row, task in enumerate(np.asarray(observation.task))
         ]
+        try:
+            return [self._policy.prepare(one) for one in given]
+        except ObservationError as error:
+            raise UsageError(f"{type(self._env).__name__} does not suit the policy: {error}") from error
 
 
 class ActingInRealTime(Acting):

@@ -41,15 +41,22 @@ class Mortal(Env):
 
     def step(self, states, actions):
         position, tasks, steps = states
-        if steps == 2 and tasks.any() and self.fate and not (self.once and Path(self.once).exists()):
-            if self.once:
-                Path(self.once).touch()
+        if steps == 2 and tasks.any() and self.fate and self._is_first():
             if self.fate == "raises":
                 raise RuntimeError("the arm is broken")
             if self.fate == "hangs":
                 time.sleep(600)
             os._exit(7)
         return position + actions, tasks, steps + 1
+
+    def _is_first(self):
+        if not self.once:
+            return True
+        try:
+            Path(self.once).touch(exist_ok=False)  # of two processes at the same time, one
+        except FileExistsError:
+            return False
+        return True
 
     def observe(self, states):
         position, tasks, steps = states

@@ -23,6 +23,7 @@ from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
+from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.real_time_chunking import prefix_weights
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -102,6 +103,21 @@ def test_an_episodes_noise_is_its_own_at_every_question_and_in_every_batch(make)
         acting(observation, keys)
     assert len({*drawn[0], *drawn[1]}) == 6
     assert drawn[2] == drawn[0][::-1] and drawn[3] == drawn[0]
+
+
+def test_an_environment_that_the_policy_cannot_read_is_refused_with_the_reason():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(following.Follow):
+        def observe(self, states):
+            seen = super().observe(states)
+            return dataclasses.replace(seen, state=jnp.pad(seen.state, ((0, 0), (0, 1))))
+
+    policy, _ = scripted(0)
+    world = Wider()
+    keys = jax.random.split(jax.random.key(0), 2)
+    observation = world.observe(world.reset(keys, np.zeros(2, int)))
+    with pytest.raises(UsageError, match=r"Wider does not suit the policy: .*state"):
+        Acting(policy, world)(observation, keys)
 
 
 DELAYS = [(delay, execute) for delay in range(AHEAD) for execute in range(1, AHEAD - delay + 1)]
