@@ -146,7 +146,8 @@ def _law(base: Experiment) -> ActionLaw:
 
 def _fits(base: Experiment, name: str, *value: str) -> bool:
     """Whether the model has the field of this flag. Raises UsageError if it lacks what is asked of it."""
-    if name not in _OF_SOME_MODELS or hasattr(base.model, name.rpartition(".")[2]):
+    fields = {f"--model.{field.name}" for field in dataclasses.fields(base.model)}
+    if name not in _OF_SOME_MODELS or name in fields:
         return True
     if value != (_OF_SOME_MODELS[name],):
         raise UsageError(f"{name} {' '.join(value)}: {type(base.model).__name__} has no such field; remove the key")
