@@ -21,9 +21,9 @@ DATA = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")
 gc.set_threshold(100_000, 20, 20)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Every process of the suite shares one compilation cache: compiling dominates the time.
+# Every process of the suite shares one compilation cache, of small programs, too: compiling dominates the time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 from jaxtyping import install_import_hook
 

@@ -67,10 +67,12 @@ class RowSource(abc.ABC):
 class Feed(abc.ABC):
     """The batches of a run, as global arrays on the devices. Call it from the main thread; `close` when done.
 
-    Counters: `wait_s`, the time `next` has waited for data; `bad_records`, the rows of this process that were replaced.
+    Counters: `wait_s`, the time `next` has waited for data; `acting_s`, that in which it has made attempts and scored
+    them; `bad_records`, the rows of this process that were replaced.
     """
 
     wait_s: float = 0.0
+    acting_s: float = 0.0
     bad_records: int = 0
 
     @abc.abstractmethod

@@ -64,6 +64,12 @@ class VideoRecorder:
         return paths
 
 
+def picture_of(image: np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
+    """A row's picture as uint8, of uint8 or of float in [-1, 1]; of several control steps the current one."""
+    image = image if image.ndim == 3 else image[-1]
+    return image if image.dtype == np.uint8 else np.round((image + 1) * 127.5).astype(np.uint8)
+
+
 def side_by_side(pictures: Sequence[UInt8[np.ndarray, "_ _ 3"]]) -> UInt8[np.ndarray, "height width 3"]:
     """Pictures next to each other, padded with black to the highest one, and enlarged if tiny."""
     height = max(picture.shape[0] for picture in pictures)

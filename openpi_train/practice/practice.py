@@ -108,6 +108,14 @@ class Actor(abc.ABC):
         """A readable description of an attempt."""
         return f"attempt at context {attempts.contexts[number]}, reward {attempts.rewards[number]:g}"
 
+    def pictures(self, attempts: Attempts, number: int) -> Sequence[Mapping[str, np.ndarray]]:
+        """What was seen in an attempt, from the first picture to the last: uint8 [height, width, 3] by camera.
+
+        Empty if nothing was, or if another process has it.
+        """
+        del attempts, number
+        return ()
+
     def close(self) -> None:  # noqa: B027
         """Release threads, processes and files."""
 
@@ -138,6 +146,11 @@ class Practice(abc.ABC):
     skip_solved: int = at_least(0, 0)
     # Do not learn from attempts that were ended by a limit. They stay in their group's baseline.
     mask_cut: bool = False
+    # Attempts of an iteration that are kept to look at, in attempts/<iteration> of the run: the best and the worst of
+    # some groups.
+    num_shown: int = at_least(0, 4)
+    # Iterations from one whose attempts are kept to look at to the next. The first one's are.
+    show_interval: int = at_least(1, 10)
 
     @property
     def num_attempts(self) -> int:

@@ -10,6 +10,7 @@ of them. All else of an iteration follows from that, the seed and the parameters
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.outcomes import Outcomes
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.practice.recorded import Recorded, RecordedScores
+from openpi_train.practice.shown import keep_some
 from openpi_train.runtime.phases import phase
 from openpi_train.types import PracticeBatch, tree_of
 
@@ -36,9 +38,13 @@ class PracticeFeed(Feed):
     Args:
         trainer: `training.step.Trainer` of the run, whose objective has a `law`.
         batch_size: attempts per optimizer step, of which each process makes arrays of those that its devices hold.
+        directory: the run's, where some attempts are kept to look at; None: nowhere.
     """
 
-    def __init__(self, practice: Practice, actor: Actor, trainer: Any, *, batch_size: int):
+    def __init__(
+        self, practice: Practice, actor: Actor, trainer: Any, *, batch_size: int, directory: Path | None = None
+    ):
+        self._directory = directory
         self._practice, self._actor, self._trainer = practice, actor, trainer
         self._batch_size, self._sharding = batch_size, trainer.plan.batch
         self._row_numbers = local_rows(self._sharding, batch_size)
@@ -120,6 +126,7 @@ class PracticeFeed(Feed):
         collected = self._collector.collect(params)
         acted = time.monotonic()
         self._collection = collected
+        self._show(collected)
         attempts, practice = collected.attempts, self._practice
         mask = attempts.mask & collected.counts[:, None]
         if practice.mask_cut:
@@ -150,8 +157,15 @@ class PracticeFeed(Feed):
             "time/acting_s": acted - started,
             "time/scoring_s": time.monotonic() - acted,
             "practice/units_per_s": units / max(acted - started, 1e-9),
+            "practice/attempts_per_s": collected.metrics["attempts"] / max(acted - started, 1e-9),
         }
-        self.wait_s += time.monotonic() - started
+        self.acting_s += time.monotonic() - started
+
+    def _show(self, collected: Collection) -> None:
+        """Keep some of the iteration's attempts to look at, if that is due."""
+        most = self._practice.num_shown
+        if self._directory is not None and most and self._iteration % self._practice.show_interval == 0:
+            keep_some(self._directory / "attempts" / str(self._iteration + 1), self._actor, collected, most)
 
     def _recorded(self, params: Any, shape: tuple[int, ...]) -> Recorded:
         """The scores of all attempts; zeros if nothing needs them."""

@@ -5,6 +5,7 @@ programs that always have the same number of rows: results do not depend on the 
 Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/action_law.py`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from openpi_train.data.placement import local_rows
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import Outcome, rollout
 from openpi_train.envs.task_choice import chosen_tasks
+from openpi_train.envs.video import picture_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
@@ -130,6 +132,20 @@ class RobotActor(Actor):
         steps = int(attempts.parts["control_steps"][number])
         end = "succeeded" if attempts.outcomes[number] else "failed"
         return f"episode at context {attempts.contexts[number]} that {end} after {steps} control steps"
+
+    def pictures(self, attempts: Attempts, number: int) -> list[dict[str, np.ndarray]]:
+        row = np.flatnonzero(self._lanes == number % self.num_lanes)
+        if not len(row) or attempts.local is None:
+            return []
+        columns = attempts.local.columns
+        cameras = [name for name in columns if name.startswith("image/")]
+        queries = math.ceil(attempts.parts["control_steps"][number] / self._practice.num_executed(self._model))
+        place = number // self.num_lanes, int(row[0])
+        return [
+            {name.removeprefix("image/"): picture_of(columns[name][place][query]) for name in cameras}
+            for query in range(queries)
+            if cameras
+        ]
 
     def _dealt(self, own: np.ndarray) -> Iterator[np.ndarray]:
         """These attempts [n, rows], this process's, as this process's rows of successive calls of `sampling`.

@@ -34,6 +34,7 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
     like = None if experiment is None else registry.load(experiment)
     parts: dict[str, Callable[[RunFiles], str]] = {
         "Evaluation": report_parts.evaluations,
+        **({"Own attempts": report_parts.own_attempts} if any(run.practises for run in runs) else {}),
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
         "Norm statistics": lambda run: report_parts.norm_stats(run, like),

@@ -14,10 +14,11 @@ from PIL import Image
 from openpi_train.data.files import read_json
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.tokens import open_tokenizer
-from openpi_train.envs.video import side_by_side
+from openpi_train.envs.video import picture_of, side_by_side
 from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment
 from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.practice.shown import ATTEMPTS
 from openpi_train.runtime.exits import RunError
 from openpi_train.tools import figures
 from openpi_train.tools.evaluate_text import RESULTS
@@ -48,13 +49,21 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Learning rate", "learning rate", False, {"learning_rate": "learning rate"}),
     ("Gradient norm, before clipping", "norm", True, {"grad_norm": "gradient"}),
     ("Speed", "samples/s", False, {"samples_per_s": "samples/s"}),
+    ("Reward of own attempts", "reward", False, {"practice/reward": "mean"}),
+    ("Groups of own attempts whose outcomes differ", "share", False, {"practice/groups_mixed": "groups"}),
+    ("Length of own attempts", "units", False, {f"practice/length_{name}": name for name in ("mean", "min", "max")}),
+    ("Entropy of the policy", "nats", False, {"entropy": "entropy"}),
+    ("Divergence of the policy", "nats", False, {"approx_kl": "from the acting policy", "kl": "from the reference"}),
+    ("Units whose ratio is clipped", "share", False, {"clip_fraction": "clipped"}),
+    ("Speed of acting", "units/s", False, {"practice/units_per_s": "units/s"}),
 )
+_SUCCESS = "practice/success"
 
 
 def curves(runs: Sequence[RunFiles]) -> str:
     """Every curve of one run, or of several in one figure."""
     parts = []
-    for title, unit, logarithmic, metrics in (*_CURVES, *_own_curves(runs)):
+    for title, unit, logarithmic, metrics in (*_CURVES, *_success_of_attempts(runs), *_own_curves(runs)):
         series = {
             (label if len(runs) == 1 else f"{run.name}: {label}"): points
             for run in runs
@@ -76,6 +85,13 @@ def curves(runs: Sequence[RunFiles]) -> str:
     return beside(parts)
 
 
+def _success_of_attempts(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
+    """One figure with a curve per task, and one of all."""
+    names = sorted({name for run in runs for line in run.metrics for name in line if name.startswith(f"{_SUCCESS}/")})
+    labels = {_SUCCESS: "all attempts", **{name: name.removeprefix(f"{_SUCCESS}/") for name in names}}
+    return [("Success of own attempts, which are made with noise", "share", False, labels)]
+
+
 def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
     """Curves of the experiments' own measures (`evaluation/measure.py: Evaluations`), one per name."""
     known = {name for _, _, _, metrics in _CURVES for name in metrics}
@@ -88,11 +104,11 @@ def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str
 
 def time_split(run: RunFiles) -> str:
     """Where the loop's time goes."""
-    names = ("device", "data", "host", "evaluation", "checkpoint")
-    series = {name: run.series(f"time/{name}_share") for name in names}
-    steps = series["device"][0]
-    if not steps:
+    names = ("device", "acting", "data", "host", "evaluation", "checkpoint")
+    series = {name: points for name in names if (points := run.series(f"time/{name}_share"))[0]}
+    if "device" not in series:
         raise Missing("no line of metrics.jsonl has the shares of the time yet.")
+    steps = series["device"][0]
     picture = figures.shares(steps, {name: values for name, (_, values) in series.items()})
     rows = []
     for metric, label, unit in (
@@ -176,7 +192,7 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
     for index, place in enumerate(data.train.describe(np.arange(len(rows["state"])))):
         shown = []
         if cameras:
-            pictures = [_as_bytes(rows[name][index]) for name in cameras]
+            pictures = [picture_of(rows[name][index]) for name in cameras]
             shown.append(
                 figure(_png(side_by_side(pictures)), ", ".join(n.removeprefix("image/") for n in cameras), ".png")
             )
@@ -191,12 +207,6 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
         parts.append(f"<h3>{text(place)}</h3>{note(f'prompt: {said}')}{note(f'state: {state}')}{beside(shown)}")
     lead = "The first training rows: resized, normalised and tokenised, before random changes to images."
     return note(lead) + "".join(parts)
-
-
-def _as_bytes(image: np.ndarray) -> np.ndarray:
-    """A row's picture as uint8; of several control steps the current one."""
-    image = image if image.ndim == 3 else image[-1]
-    return image if image.dtype == np.uint8 else np.round((image + 1) * 127.5).astype(np.uint8)
 
 
 def _png(picture: np.ndarray) -> bytes:
@@ -234,6 +244,24 @@ def evaluations(run: RunFiles) -> str:
     if rows:
         parts.append("<h3>Closed loop, earlier steps</h3>" + table(["step", "episodes", "success"], rows))
     return "".join(parts)
+
+
+def own_attempts(run: RunFiles) -> str:
+    """Attempts of the first and the last iteration of which some were kept to look at."""
+    folders = sorted((path.parent for path in run.path.glob(f"attempts/*/{ATTEMPTS}")), key=lambda path: int(path.name))
+    if not folders:
+        raise Missing("no attempts are kept yet: a run keeps some with --practice.num-shown N.")
+    return "".join(map(_attempts, dict.fromkeys((folders[0], folders[-1]))))
+
+
+def _attempts(folder: Path) -> str:
+    lines = [json.loads(line) for line in (folder / ATTEMPTS).read_text(encoding="utf-8").splitlines()]
+    rows = [[line["context"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
+    parts = [table(["context", "reward", "units", "ended by a limit"], rows)]
+    films = [(folder / line["video"], line["what"]) for line in lines if line["video"]]
+    parts += [beside([media(path, what) for path, what in films if path.is_file()])] if films else []
+    parts += [_block(f"context {line['context']}", line["what"]) for line in lines if not line["video"]]
+    return f"<h3>Iteration {text(int(folder.name))}</h3>" + "".join(parts)
 
 
 def _closed_loop(folder: RunFiles) -> str:

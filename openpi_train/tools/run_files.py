@@ -91,6 +91,11 @@ class RunFiles:
             return False
 
     @property
+    def practises(self) -> bool:
+        """Whether it learns from its own attempts."""
+        return self.experiment.get("practice") is not None
+
+    @property
     def checkpoints(self) -> list[int]:
         """Steps with a complete checkpoint."""
         return sorted(int(file.parent.name) for file in self.path.glob("*/manifest.json") if file.parent.name.isdigit())

@@ -49,7 +49,8 @@ class ProgressReport:
         """The line for the interval since the last report; shown on process 0.
 
         Args:
-            values: metrics; `loss`, `samples_per_s`, `time/step_s` and `data/wait_s` are shown where they are given.
+            values: metrics. Shown are, where given, `loss`, `samples_per_s`, `time/step_s`, `time/acting_share` and
+                `data/wait_s`.
         """
         parts = [f"step {self._step}/{self._num_steps}"]
         if "loss" in values:
@@ -58,6 +59,8 @@ class ProgressReport:
             parts.append(f"{float(values['samples_per_s']):.1f} samples/s")
         if "time/step_s" in values:
             step_s = float(values["time/step_s"])
+            if "time/acting_share" in values:
+                parts.append(f"acting {float(values['time/acting_share']):.0%}")
             parts.append(f"data wait {100 * float(values.get('data/wait_s', 0.0)) / max(step_s, 1e-9):.0f}%")
             # The host runs ahead of the devices by a step or two, so step times are meaningful only over many steps.
             if len(self._step_s) >= _MIN_STEPS_FOR_PERCENTILES:

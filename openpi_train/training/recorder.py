@@ -33,7 +33,7 @@ class Recorder:
         *,
         batch_size: int,
         peak_flops: float | None,
-        wait_s: Callable[[], float],
+        counted_s: Mapping[Part, Callable[[], float]],
         row_names: Callable[[int], list[str]],
         stop_on_nan: bool,
         unread: Mapping[str, Any] | None = None,
@@ -41,8 +41,8 @@ class Recorder:
     ):
         """`peak_flops` is the sum over all devices, None if unknown.
 
-        `wait_s()` is the total time that the loop waited for data so far; `row_names(step)` names a batch's rows.
-        `unread` is the result of `unread()` when the state that the run continues from was saved.
+        `counted_s` gives the total time so far of parts that others measure, with `data`; `row_names(step)` names a
+        batch's rows. `unread` is the result of `unread()` when the state that the run continues from was saved.
         """
         self._batch_size = batch_size
         self._peak_flops = peak_flops
@@ -55,7 +55,7 @@ class Recorder:
         # From the start before this one. JSON cannot represent non-finite values: they are strings that `float` reads.
         self._before = [{name: float(value) for name, value in step.items()} for step in unread["steps"]]
         self.num_skipped: int = unread["skipped_steps"]
-        self._split = TimeSplit(wait_s, clock)
+        self._split = TimeSplit(counted_s, clock)
         self._last_step_at = 0.0
 
     def add(self, step: int, metrics: Mapping[str, Any], program: Program | None = None) -> None:

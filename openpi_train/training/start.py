@@ -132,7 +132,7 @@ def open_feed(experiment: Experiment, trainer: Trainer, data: OpenedData, direct
         how: Any = {"sharding": trainer.plan.batch, "num_workers": experiment.num_workers, "cores": cores}
         return data.feed(batch_size=experiment.batch_size, **how)
     actor = experiment.practice.actor(running_of(experiment, trainer, data, directory), experiment.data)
-    return PracticeFeed(experiment.practice, actor, trainer, batch_size=experiment.batch_size)
+    return PracticeFeed(experiment.practice, actor, trainer, batch_size=experiment.batch_size, directory=directory)
 
 
 @phase("making the state")
@@ -203,7 +203,7 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
     return Recorder(
         batch_size=experiment.batch_size,
         peak_flops=peak * jax.device_count() if peak else None,
-        wait_s=lambda: feed.wait_s,
+        counted_s={"data": lambda: feed.wait_s, **({"acting": lambda: feed.acting_s} if experiment.practice else {})},
         row_names=feed.rows,
         stop_on_nan=experiment.on_nan == "stop",
         unread=unread,

@@ -2,10 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-Part = Literal["data", "device", "checkpoint", "evaluation"]
+Part = Literal["data", "acting", "device", "checkpoint", "evaluation"]
 # Parts in which no step is taken.
 PAUSES: tuple[Part, ...] = ("checkpoint", "evaluation")
 
@@ -13,16 +13,17 @@ PAUSES: tuple[Part, ...] = ("checkpoint", "evaluation")
 class TimeSplit:
     """Seconds by part and interval. Time outside of all parts is the host's own work.
 
-    Intervals follow each other without a gap. `data_s()` is the total time that the loop has waited for data so far.
+    Intervals follow each other without a gap. `counted` gives the total time so far of parts that others measure, such
+    as that in which the loop waited for data.
     """
 
-    def __init__(self, data_s: Callable[[], float], clock: Callable[[], float] = time.perf_counter):
-        self._data_s, self._clock = data_s, clock
+    def __init__(self, counted: Mapping[Part, Callable[[], float]], clock: Callable[[], float] = time.perf_counter):
+        self._counted, self._clock = counted, clock
         self.restart()
 
     def restart(self) -> None:
         """Begin an interval now, and discard the current one."""
-        self._began, self._data_before = self._clock(), self._data_s()
+        self._began, self._before = self._clock(), self._totals()
         self._spent: dict[Part, float] = {"device": 0.0, "checkpoint": 0.0, "evaluation": 0.0}
 
     @contextlib.contextmanager
@@ -40,12 +41,15 @@ class TimeSplit:
         """End the interval and begin the next. Returns its seconds by part, which add up to the interval; and its
         length without `PAUSES`.
         """
-        now, data_s = self._clock(), self._data_s()
+        now, totals = self._clock(), self._totals()
         total, paused = now - self._began, self._paused_s
-        parts = {"data": data_s - self._data_before, **self._spent}
+        parts = {**{part: seconds - self._before[part] for part, seconds in totals.items()}, **self._spent}
         self.restart()
-        self._began, self._data_before = now, data_s
+        self._began, self._before = now, totals
         return {**parts, "host": total - sum(parts.values())}, total - paused
+
+    def _totals(self) -> dict[Part, float]:
+        return {part: seconds() for part, seconds in self._counted.items()}
 
     @property
     def _paused_s(self) -> float:

@@ -1,6 +1,7 @@
 """The feed that acts: what its batches hold, when it acts, and where its position is complete."""
 
 import dataclasses
+import json
 import types
 from typing import ClassVar
 
@@ -17,8 +18,10 @@ from openpi_train.nn.params import merge_module
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.advantages import group_relative
+from openpi_train.practice.collection import Collection
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.practice.shown import best_and_worst
 from openpi_train.sampling.law import Law, UnitScores
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
@@ -63,7 +66,7 @@ class WeightLaw(Law):
 PLAIN = PolicyGradient(law=WeightLaw())
 
 
-def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0), **settings):
+def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0), directory=None, **settings):
     """A feed, the state and the compiled step of its run."""
     plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
     # No step moves a ratio or a value to exactly where it is clipped.
@@ -72,7 +75,7 @@ def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0),
         WeightConfig(), plan, AdamW(), schedule, objective=objective, accum=accum, ema=None, seed=3
     )
     practice = ScriptedPractice(**{"num_groups": 4, "group_size": 3, "epochs": 2, **settings})
-    feed = PracticeFeed(practice, ScriptedActor(reward), trainer, batch_size=BATCH)
+    feed = PracticeFeed(practice, ScriptedActor(reward), trainer, batch_size=BATCH, directory=directory)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, WeightConfig(), trainer.optimizer, lambda _: False, False, 7)
     return feed, state, trainer.jitted_step(layout.shardings), plan
@@ -231,7 +234,7 @@ def test_numbers_of_the_iteration_are_logged():
     feed.next(state)
     found = feed.metrics()
     assert found["practice/reward"] == pytest.approx(1 / 3) and found["practice/groups_mixed"] == 1
-    assert found["time/acting_s"] >= 0 and feed.wait_s > 0
+    assert feed.acting_s >= found["time/acting_s"] >= 0 and feed.acting_s > 0 and feed.wait_s == 0
     assert len(feed.rows(0)) == BATCH and "reward" in feed.rows(0)[0]
 
 
@@ -241,3 +244,30 @@ def test_the_recorded_scores_are_those_of_the_module():
     model = merge_module(feed._trainer.graphdef, state.params)
     given = types.SimpleNamespace(texts=types.SimpleNamespace(tokens=jnp.asarray(feed._columns["tokens"])))
     np.testing.assert_array_equal(feed._columns["log_probs"], WeightLaw().scores(model, given).log_prob)
+
+
+def test_some_attempts_are_kept_to_look_at(tmp_path, caplog):
+    """Context 1's and 3's groups differ; context 2's attempts are all solved, context 0's none."""
+    rewards = {0: (0, 0, 0), 1: (0, 1, 0), 2: (1, 1, 1), 3: (1, 0, float("nan"))}
+    scripted = {"reward": lambda context, number: float(rewards[context % 4][number]), "show_interval": 2}
+    feed, state, step, plan = made(**scripted, directory=tmp_path, num_shown=5)
+    trained(feed, state, step, plan, 3 * 6)
+    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["1", "3"]
+    lines = [json.loads(line) for line in (tmp_path / "attempts" / "1" / "attempts.jsonl").read_text().splitlines()]
+    assert [(line["context"], line["outcome"]) for line in lines] == [(1, 1), (1, 0), (3, 1), (3, 0), (0, 0)]
+    assert lines[0]["what"] == "attempt at context 1, reward 1" and lines[0]["video"] is None
+    # Looking on never ends a run.
+    (tmp_path / "file").touch()
+    feed, state, step, plan = made(**scripted, directory=tmp_path / "file")
+    trained(feed, state, step, plan, 1)
+    assert "no attempts are kept in" in caplog.text
+    feed, state, step, plan = made(**scripted, directory=tmp_path / "none", num_shown=0)
+    trained(feed, state, step, plan, 1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_fillers_are_not_shown():
+    attempts = ScriptedActor(lambda context, number: float(context == number)).act({}, [0, 1], 2)
+    counts = np.array([False, False, True, True])
+    found = Collection(attempts=attempts, groups=np.array([0, 0, 1, 1]), counts=counts, metrics={})
+    assert best_and_worst(found, 9) == [3, 2]

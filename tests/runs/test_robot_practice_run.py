@@ -6,6 +6,9 @@ import pytest
 from practice.wandering import WANDERING
 from runs.command import killed_when_logged, train
 
+from openpi_train.tools.report import html_of
+from openpi_train.tools.run_files import RunFiles
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 # Two groups of four in a batch: with two processes each has its own, whose pictures the other never sees.
 RUN = (WANDERING, "--practice.mixed-only", "--practice.max-waves", "2")
@@ -38,6 +41,18 @@ def test_it_acts_once_per_iteration_and_learns(one_by_four):
     rates = [found[0][f"practice/success/{task}"] for task in ("away_0.06", "away_0.08")]
     assert sum(rates) / 2 == pytest.approx(found[0]["practice/reward"]) and found[0]["practice/groups_mixed"] > 0
     assert {line["step"] for line in evaluated} == {0, 8}
+
+
+def test_its_report_shows_what_it_did(one_by_four):
+    run = one_by_four / "runs" / "wandering" / "x"
+    shown = [json.loads(line) for line in (run / "attempts" / "1" / "attempts.jsonl").read_text().splitlines()]
+    assert {line["outcome"] for line in shown} == {0, 1}
+    page = html_of([RunFiles.at(run)], with_batches=False)
+    for title in ("Reward of own attempts", "Success of own attempts", "Units whose ratio is clipped"):
+        assert f"<figcaption>{title}" in page
+    films = {line["video"].partition(".")[0] for line in shown}
+    assert films == {f"{place:02d}_{'success' if line['outcome'] else 'failure'}" for place, line in enumerate(shown)}
+    assert all(f"<figcaption>{line['what']}</figcaption>" in page for line in shown)
 
 
 def test_processes_change_no_bit(tmp_path, one_by_four):

@@ -82,7 +82,11 @@ def run(parts, tmp_path):
     fields |= {"num_train_steps": STEPS, "log_interval": INTERVAL, "save_interval": 100, "eval": EvalConfig(interval=0)}
     experiment = dataclasses.replace(experiment, **fields, data=ToyData())
     recorder = Recorder(
-        batch_size=ROWS, peak_flops=None, wait_s=lambda: 0.0, row_names=lambda step: ["row"], stop_on_nan=True
+        batch_size=ROWS,
+        peak_flops=None,
+        counted_s={"data": lambda: 0.0},
+        row_names=lambda step: ["row"],
+        stop_on_nan=True,
     )
     run = Run.__new__(Run)  # with stand-ins, which its type-checked constructor would refuse
     vars(run).update(

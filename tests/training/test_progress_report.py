@@ -31,6 +31,7 @@ def test_second_interval_forgets_the_first():
     ten_steps(report)
     report.advance(21, step_s=1.0)
     assert "data wait 0% | step 1000 ms | ETA 1m19s" in report.report({"time/step_s": 1.0})
+    assert "| acting 25% | data wait" in report.report({"time/step_s": 1.0, "time/acting_share": 0.25})
 
 
 def test_terminal_shows_a_bar_and_logs_no_line(caplog):

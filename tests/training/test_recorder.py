@@ -17,7 +17,7 @@ def make_recorder(unread=None, stop_on_nan=True):
     return Recorder(
         batch_size=8,
         peak_flops=None,
-        wait_s=lambda: 0.0,
+        counted_s={"data": lambda: 0.0},
         row_names=lambda step: ["row"],
         stop_on_nan=stop_on_nan,
         unread=unread,
@@ -93,16 +93,20 @@ def test_a_number_that_is_not_finite_can_be_saved():
 
 
 class Clock:
-    """A clock that stands still until it is told to move; `data_s` is the time that was spent waiting for data."""
+    """A clock that stands still until it is told to move; `data_s` and `acting_s` are times spent on those."""
 
     def __init__(self):
-        self.now = self.data_s = 0.0
+        self.now = self.data_s = self.acting_s = 0.0
 
     def __call__(self):
         return self.now
 
     def move(self, seconds):
         self.now += seconds
+
+    def act(self, seconds):
+        self.acting_s += seconds
+        self.move(seconds)
 
     def wait_for_data(self, seconds):
         self.data_s += seconds
@@ -113,13 +117,20 @@ def test_every_second_of_an_interval_belongs_to_one_part(monkeypatch):
     clock = Clock()
     clock.data_s = 100.0  # of before: not ours
     recorder = Recorder(
-        batch_size=8, peak_flops=1e12, wait_s=lambda: clock.data_s, row_names=str, stop_on_nan=True, clock=clock
+        batch_size=8,
+        peak_flops=1e12,
+        counted_s={"data": lambda: clock.data_s, "acting": lambda: clock.acting_s},
+        row_names=str,
+        stop_on_nan=True,
+        clock=clock,
     )
     monkeypatch.setattr(jax, "block_until_ready", lambda x: clock.move(4.0))
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: (clock.move(1.0), device_get(x))[1])
     clock.move(1000.0)
+    clock.act(50.0)
     recorder.begin()
+    clock.act(6.0)
     # Two programs take turns: rates are of what was computed.
     programs = [
         Program(model_flops=flops, executed_flops=2e11 + flops, sent_bytes={}, compile_s=1.0) for flops in (5e11, 7e11)
@@ -134,13 +145,13 @@ def test_every_second_of_an_interval_belongs_to_one_part(monkeypatch):
     with recorder.paused("checkpoint"):
         clock.move(3.0)
     line = recorder.read()
-    seconds = {"data": 2.0, "device": 9.0, "host": 1.0, "evaluation": 7.0, "checkpoint": 3.0}
-    assert line["time/interval_s"] == 22.0
-    assert {part: line[f"time/{part}_share"] * 22.0 for part in seconds} == pytest.approx(seconds)
+    seconds = {"data": 2.0, "acting": 6.0, "device": 9.0, "host": 1.0, "evaluation": 7.0, "checkpoint": 3.0}
+    assert line["time/interval_s"] == 28.0
+    assert {part: line[f"time/{part}_share"] * 28.0 for part in seconds} == pytest.approx(seconds)
     assert sum(value for name, value in line.items() if name.endswith("_share")) == pytest.approx(1.0)
-    assert (line["time/step_s"], line["data/wait_s"]) == (3.0, 0.5)
-    assert (line["samples_per_s"], line["tokens_per_s"]) == (8 / 3, 1000 / 12)
-    assert (line["mfu"], line["hfu"]) == pytest.approx((0.2, 8 / 30))
+    assert (line["time/step_s"], line["data/wait_s"]) == (4.5, 0.5)
+    assert (line["samples_per_s"], line["tokens_per_s"]) == pytest.approx((8 / 4.5, 1000 / 18))
+    assert (line["mfu"], line["hfu"]) == pytest.approx((2.4 / 18, 3.2 / 18))
     assert "tokens" not in line
 
     clock.move(0.5)  # the next interval begins where the last one ended
