@@ -62,6 +62,10 @@ class Env(abc.ABC):
     def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
         """The states one control step later."""
 
+    def executed(self, actions: Float[Array | np.ndarray, "b a"]) -> Float[Array | np.ndarray, "b a"]:
+        """What `step` carries out of these actions: within bounds, where the environment has some (default: all)."""
+        return actions
+
     @abc.abstractmethod
     def observe(self, states: Any) -> EnvObservation:
         """The current observation in each episode."""

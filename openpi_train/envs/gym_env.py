@@ -87,9 +87,9 @@ class GymEnv(Env):
         Raises RuntimeError for states that were already stepped, UsageError if nothing says whether it succeeded.
         """
         states.check_newest()
-        sizes, seen = _sizes(self.source), list(states.observations)
+        seen = list(states.observations)
         success, over, rewards = states.success.copy(), states.over.copy(), np.zeros(len(seen))
-        clipped = np.clip(np.asarray(actions, np.float32), sizes.low, sizes.high)
+        clipped = self.executed(actions)
         for row in np.flatnonzero(~states.over):
             simulator = states.simulators[row]
             seen[row], rewards[row], terminated, truncated, told = simulator.step(clipped[row])
@@ -97,6 +97,11 @@ class GymEnv(Env):
             over[row] = success[row] or terminated or truncated
         states.simulators.num_steps += 1
         return GymEpisodes(states.simulators, seen, success, over, rewards, states.num_steps + 1)
+
+    def executed(self, actions: Float[Array | np.ndarray, "b a"]) -> Float[np.ndarray, "b a"]:
+        """Within the action space's bounds."""
+        sizes = _sizes(self.source)
+        return np.clip(np.asarray(actions, np.float32), sizes.low, sizes.high)
 
     def observe(self, states: "GymEpisodes") -> EnvObservation:
         sizes, count = _sizes(self.source), len(states.success)

@@ -97,6 +97,9 @@ class ProcessEnv(Env):
         batch.actions.append(actions)
         return RemoteEpisodes(batch=batch, success=success, num_steps=states.num_steps + 1)
 
+    def executed(self, actions: Float[Array | np.ndarray, "b a"]) -> Float[Array | np.ndarray, "b a"]:
+        return self.env.executed(actions)
+
     def observe(self, states: "RemoteEpisodes") -> EnvObservation:
         states.check_newest()
         entries = states.batch.observed()

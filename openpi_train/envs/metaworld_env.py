@@ -98,12 +98,16 @@ class MetaWorldEnv(Env):
     def step(self, states: Episodes, actions: Float[Array | np.ndarray, "b 4"]) -> Episodes:
         """The states one control step later. Raises RuntimeError for states that were already stepped."""
         _check_newest(states)
-        actions = np.clip(np.asarray(actions, np.float64), -1.0, 1.0)
+        actions = self.executed(actions)
         observations, success = states.observations.copy(), states.success.copy()
         rewards = np.zeros(len(success))
         for row in np.flatnonzero(~success):
             observations[row], success[row], rewards[row] = states.simulators[row].step(actions[row])
         return Episodes(states.simulators, observations, success, states.num_steps + ~states.success, rewards)
+
+    def executed(self, actions: Float[Array | np.ndarray, "b 4"]) -> Float[np.ndarray, "b 4"]:
+        """Within -1..1."""
+        return np.clip(np.asarray(actions, np.float64), -1.0, 1.0)
 
     def observe(self, states: Episodes) -> EnvObservation:
         """Meta-World's 39 numbers (hand, gripper and objects now and one step ago, and the goal) and the picture."""

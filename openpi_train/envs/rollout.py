@@ -19,6 +19,8 @@ from openpi_train.envs.env import Env, EnvObservation
 
 # Observations of b episodes and one key per episode -> action chunks [b, h, a] in the robot's units.
 Policy = Callable[[EnvObservation, Key[Array, " b"]], Float[Array | np.ndarray, "b h a"]]
+# What was seen before a control step, its actions [b, a], the states after it, and which episodes had succeeded before.
+Recording = Callable[[EnvObservation, np.ndarray, Any, np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ def rollout(
     history: int = 1,
     all_done: Callable[[bool], bool] = bool,
     watch: Callable[[Any, np.ndarray], None] | None = None,
+    record: Recording | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome | None:
     """The outcome of one episode per key; each depends only on its own keys and task and on the policy.
@@ -62,6 +65,7 @@ def rollout(
         all_done: Whether the episodes of all processes are over, given whether these are. A policy that needs all
             processes must be queried the same number of times by each.
         watch: Called with the states before the first and after every control step, and which episodes had succeeded.
+        record: Called after every control step.
 
     Raises:
         ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
@@ -84,12 +88,14 @@ def rollout(
         for number in range(count):
             states = env.step(states, chunk[:, number])
             taken += 1
+            if record is not None:
+                record(seen[-1], np.asarray(chunk[:, number]), states, done.copy())
             new = np.asarray(env.success(states)) & ~done
             steps[new] = taken
             done |= new
             if watch is not None:
                 watch(states, done)
-            if count - number <= history:  # the policy will see it
+            if count - number <= history or record is not None:  # the policy will see it
                 seen.append(env.observe(states))
     return Outcome(success=done, steps=steps, states=states)
 

@@ -193,6 +193,11 @@ class TabletopEnv(Env):
     def step(self, states: Scene, actions: Float[Array | np.ndarray, "b 7"]) -> Scene:
         return _step_batch(states, actions)
 
+    def executed(self, actions: Float[Array | np.ndarray, "b 7"]) -> Float[np.ndarray, "b 7"]:
+        """Within the bounds of a motion (`tabletop_physics.step`); the gripper's command stays."""
+        most = np.array([world.MAX_MOVE_M] * 3 + [world.MAX_TURN_RAD] * 3 + [np.inf], np.float32)
+        return np.clip(np.asarray(actions, np.float32), -most, most)
+
     def observe(self, states: Scene) -> EnvObservation:
         """Both cameras' pictures and the gripper's proprioception."""
         return _observe_batch(states, self.image_size)

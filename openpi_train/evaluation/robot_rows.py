@@ -15,15 +15,18 @@ from openpi_train.runtime.exits import UsageError
 
 
 class RobotRows:
-    """The translation of batches between an environment and a model."""
+    """The translation of batches between an environment and a model.
+
+    Attributes: `robot`; `cameras`, the environment's camera of each image feature that the robot reads.
+    """
 
     def __init__(self, translation: Translation, env: Env):
-        self._translation, self._env = translation, env
-        self._cameras = {feature: _camera(feature, env) for feature in translation.robot.cameras.values()}
+        self._translation, self._env, self.robot = translation, env, translation.robot
+        self.cameras = {feature: _camera(feature, env) for feature in translation.robot.cameras.values()}
 
     def columns(self, observation: EnvObservation) -> dict[str, np.ndarray]:
         """The model's rows of these episodes, stacked by entry, without actions."""
-        images = {feature: np.asarray(observation.images[camera]) for feature, camera in self._cameras.items()}
+        images = {feature: np.asarray(observation.images[camera]) for feature, camera in self.cameras.items()}
         states, tasks = np.asarray(observation.state), np.asarray(observation.task)
         rows = [
             self._translation.row(

@@ -92,6 +92,12 @@ class Actor(abc.ABC):
     def context(self, draw: int) -> int:
         """The number of the context that is drawn as the `draw`-th of an endless, reshuffled pass."""
 
+    def begin_iteration(self, number: int) -> None:  # noqa: B027
+        """The iteration of this number begins: its waves follow. Default: nothing."""
+
+    def end_iteration(self) -> None:  # noqa: B027
+        """The iteration has all its attempts. Default: nothing."""
+
     @abc.abstractmethod
     def act(self, params: Params, draws: Sequence[int], group_size: int) -> Attempts:
         """`group_size` attempts at the context of each draw, with these parameters by path.

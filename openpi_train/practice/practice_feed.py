@@ -123,7 +123,9 @@ class PracticeFeed(Feed):
         """Make the attempts of an iteration, and all that its steps need of them."""
         started = time.monotonic()
         params = {**state.frozen, **state.params}
+        self._actor.begin_iteration(self._iteration)
         collected = self._collector.collect(params)
+        self._actor.end_iteration()
         acted = time.monotonic()
         self._collection = collected
         self._show(collected)

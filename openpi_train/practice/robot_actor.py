@@ -24,6 +24,7 @@ from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params
 from openpi_train.practice.initial_states import InitialStates
+from openpi_train.practice.kept_episodes import KeptEpisodes
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
@@ -88,9 +89,18 @@ class RobotActor(Actor):
             # Runs of all tasks have no entry, as they had before tasks could be chosen.
             **({} if practice.tasks is None else {"tasks": names}),
         }
+        self._kept = None if practice.keep is None else self._keeping(practice.keep, running)
 
     def context(self, draw: int) -> int:
         return self._states.context(draw)
+
+    def begin_iteration(self, number: int) -> None:
+        if self._kept is not None:
+            self._kept.begin(number)
+
+    def end_iteration(self) -> None:
+        if self._kept is not None:
+            self._kept.end()
 
     def act(self, params: Params, draws: Sequence[int], group_size: int) -> Attempts:
         everything = np.arange(len(draws) * group_size)
@@ -98,7 +108,7 @@ class RobotActor(Actor):
         columns: dict[str, np.ndarray] = {}
         ends: list[list[float]] = []
         for numbers in self._dealt(own):
-            seen, outcome, returns = self._acted(params, np.asarray(draws)[numbers // group_size], numbers % group_size)
+            seen, outcome, returns = self._acted(params, np.asarray(draws), numbers, group_size)
             places = numbers // self.num_lanes, np.searchsorted(self._lanes, numbers % self.num_lanes)
             for name, value in seen.items():
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
@@ -109,6 +119,8 @@ class RobotActor(Actor):
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
         returns, outcomes, steps = table[:, :3].T
+        if self._kept is not None:
+            self._kept.end_wave(steps, outcomes)
         tasks = np.repeat([self._task(draw) for draw in draws], group_size)
         parts = {f"success/{self._env.tasks[one]}": np.where(tasks == one, outcomes, np.nan) for one in self._tasks}
         return Attempts(
@@ -119,6 +131,18 @@ class RobotActor(Actor):
             mask=self._mask(steps, table[:, 3:]),
             local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
             parts={"control_steps": steps, **parts},
+        )
+
+    def _keeping(self, folder: str, running: Running) -> KeptEpisodes:
+        return KeptEpisodes(
+            folder,
+            env=self._env,
+            robot=self._rows.robot,
+            features=self._rows.cameras,
+            tasks=self._tasks,
+            every=self._practice.keep_every,
+            keep_failed=self._practice.keep_failed,
+            run={"run": "/".join(running.directory.resolve().parts[-2:])},
         )
 
     def _task(self, draw: int) -> int:
@@ -160,12 +184,15 @@ class RobotActor(Actor):
             yield by_device[:, columns].ravel()
 
     def _acted(
-        self, params: Params, draws: np.ndarray, attempts: np.ndarray
+        self, params: Params, draws: np.ndarray, numbers: np.ndarray, group_size: int
     ) -> tuple[dict[str, np.ndarray], Outcome, np.ndarray]:
-        """What was seen and drawn at every query [b, q, ...] by entry, how the episodes ended, and the environment's
-        rewards until then.
+        """What was seen and drawn at every query [b, q, ...] of these attempts of the draws, by entry, how the episodes
+        ended, and the environment's rewards until then.
         """
         practice, policy = self._practice, RecordingPolicy(params, self._rows, self._sampling)
+        draws, attempts = draws[numbers // group_size], numbers % group_size
+        tasks = np.array([self._task(int(draw)) for draw in draws])
+        recorder = None if self._kept is None else self._kept.recorder(numbers)
         returns, is_over = np.zeros(len(draws)), np.ones(len(draws), bool)
 
         def watch(states: Any, done: np.ndarray) -> None:
@@ -177,15 +204,18 @@ class RobotActor(Actor):
             policy,
             self._env,
             self._states.reset_keys(draws),
-            np.array([self._task(int(draw)) for draw in draws]),
+            tasks,
             execute=practice.num_executed(self._model),
             policy_keys=self._states.noise_keys(draws, attempts),
             max_steps=practice.max_steps,
             history=self._model.window.history,
             all_done=lambda done: all(agree.gather("episodes that are over", done)),
             watch=watch,
+            record=recorder,
         )
         assert outcome is not None, "nothing stops it"
+        if self._kept is not None:
+            self._kept.add(recorder, numbers, tasks)
         # Queries after the end of all episodes are not learnt from.
         made = policy.records
         records = made + made[-1:] * (practice.num_queries(self._model) - len(made))

@@ -12,7 +12,7 @@ from openpi_train.data.interface import OpenedData
 from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import Running
-from openpi_train.fields import at_least
+from openpi_train.fields import at_least, setting
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.sampling.action_law import ActionLaw
@@ -43,6 +43,12 @@ class RobotPractice(Practice):
     episodes_per_device: int = at_least(1, 16)
     # Number of the run's dataset whose robot and norm stats are used.
     dataset: int = at_least(0, 0)
+    # Folder in which the episodes are kept as a LeRobot dataset; None: they are not kept.
+    keep: str | None = setting(None, on_resume="accept")
+    # Keep the episodes of the first iteration and of every so many.
+    keep_every: int = at_least(1, 1, on_resume="accept")
+    # Keep episodes without success, too.
+    keep_failed: bool = setting(True, on_resume="accept")
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
         problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
@@ -78,6 +84,11 @@ class RobotPractice(Practice):
             problems.append(
                 f"--practice.skip-solved {self.skip_solved} passes over initial states that were solved, and no state "
                 "is drawn twice: give --practice.states-per-task"
+            )
+        if self.keep is not None and self.env.control_hz % 1:
+            problems.append(
+                f"--practice.keep {self.keep}: {type(self.env).__name__} has {self.env.control_hz:g} control steps per "
+                "second, and LeRobot's format needs a whole number: leave --practice.keep out"
             )
         return problems
 

@@ -21,6 +21,15 @@ class Arm(Robot):
     def state_keys(self) -> tuple[str, ...]:
         return self.state_columns
 
+    @property
+    def whole_columns(self) -> tuple[str, str]:
+        """Those that it reads, if each is one column."""
+        names = self.state_columns, self.action_columns
+        state, action = (
+            own[0] if len(own) == 1 else name for own, name in zip(names, super().whole_columns, strict=True)
+        )
+        return state, action
+
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         del episode_ends
         state = self._joined(columns, self.state_columns, self.state_names, "state")

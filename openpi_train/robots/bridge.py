@@ -58,6 +58,10 @@ class Bridge(Robot):
         """Every pose dim with `trajectory`; otherwise None, as the actions are already deltas."""
         return ((True,) * len(_POSE) + (False,)) * self.num_arms if self.trajectory else None
 
+    @property
+    def whole_columns(self) -> tuple[str, str]:
+        return self.state_column, self.action_column
+
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """States and actions; windows must not start at null first actions."""
         state, recorded = (self._of_arms(columns, name) for name in (self.state_column, self.action_column))

@@ -51,6 +51,11 @@ class Robot(abc.ABC):
         """Keys for the parts of the state in a request, in order; the whole state, `state`, is always accepted."""
         return ("observation/state",)
 
+    @property
+    def whole_columns(self) -> tuple[str, str]:
+        """The columns of the whole state and of the whole action in datasets that are written for this robot."""
+        return "observation/state", "action"
+
     @abc.abstractmethod
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         """This robot's states and actions at every step, from a dataset's columns.

@@ -164,8 +164,12 @@ def _write_episodes(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_tasks(out: Path, tasks: Sequence[str]) -> None:
-    """Write the tasks as pandas writes a frame with the tasks as its index, which is how lerobot looks them up."""
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
+    require("pyarrow.parquet").write_table(tasks_table(tasks), out / "meta/tasks.parquet")
+
+
+def tasks_table(tasks: Sequence[str]) -> Any:
+    """The tasks as pandas writes a frame with the tasks as its index, which is how lerobot looks them up."""
+    pa = require("pyarrow")
 
     def column(name: str | None, field: str | None, kind: str, numpy_kind: str, metadata: Any = None) -> dict[str, Any]:
         described = {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": numpy_kind}
@@ -185,7 +189,7 @@ def _write_tasks(out: Path, tasks: Sequence[str]) -> None:
     fields = [("task_index", pa.int64()), (_TASK_COLUMN, pa.large_string())]
     schema = pa.schema(fields, metadata={"pandas": json.dumps(text)})
     arrays = [pa.array(range(len(tasks)), pa.int64()), pa.array(tasks, pa.large_string())]
-    parquet.write_table(pa.Table.from_arrays(arrays, schema=schema), out / "meta/tasks.parquet")
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _copy(source: Path, target: Path) -> None:
