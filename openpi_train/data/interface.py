@@ -82,7 +82,8 @@ class Feed(abc.ABC):
         All processes must call it the same number of times. It may compute with `state.params`, and may take long (in
         its own `phase`, for the watchdog). It must not keep `state`: the step donates its buffers.
 
-        Raises DataError if there is no batch.
+        Raises DataError if there is no batch; StoppedError (`runtime/preempt.py`), in all processes, if they agreed to
+        stop before there was one: `position` is then as it was.
         """
 
     @abc.abstractmethod

@@ -205,7 +205,7 @@ class _Batch:
 
 
 class _Pool:
-    """Worker processes of one environment. For the main thread."""
+    """Worker processes of one environment. For one thread at a time."""
 
     def __init__(self, config: ProcessEnv):
         self._pickled, self._timeout_s, self.name = (

@@ -1,7 +1,7 @@
 """Rollout: a policy acts in a batch of episodes until they succeed or time is up.
 
-Read next: `env.py` for the environment interface, `closed_loop.py` for an evaluation of many episodes. The code works
-with any environment and policy.
+Read next: `env.py` for the environment interface, `slots.py` for two batches at a time, `closed_loop.py` for an
+evaluation of many episodes. The code works with any environment and policy.
 """
 
 import collections
@@ -36,24 +36,11 @@ class Outcome:
     states: Any
 
 
-def rollout(
-    policy: Policy,
-    env: Env,
-    keys: Key[Array, " b"],
-    tasks: Int[Array | np.ndarray, " b"],
-    *,
-    execute: int,
-    policy_keys: Key[Array, " b"] | None = None,
-    max_steps: int | None = None,
-    history: int = 1,
-    all_done: Callable[[bool], bool] = bool,
-    watch: Callable[[Any, np.ndarray], None] | None = None,
-    record: Recording | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> Outcome | None:
-    """The outcome of one episode per key; each depends only on its own keys and task and on the policy.
+class Episodes:
+    """A batch of episodes, one per key; each depends only on its own keys and task and on the policy.
 
-    None if `stop_requested` (`runtime/preempt.py`), called before each chunk, returned True.
+    `begin`, then `query` and `execute` in turn until `is_over`. `query` does not use the environment; `begin` and
+    `execute` use nothing else, so they may run in another thread while the policy acts in other episodes.
 
     Args:
         execute: Number of actions of each chunk that are executed before the next query of the policy.
@@ -62,42 +49,104 @@ def rollout(
         max_steps: Control steps before an episode counts as failed; the environment's own by default.
         history: Number of observations that the policy sees, up to the present one; before the beginning the first one
             repeats. With more than one they have the axis `o`.
-        all_done: Whether the episodes of all processes are over, given whether these are. A policy that needs all
-            processes must be queried the same number of times by each.
         watch: Called with the states before the first and after every control step, and which episodes had succeeded.
         record: Called after every control step.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        env: Env,
+        keys: Key[Array, " b"],
+        tasks: Int[Array | np.ndarray, " b"],
+        *,
+        execute: int,
+        policy_keys: Key[Array, " b"] | None = None,
+        max_steps: int | None = None,
+        history: int = 1,
+        watch: Callable[[Any, np.ndarray], None] | None = None,
+        record: Recording | None = None,
+    ):
+        self._policy, self._env, self._execute, self._history = policy, env, execute, history
+        self._watch, self._record = watch, record
+        self._limit = env.max_steps if max_steps is None else max_steps
+        self._reset_keys, self._tasks = row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks)
+        self._policy_keys = row_randomness.for_purpose(keys if policy_keys is None else policy_keys, "env/policy")
+        self._done, self._steps = np.zeros(len(tasks), bool), np.full(len(tasks), self._limit)
+        self._taken, self._states = 0, None
+        self._seen: collections.deque[EnvObservation] = collections.deque(maxlen=history)
+        self._chunk: Any = None
+
+    def begin(self) -> None:
+        """Reset the environment, and observe."""
+        self._states = self._env.reset(self._reset_keys, self._tasks)
+        self._seen.extend([self._env.observe(self._states)] * self._history)
+        if self._watch is not None:
+            self._watch(self._states, self._done)
+
+    def is_over(self, all_done: Callable[[bool], bool] = bool) -> bool:
+        """Whether time is up, or `all_done` says so of whether these episodes have all succeeded."""
+        return self._taken >= self._limit or all_done(bool(self._done.all()))
+
+    def query(self) -> None:
+        """Ask the policy for the next chunk. Raises ValueError if it does not fit."""
+        now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(self._policy_keys, self._taken)
+        given = self._policy(_together(self._seen), now)
+        self._chunk = _checked(given, self._env, len(self._tasks), self._execute)
+
+    def execute(self) -> None:
+        """Carry out the chunk's first actions, and observe what the policy will see."""
+        env, count = self._env, min(self._execute, self._limit - self._taken)
+        for number in range(count):
+            actions = self._chunk[:, number]
+            self._states = env.step(self._states, actions)
+            self._taken += 1
+            if self._record is not None:
+                self._record(self._seen[-1], np.asarray(actions), self._states, self._done.copy())
+            new = np.asarray(env.success(self._states)) & ~self._done
+            self._steps[new] = self._taken
+            self._done |= new
+            if self._watch is not None:
+                self._watch(self._states, self._done)
+            if count - number <= self._history or self._record is not None:  # the policy will see it
+                self._seen.append(env.observe(self._states))
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the episodes ended, once they are over."""
+        return Outcome(success=self._done, steps=self._steps, states=self._states)
+
+
+def rollout(
+    policy: Policy,
+    env: Env,
+    keys: Key[Array, " b"],
+    tasks: Int[Array | np.ndarray, " b"],
+    *,
+    all_done: Callable[[bool], bool] = bool,
+    stop_requested: Callable[[], bool] = lambda: False,
+    **how: Any,
+) -> Outcome | None:
+    """The outcome of one episode per key.
+
+    None if `stop_requested` (`runtime/preempt.py`), called before each chunk, returned True.
+
+    Args:
+        all_done: Whether the episodes of all processes are over, given whether these are. A policy that needs all
+            processes must be queried the same number of times by each.
+        how: Further arguments of `Episodes`, of which `execute` is required.
 
     Raises:
         ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
     """
-    limit = env.max_steps if max_steps is None else max_steps
-    states = env.reset(row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks))
-    policy_keys = row_randomness.for_purpose(keys if policy_keys is None else policy_keys, "env/policy")
-    done = np.zeros(len(tasks), bool)
-    steps = np.full(len(tasks), limit)
-    seen = collections.deque([env.observe(states)] * history, maxlen=history)
-    if watch is not None:
-        watch(states, done)
-    taken = 0
-    while taken < limit and not all_done(bool(done.all())):
+    episodes = Episodes(policy, env, keys, tasks, **how)
+    episodes.begin()
+    while not episodes.is_over(all_done):
         if stop_requested():
             return None
-        now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(policy_keys, taken)
-        chunk = _checked(policy(_together(seen), now), env, len(tasks), execute)
-        count = min(execute, limit - taken)
-        for number in range(count):
-            states = env.step(states, chunk[:, number])
-            taken += 1
-            if record is not None:
-                record(seen[-1], np.asarray(chunk[:, number]), states, done.copy())
-            new = np.asarray(env.success(states)) & ~done
-            steps[new] = taken
-            done |= new
-            if watch is not None:
-                watch(states, done)
-            if count - number <= history or record is not None:  # the policy will see it
-                seen.append(env.observe(states))
-    return Outcome(success=done, steps=steps, states=states)
+        episodes.query()
+        episodes.execute()
+    return episodes.outcome
 
 
 def _together(seen: Sequence[EnvObservation]) -> EnvObservation:

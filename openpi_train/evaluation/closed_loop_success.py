@@ -18,13 +18,14 @@ from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import VideoRecorder
-from openpi_train.evaluation.measure import Evaluated, Measure, Running, StoppedError, TrainerView
+from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.fields import as_json
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params
 from openpi_train.runtime import agree
+from openpi_train.runtime.preempt import StoppedError
 from openpi_train.types import Observation
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from openpi_train.data.text.text_prompts import TextPrompt
 from openpi_train.data.text.text_tokenizer import TextTokenizer
-from openpi_train.evaluation.measure import Running, StoppedError
+from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generator import Generator, joined
 from openpi_train.generation.sampling_settings import SamplingSettings
@@ -19,6 +19,7 @@ from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.params import Params
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.preempt import StoppedError
 from openpi_train.sharding.mesh import TENSOR
 
 logger = logging.getLogger(__name__)

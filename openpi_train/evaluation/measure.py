@@ -20,10 +20,6 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.sharding.strategy import Plan
 
 
-class StoppedError(Exception):
-    """An evaluation was stopped, in all processes. A resumed run repeats it."""
-
-
 @runtime_checkable
 class TrainerView(Protocol):
     """The part of `training.step.Trainer` that measures use; `devices` is a `training.devices.Devices`."""

@@ -1,7 +1,7 @@
 """`TextGenerator`: completions as texts, of texts or conversations. Read next: `generator.py`, `completion_text.py`."""
 
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from openpi_train.data.text.chat_template import ChatTemplate, Message
@@ -95,15 +95,24 @@ class TextGenerator:
             self.cancel(id)
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings, *, rows: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        *,
+        rows: Sequence[int] | None = None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> list[NewText]:
-        """The whole completions, in the order of the prompts. Prompt i has row number `rows[i]`; None: i."""
+        """The whole completions, in the order of the prompts. Prompt i has row number `rows[i]`; None: i.
+
+        `after_step` is called after every step. If it raises, so does this, and the generator cannot be used again.
+        """
         parts: dict[Hashable, list[NewText]] = {number: [] for number in range(len(prompts))}
         for number, prompt in enumerate(prompts):
             self.submit(number, prompt, settings, row=number if rows is None else rows[number])
         while self._texts:
             for one in self.step():
                 parts[one.tokens.id].append(one)
+            after_step()
         return [
             NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
             for own in parts.values()

@@ -9,6 +9,7 @@ from openpi_train.nn.params import Params
 from openpi_train.practice.advantages import mixed
 from openpi_train.practice.outcomes import SOLVED, Outcomes
 from openpi_train.practice.practice import Actor, Attempts, Practice, joined_attempts
+from openpi_train.runtime.preempt import StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,18 @@ class Collector:
 
     def collect(self, params: Params) -> Collection:
         """The attempts of the next iteration. Every process must call it.
+
+        Raises StoppedError as the actor does; what comes next is then what would have come.
+        """
+        draws, outcomes = self.draws, self.outcomes.as_json()
+        try:
+            return self._collected(params)
+        except StoppedError:
+            self.draws, self.outcomes = draws, Outcomes(outcomes)
+            raise
+
+    def _collected(self, params: Params) -> Collection:
+        """The attempts of as many waves as are needed.
 
         With `mixed_only` mixed groups are kept in the order of their draws until there are enough. The others of their
         wave are not kept for later, when they would be another policy's. After `max_waves` the missing ones are filled.

@@ -103,12 +103,17 @@ class Actor(abc.ABC):
         """`group_size` attempts at the context of each draw, with these parameters by path.
 
         All randomness comes from the run's seed, the draw and the number of the attempt. The parameters must not be
-        kept: the step donates their memory. Raises DataError if an attempt cannot be judged.
+        kept: the step donates their memory. Raises DataError if an attempt cannot be judged, StoppedError in all
+        processes if they agreed to stop meanwhile.
         """
 
     @abc.abstractmethod
     def traces(self, columns: Mapping[str, Any]) -> Any:
         """The traces, as the objective's law takes them, of the named entries of attempts and `row`."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """What else to log of the last iteration, by the names in `metrics.jsonl`: times only. Default: nothing."""
+        return {}
 
     def describe(self, attempts: Attempts, number: int) -> str:
         """A readable description of an attempt."""

@@ -155,6 +155,7 @@ class PracticeFeed(Feed):
         units = float(attempts.mask.sum())
         self._metrics = {f"practice/{name}": value for name, value in collected.metrics.items()}
         self._metrics |= {
+            **self._actor.metrics(),
             "practice/iteration": float(self._iteration + 1),
             "time/acting_s": acted - started,
             "time/scoring_s": time.monotonic() - acted,

@@ -5,8 +5,11 @@ programs that always have the same number of rows: results do not depend on the 
 Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/action_law.py`.
 """
 
+import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ from jaxtyping import Array, Key
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import local_rows
 from openpi_train.envs.env import EnvObservation
-from openpi_train.envs.rollout import Outcome, rollout
+from openpi_train.envs.rollout import Episodes
+from openpi_train.envs.slots import SlotTimes, in_slots
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import picture_of
 from openpi_train.evaluation.measure import Running
@@ -24,7 +28,7 @@ from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import Params
 from openpi_train.practice.initial_states import InitialStates
-from openpi_train.practice.kept_episodes import KeptEpisodes
+from openpi_train.practice.kept_episodes import EpisodeRecorder, KeptEpisodes
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
@@ -54,6 +58,21 @@ class RecordingPolicy:
         return self._rows.actions(actions, observation)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """The attempts that the policy acts in at once, as rows of `RowSampling`, and what is kept of them.
+
+    `returns` are the environment's rewards until success or the end.
+    """
+
+    numbers: np.ndarray
+    tasks: np.ndarray
+    episodes: Episodes
+    policy: RecordingPolicy
+    recorder: EpisodeRecorder | None
+    returns: np.ndarray
+
+
 class RobotActor(Actor):
     """Acts by the law of the run's objective.
 
@@ -64,7 +83,7 @@ class RobotActor(Actor):
 
     def __init__(self, practice: RobotPractice, running: Running):
         trainer: Any = running.trainer
-        self._practice, self._law = practice, trainer.objective.law
+        self._practice, self._law, self._stop_requested = practice, trainer.objective.law, running.stop_requested
         assert isinstance(self._law, ActionLaw)
         self._model = as_policy(trainer.model)
         # States that evaluations do not use, where an environment has few.
@@ -89,12 +108,14 @@ class RobotActor(Actor):
             # Runs of all tasks have no entry, as they had before tasks could be chosen.
             **({} if practice.tasks is None else {"tasks": names}),
         }
-        self._kept = None if practice.keep is None else self._keeping(practice.keep, running)
+        self._num_slots, self._times, self._acting_s = practice.slots, SlotTimes(), 0.0
+        self._kept = None if practice.keep is None else self._keeping(practice.keep, running.directory)
 
     def context(self, draw: int) -> int:
         return self._states.context(draw)
 
     def begin_iteration(self, number: int) -> None:
+        self._times, self._acting_s = SlotTimes(), 0.0
         if self._kept is not None:
             self._kept.begin(number)
 
@@ -102,19 +123,25 @@ class RobotActor(Actor):
         if self._kept is not None:
             self._kept.end()
 
+    def metrics(self) -> Mapping[str, float]:
+        times = self._times
+        overlap = {"practice/overlap": times.both_s / max(self._acting_s, 1e-9)} if self._num_slots > 1 else {}
+        return {**overlap, "time/policy_s": times.policy_s, "time/environment_s": times.environment_s}
+
     def act(self, params: Params, draws: Sequence[int], group_size: int) -> Attempts:
+        started = time.monotonic()
         everything = np.arange(len(draws) * group_size)
         own = everything.reshape(-1, self.num_lanes)[:, self._lanes]
         columns: dict[str, np.ndarray] = {}
         ends: list[list[float]] = []
-        for numbers in self._dealt(own):
-            seen, outcome, returns = self._acted(params, np.asarray(draws), numbers, group_size)
+        for call in self._acted(params, np.asarray(draws), own, group_size):
+            numbers, outcome, seen = call.numbers, call.episodes.outcome, self._seen(call.policy.records)
             places = numbers // self.num_lanes, np.searchsorted(self._lanes, numbers % self.num_lanes)
             for name, value in seen.items():
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
                 whole[places] = value
             units = self._law.lengths(by_query(_kept(seen))).reshape(len(numbers), -1)
-            ends += np.column_stack([numbers, returns, outcome.success, outcome.steps, units]).tolist()
+            ends += np.column_stack([numbers, call.returns, outcome.success, outcome.steps, units]).tolist()
         table = np.zeros((len(everything), 3 + self._practice.num_queries(self._model)))
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
@@ -122,6 +149,7 @@ class RobotActor(Actor):
         if self._kept is not None:
             self._kept.end_wave(steps, outcomes)
         tasks = np.repeat([self._task(draw) for draw in draws], group_size)
+        self._acting_s += time.monotonic() - started
         parts = {f"success/{self._env.tasks[one]}": np.where(tasks == one, outcomes, np.nan) for one in self._tasks}
         return Attempts(
             contexts=np.repeat([self.context(draw) for draw in draws], group_size),
@@ -133,7 +161,7 @@ class RobotActor(Actor):
             parts={"control_steps": steps, **parts},
         )
 
-    def _keeping(self, folder: str, running: Running) -> KeptEpisodes:
+    def _keeping(self, folder: str, run: Path) -> KeptEpisodes:
         return KeptEpisodes(
             folder,
             env=self._env,
@@ -142,7 +170,7 @@ class RobotActor(Actor):
             tasks=self._tasks,
             every=self._practice.keep_every,
             keep_failed=self._practice.keep_failed,
-            run={"run": "/".join(running.directory.resolve().parts[-2:])},
+            run={"run": "/".join(run.resolve().parts[-2:])},
         )
 
     def _task(self, draw: int) -> int:
@@ -183,12 +211,8 @@ class RobotActor(Actor):
             columns = np.minimum(np.arange(start, start + size), by_device.shape[1] - 1)
             yield by_device[:, columns].ravel()
 
-    def _acted(
-        self, params: Params, draws: np.ndarray, numbers: np.ndarray, group_size: int
-    ) -> tuple[dict[str, np.ndarray], Outcome, np.ndarray]:
-        """What was seen and drawn at every query [b, q, ...] of these attempts of the draws, by entry, how the episodes
-        ended, and the environment's rewards until then.
-        """
+    def _begun(self, params: Params, draws: np.ndarray, numbers: np.ndarray, group_size: int) -> _Call:
+        """These attempts of the draws, which have not begun to act."""
         practice, policy = self._practice, RecordingPolicy(params, self._rows, self._sampling)
         draws, attempts = draws[numbers // group_size], numbers % group_size
         tasks = np.array([self._task(int(draw)) for draw in draws])
@@ -200,7 +224,7 @@ class RobotActor(Actor):
                 returns[~is_over] += np.asarray(self._env.reward(states))[~is_over]
             is_over[:] = done
 
-        outcome = rollout(
+        episodes = Episodes(
             policy,
             self._env,
             self._states.reset_keys(draws),
@@ -209,18 +233,39 @@ class RobotActor(Actor):
             policy_keys=self._states.noise_keys(draws, attempts),
             max_steps=practice.max_steps,
             history=self._model.window.history,
-            all_done=lambda done: all(agree.gather("episodes that are over", done)),
             watch=watch,
             record=recorder,
         )
-        assert outcome is not None, "nothing stops it"
-        if self._kept is not None:
-            self._kept.add(recorder, numbers, tasks)
-        # Queries after the end of all episodes are not learnt from.
-        made = policy.records
-        records = made + made[-1:] * (practice.num_queries(self._model) - len(made))
-        seen = {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}
-        return seen, outcome, returns
+        return _Call(numbers=numbers, tasks=tasks, episodes=episodes, policy=policy, recorder=recorder, returns=returns)
+
+    def _acted(self, params: Params, draws: np.ndarray, own: np.ndarray, group_size: int) -> Iterator[_Call]:
+        """These attempts of the draws, [n, rows], call by call as they are over."""
+        calls: dict[int, _Call] = {}
+
+        def batches() -> Iterator[Episodes]:
+            for number, attempts in enumerate(self._dealt(own)):
+                calls[number] = self._begun(params, draws, attempts, group_size)
+                yield calls[number].episodes
+
+        ended = in_slots(
+            batches(),
+            self._num_slots,
+            all_done=lambda done: all(agree.gather("episodes that are over", done)),
+            stop_requested=self._stop_requested,
+            times=self._times,
+        )
+        for number, _ in ended:
+            call = calls.pop(number)
+            if self._kept is not None:
+                self._kept.add(call.recorder, call.numbers, call.tasks)
+            yield call
+
+    def _seen(self, made: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """The records of a call's queries by entry [b, q, ...]. Queries after the end of all episodes are not learnt
+        from.
+        """
+        records = made + made[-1:] * (self._practice.num_queries(self._model) - len(made))
+        return {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}
 
     def _mask(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The units [n, q * u] of the queries that were made before so many control steps; lengths [n, q]."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from openpi_train.data.config import DataConfig
 from openpi_train.data.interface import OpenedData
 from openpi_train.envs.env import Env, NoEnv
+from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least, setting
@@ -41,6 +42,9 @@ class RobotPractice(Practice):
     dense_weight: float = 0.0
     # Number of episodes on one device at a time.
     episodes_per_device: int = at_least(1, 16)
+    # Batches of so many episodes that are under way at a time: with 2 the policy acts for one while the simulators of
+    # the other step. None: 2 where the environment is in worker processes (ProcessEnv), else 1.
+    num_slots: int | None = at_least(1, None, on_resume="accept")
     # Number of the run's dataset whose robot and norm stats are used.
     dataset: int = at_least(0, 0)
     # Folder in which the episodes are kept as a LeRobot dataset; None: they are not kept.
@@ -85,6 +89,11 @@ class RobotPractice(Practice):
                 f"--practice.skip-solved {self.skip_solved} passes over initial states that were solved, and no state "
                 "is drawn twice: give --practice.states-per-task"
             )
+        if self.num_slots is not None and self.num_slots > (2 if isinstance(self.env, ProcessEnv) else 1):
+            problems.append(
+                f"--practice.num-slots {self.num_slots}: an environment in worker processes (ProcessEnv) has 1 or 2, "
+                "any other has 1"
+            )
         if self.keep is not None and self.env.control_hz % 1:
             problems.append(
                 f"--practice.keep {self.keep}: {type(self.env).__name__} has {self.env.control_hz:g} control steps per "
@@ -102,6 +111,11 @@ class RobotPractice(Practice):
     def num_executed(self, model: PolicyConfig) -> int:
         """`execute` with its default filled in."""
         return model.window.num_executed if self.execute is None else self.execute
+
+    @property
+    def slots(self) -> int:
+        """`num_slots` with its default filled in."""
+        return (2 if isinstance(self.env, ProcessEnv) else 1) if self.num_slots is None else self.num_slots
 
     @property
     def num_control_steps(self) -> int:

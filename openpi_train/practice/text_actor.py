@@ -25,6 +25,7 @@ from openpi_train.practice.rewards.judge import Judge
 from openpi_train.practice.rewards.text_reward import Completed
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.preempt import StoppedError
 from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.sharding.mesh import TENSOR
 from openpi_train.types import TextBatch, TokenTraces, tree_of
@@ -46,6 +47,7 @@ class TextActor(Actor):
             raise UsageError(f"{type(trainer.model).__name__} gives no texts: there is nothing to practise with")
         assert isinstance(running.data, OpenedText)
         self._language, self._prefix = dataclasses.replace(found[0], remat="none"), found[1]
+        self._stop_requested = running.stop_requested
         self._practice, self._prompts, self._tokenizer = practice, prompts, running.data.words
         # No other can be chosen.
         self._num_tokens = min(self._tokenizer.num_tokens, self._language.sizes.vocab_size)
@@ -77,7 +79,7 @@ class TextActor(Actor):
         texts = self._with(params)
         prompts = [prompt for draw in draws for prompt in [self._prompts.prompt(draw)] * group_size]
         rows = [draw * group_size + number for draw in draws for number in range(group_size)]
-        found = texts.complete([prompt.tokens for prompt in prompts], self._settings, rows=rows)
+        found = texts.complete([prompt.tokens for prompt in prompts], self._settings, rows=rows, after_step=self._look)
         texts.generator.release()
         completed = [
             Completed(
@@ -113,6 +115,11 @@ class TextActor(Actor):
 
     def close(self) -> None:
         self._judge.close()
+
+    def _look(self) -> None:
+        """Raise StoppedError if all processes stop here."""
+        if self._stop_requested():
+            raise StoppedError
 
     def _columns(self, completed: Sequence[Completed]) -> dict[str, np.ndarray]:
         weights = np.zeros((len(completed), self._length), np.float32)

@@ -36,6 +36,10 @@ _stopped_after_s: float | None = None
 _warned = False
 
 
+class StoppedError(Exception):
+    """All processes agreed to stop within an evaluation or a collection of attempts. A resumed run repeats it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopTimes:
     """Seconds from the request to stop until all had stopped, and until everything was saved.

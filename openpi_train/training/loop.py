@@ -1,10 +1,10 @@
 """The training loop of every run. Read next: `step.py` for what a step is, `run.py` for how the parts are made."""
 
-from openpi_train.runtime import preempt
-from openpi_train.runtime.exits import Preempted
+from openpi_train.runtime.preempt import StoppedError
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.run import Run
 from openpi_train.training.state import TrainState
+from openpi_train.training.stopping import stop_after
 
 
 def train(run: Run) -> TrainState:
@@ -15,10 +15,13 @@ def train(run: Run) -> TrainState:
     state, experiment, recorder = run.state, run.experiment, run.recorder
     first, total = int(state.step), experiment.num_train_steps
     run.catch_up(state)
-    step_function, save_is_due = run.compile_step(state), False
+    step_function, save_is_due, saved = run.compile_step(state), False, first
     for step in range(first + 1, total + 1):
         with run.taking(step):
-            batch = run.feed.next(state)  # it may use the current parameters, so it is not guarded
+            try:
+                batch = run.feed.next(state)  # it may use the current parameters, so it is not guarded
+            except StoppedError:
+                stop_after(run, step - 1, state, is_saved=saved == step - 1)
             with no_implicit_transfers():
                 state, metrics = step_function(state, batch)
                 run.note(step, metrics)
@@ -38,17 +41,12 @@ def train(run: Run) -> TrainState:
             recorder.check()
             with recorder.paused("checkpoint"):
                 run.save(step, state)
-            save_is_due = False
+            save_is_due, saved = False, step
         elif run.local_save_is_due(step) and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):
                 run.save_locally(step, state)
         if stop and can_be_saved and not complete:
-            run.finish()
-            times = preempt.stop_times()
-            took = f", {times.words()}" if times else ""
-            raise Preempted(
-                f"stopped after step {step} of {total} with a good checkpoint{took}; continue with --resume"
-            )
+            stop_after(run, step, state, is_saved=True)
     run.finish()
     return state

@@ -8,6 +8,7 @@ from practice.scripted import ScriptedActor, ScriptedPractice
 
 from openpi_train.practice.collection import Collector
 from openpi_train.practice.outcomes import Outcomes
+from openpi_train.runtime.preempt import StoppedError
 
 
 def mixed_in(contexts):
@@ -72,6 +73,33 @@ def test_a_context_that_is_solved_is_passed_over_and_then_drawn_again():
         one.collect({})
     assert actor.acted == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18]
     assert one.outcomes.rate(1) == 1.0 and one.outcomes.rate(0) == 0.0 and one.outcomes.rate(77) is None
+
+
+def test_a_collection_that_was_stopped_is_made_again_alike():
+    """Whether in its first wave or a later one; the second wave has waited for what came of the first."""
+    straight = collector(mixed_in({3, 4, 9}), mixed_only=True, skip_solved=1)
+    expected = [straight.collect({}) for _ in range(2)]
+    for wave in (1, 2):
+        one = collector(mixed_in({3, 4, 9}), mixed_only=True, skip_solved=1)
+        one.collect({})
+        act, before, left = one._actor.act, (one.draws, one.outcomes.as_json()), [wave]
+
+        def acting(*arguments, act=act, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise StoppedError
+            return act(*arguments)
+
+        one._actor.act = acting
+        with pytest.raises(StoppedError):
+            one.collect({})
+        assert (one.draws, one.outcomes.as_json()) == before
+        again = one.collect({})
+        assert (
+            again.groups.tolist() == expected[1].groups.tolist()
+            and again.counts.tolist() == expected[1].counts.tolist()
+        )
+    assert (one.draws, one.outcomes.as_json()) == (straight.draws, straight.outcomes.as_json())
 
 
 def test_outcomes_do_not_depend_on_the_order_of_attempts_and_survive_json():

@@ -147,7 +147,7 @@ def test_a_run_can_be_trained_on_what_was_kept(tmp_path):
     alone(kept_in(tmp_path / "kept"), 0)
     source = LeRobot(path=str(tmp_path / "kept"), cache_dir=str(tmp_path / "cache"))
     dataset = Dataset(source=source, robot=Bridge(), asset_id="kept")
-    data = dataclasses.replace(wandering.data, datasets=(dataset,), val_fraction=0.0)
+    data = dataclasses.replace(wandering.data, datasets=(dataset,), validation_fraction=0.0)
     experiment = dataclasses.replace(wandering, exp_name="x", data=data, assets_base_dir=str(tmp_path / "assets"))
     opened_data = experiment.open_data()
     row, problems = opened_data.train.batch(np.arange(4))

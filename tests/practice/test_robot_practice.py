@@ -10,14 +10,17 @@ from practice.made import Made
 from practice.wandering import SIZE, Wander, wandering
 from trainers import make_trainer, running_of
 
+from openpi_train.data.lerobot import LeRobot
 from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.preempt import StoppedError
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.denoising_law import DenoisingLaw
@@ -145,6 +148,67 @@ def test_attempts_of_a_group_begin_alike_and_differ_by_their_noise(still):
     np.testing.assert_array_equal(again.local.columns["kept/noisy"].reshape(16, QUERIES, -1)[4:8, 0], noisy[:4, 0])
 
 
+def assert_same_attempts(one, other):
+    for name, column in other.local.columns.items():
+        np.testing.assert_array_equal(one.local.columns[name], column, err_msg=name)
+    for name in ("outcomes", "rewards", "mask", "contexts"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_two_slots_change_no_attempt_and_tell_their_overlap(still, monkeypatch):
+    """Six calls of the policy's program, the last of which is filled up."""
+    made, *_ = still
+    expected = made.act([3, 4, 7, 9])
+    assert "practice/overlap" not in made.actor.metrics()
+    monkeypatch.setattr(made.actor, "_num_slots", 2)
+    made.actor.begin_iteration(0)
+    assert_same_attempts(made.act([3, 4, 7, 9]), expected)
+    found = made.actor.metrics()
+    assert 0 <= found["practice/overlap"] < 1 and found["time/policy_s"] > 0 and found["time/environment_s"] > 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_stop_ends_a_collection_before_the_next_query(still, monkeypatch, num_slots):
+    made, *_ = still
+    expected, asked, queries = made.act([3, 4, 7, 9]), iter([False, False, False, True]), []
+    sampling = made.actor._sampling
+    with monkeypatch.context() as patched:
+        patched.setattr(made.actor, "_num_slots", num_slots)
+        patched.setattr(made.actor, "_stop_requested", asked.__next__)
+        patched.setattr(made.actor, "_sampling", CountedSampling(sampling, queries))
+        with pytest.raises(StoppedError):
+            made.act([3, 4, 7, 9])
+    assert len(queries) == 3
+    assert_same_attempts(made.act([3, 4, 7, 9]), expected)
+
+
+class CountedSampling(RowSampling):
+    def __init__(self, sampling, queries):
+        self.__dict__ |= sampling.__dict__
+        self._queries = queries
+
+    def __call__(self, params, columns, keys):
+        self._queries.append(1)
+        return super().__call__(params, columns, keys)
+
+
+def test_keeping_changes_no_attempt_and_has_every_one_of_both_waves(still, tmp_path, monkeypatch):
+    made, *_ = still
+    waves = [made.act([3, 4, 7, 9]), made.act([10, 11, 12, 13])]
+    monkeypatch.setattr(made.actor, "_kept", made.actor._keeping(str(tmp_path / "kept"), tmp_path / "x"))
+    monkeypatch.setattr(made.actor, "_num_slots", 2)
+    made.actor.begin_iteration(0)
+    for draws, expected in zip(([3, 4, 7, 9], [10, 11, 12, 13]), waves, strict=True):
+        assert_same_attempts(made.act(draws), expected)
+    made.actor.end_iteration()
+    source = LeRobot(path=str(tmp_path / "kept"), cache_dir=str(tmp_path / "cache")).open()
+    steps = np.concatenate([one.parts["control_steps"] for one in waves])
+    assert np.diff([0, *source.episode_ends]).tolist() == steps.tolist()
+    achieved = np.asarray(source.columns["next/success"])[source.episode_ends - 1]
+    assert achieved.tolist() == np.concatenate([one.outcomes for one in waves]).astype(bool).tolist()
+    assert set(source.columns) == {"observation/state", "action", "next/reward", "next/success", "next/done"}
+
+
 def test_evaluation_and_practice_share_no_initial_state(still):
     made, *_ = still
     env, draws = made.actor._env, np.arange(40)
@@ -193,6 +257,7 @@ def test_what_practised_is_evaluated_without_chance():
 
 REFUSED = [
     ({"dense_weight": 0.5, "env": TabletopEnv()}, {}, "TabletopEnv has no rewards but success"),
+    ({"num_slots": 2}, {}, "--practice.num-slots 2: an environment in worker processes (ProcessEnv) has 1 or 2"),
     ({"execute": 4}, {}, "--practice.execute 4: a chunk has 3 actions"),
     ({"env": dataclasses.replace(Wander(), distances=())}, {}, "--practice.env has no task"),
     ({"tasks": ("away_0.6",)}, {}, "--practice.tasks away_0.6: there is no task away_0.6; did you mean away_0.06?"),

@@ -4,6 +4,8 @@ On the command line it is `WANDERING`, and its directory `runs/wandering/x`.
 """
 
 import dataclasses
+import os
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,7 +34,7 @@ SIZE, DIMS = 16, 7
 class Wander(Env):
     """The state is the sum of the actions. Task k succeeds when its first dim is `distances[k]` from the start.
 
-    A whole number is the number of control steps instead.
+    A whole number is the number of control steps instead. A control step takes WANDERING_PAUSE_S of the environment.
     """
 
     cameras: ClassVar[tuple[str, ...]] = ("image_0",)
@@ -56,6 +58,7 @@ class Wander(Env):
 
     def step(self, states, actions):
         position, start, tasks, steps = states
+        time.sleep(float(os.environ.get("WANDERING_PAUSE_S", "0")))
         return position + np.asarray(actions), start, tasks, steps + 1
 
     def observe(self, states):

@@ -1,10 +1,14 @@
 """Robots that learn from their own episodes, on any processes, killed and resumed: the same bits."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from practice.wandering import WANDERING
-from runs.command import killed_when_logged, train
+from runs.command import ROOT, environment, killed_when_logged, places, train
 
 from openpi_train.tools.report import html_of
 from openpi_train.tools.run_files import RunFiles
@@ -28,8 +32,19 @@ def lines(base):
 @pytest.fixture(scope="module")
 def one_by_four(tmp_path_factory):
     base = tmp_path_factory.mktemp("one_by_four")
-    train(base, *RUN, devices=4)
+    train(base, *RUN, *kept(base), devices=4)
     return base
+
+
+def kept(base):
+    """The flags that keep the episodes of a run in `base`."""
+    return "--practice.keep", base / "kept"
+
+
+def episodes(base):
+    """The files of the kept episodes."""
+    folder = base / "kept"
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_it_acts_once_per_iteration_and_learns(one_by_four):
@@ -56,12 +71,40 @@ def test_its_report_shows_what_it_did(one_by_four):
 
 
 def test_processes_change_no_bit(tmp_path, one_by_four):
-    train(tmp_path, *RUN, processes=2, devices=2)
-    assert lines(tmp_path) == lines(one_by_four)
+    train(tmp_path, *RUN, *kept(tmp_path), processes=2, devices=2)
+    assert lines(tmp_path) == lines(one_by_four) and episodes(tmp_path) == episodes(one_by_four)
 
 
 def test_killed_within_an_iteration_it_goes_on_bit_for_bit(tmp_path, one_by_four):
     """As soon as the first step of the second iteration is logged: it acts for that one again."""
-    killed_when_logged(tmp_path, 5, *RUN, "--devices-per-process", "4", experiment="wandering")
-    done = train(tmp_path, *RUN, "--resume", devices=4)
+    killed_when_logged(tmp_path, 5, *RUN, *kept(tmp_path), "--devices-per-process", "4", experiment="wandering")
+    done = train(tmp_path, *RUN, *kept(tmp_path), "--resume", devices=4)
     assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
+    assert episodes(tmp_path) == episodes(one_by_four)
+
+
+def test_asked_to_stop_while_acting_all_processes_save_the_last_iteration(tmp_path, one_by_four):
+    """A request to one of two processes, as soon as the second iteration begins; one process goes on."""
+    flags = (*RUN, *kept(tmp_path), "--save-interval", "8")
+    launch = ("launch", "local", "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "output")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "openpi_train", *map(str, (*launch, "--", *flags, *places(tmp_path)))],
+        env=environment(WANDERING_PAUSE_S="0.3"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log, deadline = tmp_path / "runs" / "wandering" / "x" / "metrics.jsonl", time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and '{"step": 4, "approx_kl"' in log.read_text():
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 75, output[-4000:]
+    assert "stopped after step 4 of 8 with a good checkpoint" in output
+    assert max(line["step"] for line in lines(tmp_path)) == 4
+    done = train(tmp_path, *flags, "--resume", devices=4)
+    assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
+    assert episodes(tmp_path) == episodes(one_by_four)

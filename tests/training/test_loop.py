@@ -6,8 +6,9 @@ import types
 
 import pytest
 
+from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import Preempted
-from openpi_train.runtime.preempt import StopTimes
+from openpi_train.runtime.preempt import StoppedError, StopTimes
 from openpi_train.training import loop
 
 train = inspect.unwrap(loop.train)  # without the run-time type check: it is given no real run
@@ -106,10 +107,37 @@ def test_saves_and_stops_wait_until_the_feed_can_be_saved():
 
 def test_a_stop_says_how_long_it_took(monkeypatch):
     times = StopTimes(until_stopped_s=2.0, until_saved_s=3.5)
-    monkeypatch.setattr(loop.preempt, "stop_times", lambda: times)
+    monkeypatch.setattr(preempt, "stop_times", lambda: times)
     took = r"with a good checkpoint, 3.5 s after the request \(2.0 s to .*, 1.5 s to save\); continue with --resume"
     with pytest.raises(Preempted, match=took):
         train(NotingRun(stop_at=3))
+
+
+@pytest.mark.parametrize(
+    ("stopped_at", "first", "saves", "told"),
+    [
+        (1, 0, [], "stopped before the first step, with nothing to save; continue with --resume"),
+        (3, 0, [2], "stopped after step 2 of 6 with a good checkpoint"),
+        (5, 0, [4], "stopped after step 4 of 6 with a good checkpoint"),
+        (3, 2, [], "stopped after step 2 of 6 with a good checkpoint"),
+    ],
+)
+def test_a_stop_while_a_batch_is_made_saves_the_step_before_once(stopped_at, first, saves, told):
+    """That of step 4 is saved anyway, and that of the first step was restored."""
+    run = NotingRun(first=first)
+    taken = []
+
+    def following(state):
+        taken.append(state.step + 1)
+        if taken[-1] == stopped_at:
+            raise StoppedError
+
+    run.feed.next = following
+    with pytest.raises(Preempted, match=told):
+        train(run)
+    assert taken == list(range(first + 1, stopped_at + 1))
+    assert [step for event, step in (e for e in run.events if isinstance(e, tuple)) if event == "save"] == saves
+    assert run.events[-1] == "finish"
 
 
 @pytest.mark.parametrize(("left_out", "ending"), [(False, None), (True, "stopped after step 6 of 6")])

@@ -34,7 +34,7 @@ def add(writers, part, numbers, totals):
     return episode, step
 
 
-def written(path, upto=len(PARTS), num_writers=1):
+def written(path, upto=None, num_writers=1):
     writers = [parts_at(path) for _ in range(num_writers)]
     totals = writers[0].begin(0)
     for part, numbers in enumerate(PARTS[:upto]):
@@ -107,9 +107,9 @@ def _encoded(number):
     return columns, {camera: [image.encode(frame, "png") for frame in these] for camera, these in frames.items()}
 
 
-@pytest.mark.parametrize("survived", range(12))
+@pytest.mark.parametrize("survived", range(14))
 def test_a_kill_at_any_write_leaves_whole_parts(straight, tmp_path, monkeypatch, survived):
-    """The second part has eleven files before the last one, which makes it part of the dataset."""
+    """The second part has thirteen writes before the last one, which makes it part of the dataset."""
     path = tmp_path / "kept"
     writers, totals = written(path, upto=1)
     left, write = iter(range(survived)), files.write_bytes

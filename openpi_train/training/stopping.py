@@ -1,0 +1,26 @@
+"""The end of a run that was asked to stop: it is saved, and says how to go on. Read next: `runtime/preempt.py`."""
+
+from typing import NoReturn
+
+from openpi_train.runtime import preempt
+from openpi_train.runtime.exits import Preempted
+from openpi_train.training.run import Run
+from openpi_train.training.state import TrainState
+
+
+def stop_after(run: Run, step: int, state: TrainState, *, is_saved: bool) -> NoReturn:
+    """Raise Preempted, once the state of this step is saved. Every process must call it.
+
+    Of a run that stops before its first step nothing is saved: it can be made again.
+    """
+    if not is_saved:
+        run.recorder.check()
+        with run.recorder.paused("checkpoint"):
+            run.save(step, state)
+    run.finish()
+    times = preempt.stop_times()
+    took = f", {times.words()}" if times else ""
+    has = f"stopped after step {step} of {run.experiment.num_train_steps} with a good checkpoint"
+    if step == 0:
+        has = "stopped before the first step, with nothing to save"
+    raise Preempted(f"{has}{took}; continue with --resume")
