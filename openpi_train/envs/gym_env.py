@@ -17,11 +17,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from openpi_train.envs import maniskill
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.own_file import import_file
 
+# What the source of a task of ManiSkill begins with.
+MANISKILL = "maniskill:"
 # Idle simulators by name: making one may take longer than an episode.
 _IDLE: dict[str, list[Any]] = collections.defaultdict(list)
 
@@ -30,7 +33,8 @@ _IDLE: dict[str, list[Any]] = collections.defaultdict(list)
 class GymEnv(Env):
     """One task: a Gymnasium environment. Its action bounds apply: actions beyond them are clipped."""
 
-    # An id that Gymnasium knows, such as Pusher-v5, or file.py:function, which returns an environment.
+    # An id that Gymnasium knows, such as Pusher-v5; file.py:function, which returns an environment; or maniskill:ID, a
+    # task of ManiSkill.
     source: str
     # The instruction that a policy gets.
     prompt: str = ""
@@ -66,6 +70,8 @@ class GymEnv(Env):
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        if self.source.startswith(MANISKILL):
+            return (self.source.removeprefix(MANISKILL),)
         return (Path(self.source.rpartition(":")[0]).stem or self.source,)
 
     def instruction(self, task: int) -> str:
@@ -179,6 +185,8 @@ def as_dictionary(observation: Any) -> Mapping[str, np.ndarray]:
 
 def _made(source: str) -> Any:
     """A new simulator. Raises UsageError if there is none of this name."""
+    if source.startswith(MANISKILL):
+        return maniskill.simulator(source.removeprefix(MANISKILL))
     file, _, function = source.rpartition(":")
     if file.endswith(".py"):
         if not Path(file).is_file():

@@ -1,0 +1,101 @@
+"""ManiSkill 3 (Tao et al. 2024): its tasks as Gymnasium environments, where the package `mani_skill` is installed.
+
+`--env maniskill:ID` is a task, such as maniskill:PickCube-v1: a `GymEnv` on its CPU simulator. Names are those of its
+observations (ManiSkill's docs, `user_guide/concepts/observation.md`, observation mode `rgb`): the cameras of
+`sensor_data`, and as the state the joint positions `agent/qpos`. Actions are those of the controller
+`pd_ee_delta_pose`: for a Panda three deltas of position, three of rotation, and the gripper, in -1..1.
+Read next: `gym_env.py`, `in_processes.py`, in which it runs.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.runtime.exits import UsageError
+
+# ManiSkill has no instructions, so these are ours. Of other tasks the name is the instruction.
+INSTRUCTIONS = {
+    "AssemblingKits-v1": "put the piece into its place in the kit",
+    "LiftPegUpright-v1": "stand the peg upright",
+    "PegInsertionSide-v1": "insert the peg into the hole from the side",
+    "PickCube-v1": "pick up the cube and bring it to the goal",
+    "PickSingleYCB-v1": "pick up the object and bring it to the goal",
+    "PlaceSphere-v1": "put the sphere into the bin",
+    "PlugCharger-v1": "plug the charger into the socket",
+    "PokeCube-v1": "poke the cube with the peg",
+    "PullCube-v1": "pull the cube to the goal",
+    "PullCubeTool-v1": "pull the cube closer with the tool",
+    "PushCube-v1": "push the cube to the goal",
+    "PushT-v1": "push the T onto its outline",
+    "RollBall-v1": "roll the ball to the goal",
+    "StackCube-v1": "stack the red cube on the green cube",
+    "StackPyramid-v1": "build a pyramid of the three cubes",
+    "TurnFaucet-v1": "turn the faucet",
+}
+# Of tasks that do not say so themselves.
+_MAX_STEPS, _CONTROL_HZ = 100, 20
+_STATE = ("agent", "qpos")
+
+
+def settings(task: str) -> dict[str, Any]:
+    """The fields of the `GymEnv` of a task: instruction, entry of success, limit, and control rate.
+
+    Raises UsageError if ManiSkill is not installed or has no such task.
+    """
+    limit = _spec(task).max_episode_steps
+    words = task.partition("-")[0]
+    spelt = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in words).strip()
+    return {
+        "prompt": INSTRUCTIONS.get(task, spelt),
+        "success_entry": "success",
+        "step_limit": limit or _MAX_STEPS,
+        "rate_hz": float(_CONTROL_HZ),
+    }
+
+
+def simulator(task: str) -> Any:
+    """A new simulator of this task, whose observations are a vector and pictures by name. Raises UsageError."""
+    _spec(task)
+    made = importlib.import_module("gymnasium").make(
+        task, num_envs=1, obs_mode="rgb", control_mode="pd_ee_delta_pose", sim_backend="cpu"
+    )
+    return _Flat(importlib.import_module("mani_skill.utils.wrappers.gymnasium").CPUGymWrapper(made))
+
+
+def flat(seen: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """ManiSkill's observation as `GymEnv` reads it: the joint positions as `agent/qpos`, pictures by camera."""
+    group, name = _STATE
+    pictures = {camera: np.asarray(data["rgb"]) for camera, data in seen["sensor_data"].items() if "rgb" in data}
+    return {"/".join(_STATE): np.asarray(seen[group][name], np.float32), **pictures}
+
+
+class _Flat:
+    """A simulator with flat observations."""
+
+    def __init__(self, made: Any):
+        self._made, self.action_space = made, made.action_space
+
+    def reset(self, *, seed: int) -> tuple[dict[str, np.ndarray], Any]:
+        seen, told = self._made.reset(seed=seed)
+        return flat(seen), told
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, Any]:
+        seen, reward, terminated, truncated, told = self._made.step(action)
+        return flat(seen), float(reward), bool(terminated), bool(truncated), told
+
+
+def _spec(task: str) -> Any:
+    """What Gymnasium knows of a task."""
+    try:
+        importlib.import_module("mani_skill.envs")  # which registers its tasks
+        gymnasium = importlib.import_module("gymnasium")
+    except ImportError as error:
+        raise UsageError(
+            f"maniskill:{task}: ManiSkill cannot be imported ({error}): pip install mani_skill (it needs Vulkan)"
+        ) from error
+    try:
+        return gymnasium.spec(task)
+    except gymnasium.error.Error as error:
+        raise UsageError(f"maniskill:{task}: {error}") from error
