@@ -60,7 +60,8 @@ class ManyFields(Request):
     optimizer: str | None = None
     # Train on the dataset at this path; its format is detected.
     dataset: str | None = None
-    # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID or gym:FILE.py:FUNCTION.
+    # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION,
+    # libero:SUITE or maniskill:ID.
     env: str | None = None
     # Train this language model: a folder in Hugging Face's form, or hub:USER/NAME. Its config.json sets the sizes, and
     # start weights and tokenizer come from there, too.

@@ -36,7 +36,7 @@ class Outcome:
     states: Any
 
 
-class Episodes:
+class RolloutEpisodes:
     """A batch of episodes, one per key; each depends only on its own keys and task and on the policy.
 
     `begin`, then `query` and `execute` in turn until `is_over`. `query` does not use the environment; `begin` and
@@ -134,12 +134,12 @@ def rollout(
     Args:
         all_done: Whether the episodes of all processes are over, given whether these are. A policy that needs all
             processes must be queried the same number of times by each.
-        how: Further arguments of `Episodes`, of which `execute` is required.
+        how: Further arguments of `RolloutEpisodes`, of which `execute` is required.
 
     Raises:
         ValueError: `execute` is not between 1 and the chunk's length, or the chunk's shape does not fit.
     """
-    episodes = Episodes(policy, env, keys, tasks, **how)
+    episodes = RolloutEpisodes(policy, env, keys, tasks, **how)
     episodes.begin()
     while not episodes.is_over(all_done):
         if stop_requested():

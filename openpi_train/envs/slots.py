@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from openpi_train.envs.rollout import Episodes
+from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.runtime.preempt import StoppedError
 
 # When something began and ended, in seconds of the monotonic clock.
@@ -50,13 +50,13 @@ class SlotTimes:
 
 
 def in_slots(
-    batches: Iterable[Episodes],
+    batches: Iterable[RolloutEpisodes],
     num_slots: int,
     *,
     all_done: Callable[[bool], bool] = bool,
     stop_requested: Callable[[], bool] = lambda: False,
     times: SlotTimes | None = None,
-) -> Iterator[tuple[int, Episodes]]:
+) -> Iterator[tuple[int, RolloutEpisodes]]:
     """The number of each of these batches and its episodes, as they are over; `num_slots` are under way at a time.
 
     With more than one slot the environment is used in a thread of its own, which does one thing at a time. The policy,
@@ -71,7 +71,7 @@ def in_slots(
     times = SlotTimes() if times is None else times
     left = enumerate(batches)
     # Each with what the environment does for it.
-    running: collections.deque[tuple[int, Episodes, Future[None] | None]] = collections.deque()
+    running: collections.deque[tuple[int, RolloutEpisodes, Future[None] | None]] = collections.deque()
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "environment")) if num_slots > 1 else None
 

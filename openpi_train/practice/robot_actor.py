@@ -18,7 +18,7 @@ from jaxtyping import Array, Key
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import local_rows
 from openpi_train.envs.env import EnvObservation
-from openpi_train.envs.rollout import Episodes
+from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.envs.slots import SlotTimes, in_slots
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import picture_of
@@ -67,7 +67,7 @@ class _Call:
 
     numbers: np.ndarray
     tasks: np.ndarray
-    episodes: Episodes
+    episodes: RolloutEpisodes
     policy: RecordingPolicy
     recorder: EpisodeRecorder | None
     returns: np.ndarray
@@ -224,7 +224,7 @@ class RobotActor(Actor):
                 returns[~is_over] += np.asarray(self._env.reward(states))[~is_over]
             is_over[:] = done
 
-        episodes = Episodes(
+        episodes = RolloutEpisodes(
             policy,
             self._env,
             self._states.reset_keys(draws),
@@ -242,7 +242,7 @@ class RobotActor(Actor):
         """These attempts of the draws, [n, rows], call by call as they are over."""
         calls: dict[int, _Call] = {}
 
-        def batches() -> Iterator[Episodes]:
+        def batches() -> Iterator[RolloutEpisodes]:
             for number, attempts in enumerate(self._dealt(own)):
                 calls[number] = self._begun(params, draws, attempts, group_size)
                 yield calls[number].episodes

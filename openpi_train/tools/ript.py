@@ -13,7 +13,7 @@ from pathlib import Path
 from openpi_train import registry
 from openpi_train.choice import on_env
 from openpi_train.envs.env import Env
-from openpi_train.envs.named import environment
+from openpi_train.envs.named import FORMS, environment
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, ours
 from openpi_train.interop.ript.ript_flags import ENV, TranslatedRipt, translate_ript
@@ -71,7 +71,7 @@ def practising(base: Experiment, env: Env | None) -> Experiment:
     if not own.env.tasks:
         raise UsageError(
             f"{base.name} has no environment to act in: give --env NAME, or {ENV} in the config (tabletop, metaworld, "
-            "gym:ID, gym:FILE.py:FUNCTION)"
+            f"{FORMS})"
         )
     loop = loop if loop.env.tasks else dataclasses.replace(loop, env=own.env)
     objective = base.objective

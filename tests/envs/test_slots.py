@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from envs.test_rollout import Counter, keys_of
 
-from openpi_train.envs.rollout import Episodes
+from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.envs.slots import SlotTimes, in_slots
 from openpi_train.runtime.preempt import StoppedError
 
@@ -40,7 +40,7 @@ def batches(policy=None):
             NOTES.append(("query", goals[0], threading.get_ident()))
             return np.ones((2, 2, 1))
 
-        yield Episodes(policy or act, Noted(), keys_of(2), np.array(goals), execute=2)
+        yield RolloutEpisodes(policy or act, Noted(), keys_of(2), np.array(goals), execute=2)
 
 
 def results(num_slots, **how):
@@ -97,7 +97,7 @@ def test_the_policy_acts_for_one_batch_while_the_other_steps():
 
     def two():
         for goals in ([8, 8], [7, 7]):
-            yield Episodes(policy, Waiting(), keys_of(2), np.array(goals), execute=2)
+            yield RolloutEpisodes(policy, Waiting(), keys_of(2), np.array(goals), execute=2)
 
     times = SlotTimes()
     assert len(list(in_slots(two(), 2, times=times))) == 2 and was_asked == [True]
@@ -115,7 +115,7 @@ def test_a_stop_and_what_the_environment_raises_end_it(num_slots):
         def step(self, states, actions):
             raise RuntimeError("the arm is broken")
 
-    broken = Episodes(lambda *_: np.ones((2, 2, 1)), Broken(), keys_of(2), np.array([5, 5]), execute=2)
+    broken = RolloutEpisodes(lambda *_: np.ones((2, 2, 1)), Broken(), keys_of(2), np.array([5, 5]), execute=2)
     with pytest.raises(RuntimeError, match="the arm is broken"):
         list(in_slots([broken], num_slots))
     assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
