@@ -1,7 +1,7 @@
 """LIBERO (Liu et al. 2023): suites of tasks of a Franka arm in MuJoCo, where the package `libero` is installed.
 
 What is observed is what openpi's `pi0_libero` and `physical-intelligence/libero` on the hub have: both cameras turned
-by 180 degrees, and position, axis-angle rotation and fingers as the state. Interface and names as in LIBERO at commit
+by 180 degrees, and position, axis-angle rotation and fingers as the state. Interface and names as in LIBERO at revision
 4f0dd18 (`benchmark/__init__.py`, `envs/env_wrapper.py`), limits and the first control steps as in openpi's
 `examples/libero/main.py`. Read next: `robots/libero.py`, `in_processes.py`, in which it runs with `--env libero:SUITE`.
 
