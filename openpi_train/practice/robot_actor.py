@@ -6,6 +6,7 @@ Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/action_law
 """
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
 from openpi_train.sharding.mesh import TENSOR
 from openpi_train.types import Observation
 from openpi_train.types import observation as observation_of
+
+logger = logging.getLogger(__name__)
 
 # Entries of a row that are kept of what the policy drew, beside those that it saw; and the chunk itself.
 _KEPT = "kept/"
@@ -109,6 +112,13 @@ class RobotActor(Actor):
             **({} if practice.tasks is None else {"tasks": names}),
         }
         self._num_slots, self._times, self._acting_s = practice.slots, SlotTimes(), 0.0
+        if self._num_slots > 1 and practice.episodes_per_device >= per_device:
+            logger.info(
+                "all %d episodes of a device are under way at once, so policy and simulators take turns: with "
+                "--practice.episodes-per-device %d or less they work at the same time",
+                per_device,
+                max(per_device // 4, 1),
+            )
         self._kept = None if practice.keep is None else self._keeping(practice.keep, running.directory)
 
     def context(self, draw: int) -> int:
