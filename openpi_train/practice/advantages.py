@@ -4,6 +4,7 @@
     group_relative     GRPO (Shao et al. 2024); without scaling Dr. GRPO's (Liu et al. 2025)
     returns_to_go      REINFORCE++ (Hu 2025) before `whitened`: what each unit still earns
     generalised        GAE (Schulman et al. 2016) from the values of a critic
+    adapted_weight     the weight of the divergence for the next iteration (Ziegler et al. 2019)
 
 An attempt is a row of `u` units: tokens, denoising steps. Attempts at the same context are a group. Groups are told by
 their ids, in any order and of any sizes. A reward that is NaN stands for none: the attempt is in no baseline and its
@@ -22,6 +23,8 @@ Mask = Bool[np.ndarray, "n u"]
 Scale = Literal["group", "batch", "none"]
 
 _GROUP_EPS, _WHITEN_EPS = 1e-4, 1e-8  # TRL's
+# The largest relative error of the divergence that `adapted_weight` reacts to.
+MOST_ERROR = 0.2
 
 
 def leave_one_out(rewards: Rewards, groups: Groups) -> Rewards:
@@ -71,13 +74,31 @@ def generalised(rewards: Units, values: Units, mask: Mask, gamma: float, lam: fl
     return advantages, np.where(mask, advantages + values, 0.0)
 
 
-def whitened(advantages: Units, mask: Mask) -> Units:
-    """The advantages with mean 0 and variance 1 over all units that count (n - 1 in its denominator); others are 0."""
+def whitened(values: Units, mask: Mask, *, keeps_mean: bool = False) -> Units:
+    """The values with variance 1 (n - 1 in its denominator) over all units that count; others are 0.
+
+    Their mean becomes 0; with `keeps_mean` it stays, as of TRL's `whiten_rewards`: mean + (value - mean) / deviation.
+    """
     count = mask.sum()
     if count < 2:
-        return np.zeros_like(advantages)
-    centred = np.where(mask, advantages - advantages[mask].mean(), 0.0)
-    return centred / np.sqrt((centred**2).sum() / (count - 1) + _WHITEN_EPS)
+        return np.where(mask, values, 0.0) if keeps_mean else np.zeros_like(values)
+    mean = values[mask].mean()
+    centred = np.where(mask, values - mean, 0.0)
+    scaled = centred / np.sqrt((centred**2).sum() / (count - 1) + _WHITEN_EPS)
+    return np.where(mask, scaled + mean, 0.0) if keeps_mean else scaled
+
+
+def adapted_weight(weight: float, divergence: float, *, target: float, horizon: int, num_attempts: int) -> float:
+    """The weight of the divergence for the next iteration (Ziegler et al. 2019, section 2.2, as TRL computes it).
+
+    It is multiplied by 1 + error * num_attempts / horizon, where the error is divergence / target - 1, limited to 0.2
+    on both sides. The paper's 0.1 per iteration is num_attempts / horizon.
+
+    Args:
+        divergence: that of this iteration, summed over the units of an attempt, mean of its `num_attempts` attempts.
+    """
+    error = min(max(divergence / target - 1, -MOST_ERROR), MOST_ERROR)
+    return weight * (1 + error * num_attempts / horizon)
 
 
 def mixed(rewards: Rewards, groups: Groups) -> Bool[np.ndarray, " n"]:

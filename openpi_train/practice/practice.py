@@ -115,6 +115,11 @@ class Actor(abc.ABC):
         """What else to log of the last iteration, by the names in `metrics.jsonl`: times only. Default: nothing."""
         return {}
 
+    def demonstrations(self, columns: Mapping[str, Any]) -> Any:
+        """The demonstrations beside attempts, `PracticeBatch.demonstrations`, of their named entries; default: none."""
+        del columns
+        return None
+
     def describe(self, attempts: Attempts, number: int) -> str:
         """A readable description of an attempt."""
         return f"attempt at context {attempts.contexts[number]}, reward {attempts.rewards[number]:g}"
@@ -179,7 +184,7 @@ class Practice(abc.ABC):
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
         """Invalid settings, as sentences that name the flag to change."""
-        problems = [f"--practice.advantages: {problem}" for problem in self.advantages.check()]
+        problems = [f"--practice.advantages: {problem}" for problem in self.advantages.check(self.num_attempts)]
         if self.num_attempts % batch_size:
             problems.append(
                 f"--practice.num-groups {self.num_groups} x --practice.group-size {self.group_size} is "

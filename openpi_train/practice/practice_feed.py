@@ -3,8 +3,9 @@
     iteration       attempts -> rewards -> scores of the acting policy -> advantages
     its steps       epochs x mini-batches of these attempts, one per optimizer step
 
-The run's position is complete between two iterations only: then it is the number of contexts drawn so far and what came
-of them. All else of an iteration follows from that, the seed and the parameters.
+The run's position is complete between two iterations only: then it is the number of contexts drawn so far, what came
+of them, and the weight of the divergence if that is adapted. All else of an iteration follows from that, the seed and
+the parameters.
 """
 
 import logging
@@ -24,7 +25,7 @@ from openpi_train.practice.collection import Collection, Collector
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.outcomes import Outcomes
 from openpi_train.practice.practice import Actor, Practice
-from openpi_train.practice.recorded import Recorded, RecordedScores
+from openpi_train.practice.recorded import NeededScores, Recorded, RecordedScores
 from openpi_train.practice.shown import keep_some
 from openpi_train.runtime.phases import phase
 from openpi_train.types import PracticeBatch, tree_of
@@ -52,19 +53,11 @@ class PracticeFeed(Feed):
         self._num_batches = practice.num_attempts // batch_size
         self._collector = Collector(practice, actor)
         objective = trainer.objective
-        with_reference = bool(objective.kl_weight or practice.advantages.kl_weight)
-        with_values = bool(objective.value_weight)
-        # What is learnt from in one step is always fresh.
-        is_compared = objective.scores_attempts and self._num_steps > 1
-        self._needs_scores = is_compared or with_reference or with_values
-        self._scores = RecordedScores(
-            trainer.devices,
-            objective.law,
-            num_micros=trainer.grad_accum,
-            with_reference=with_reference,
-            with_values=with_values,
-        )
+        needed = NeededScores.of(objective, practice, self._num_steps)
+        self._needs_scores = needed.any
+        self._scores = RecordedScores(trainer.devices, objective.law, needed, num_micros=trainer.grad_accum)
         self._iteration = self._step = 0
+        self._kl_weight = practice.advantages.kl_weight
         self._metrics: dict[str, float] = {}
         self._columns: Mapping[str, np.ndarray] = {}
         self._local: LocalColumns | None = None
@@ -93,6 +86,8 @@ class PracticeFeed(Feed):
             "draws": collector.draws,
             "outcomes": collector.outcomes.as_json(),
             "data": self._actor.identity,
+            # Runs with a constant weight have no entry: it is that of their config.
+            **({} if self._practice.advantages.kl_target is None else {"kl_weight": self._kl_weight}),
         }
 
     def seek(self, position: dict[str, Any]) -> None:
@@ -104,6 +99,9 @@ class PracticeFeed(Feed):
             )
         self._iteration, self._step = position["iteration"], 0
         self._collector.draws, self._collector.outcomes = position["draws"], Outcomes(position["outcomes"])
+        estimator = self._practice.advantages
+        adapted = None if estimator.kl_target is None else position.get("kl_weight")
+        self._kl_weight = estimator.kl_weight if adapted is None else adapted
 
     def metrics(self) -> Mapping[str, float]:
         return self._metrics
@@ -142,6 +140,7 @@ class PracticeFeed(Feed):
             mask,
             log_ratios,
             recorded.values.astype(np.float64),
+            self._kl_weight,
         )
         self._columns = {
             **attempts.columns,
@@ -162,6 +161,8 @@ class PracticeFeed(Feed):
             "practice/units_per_s": units / max(acted - started, 1e-9),
             "practice/attempts_per_s": collected.metrics["attempts"] / max(acted - started, 1e-9),
         }
+        if practice.advantages.kl_weight:
+            self._adapt(np.where(attempts.mask, log_ratios, 0.0).sum(axis=1)[collected.counts])
         self.acting_s += time.monotonic() - started
 
     def _show(self, collected: Collection) -> None:
@@ -169,6 +170,16 @@ class PracticeFeed(Feed):
         most = self._practice.num_shown
         if self._directory is not None and most and self._iteration % self._practice.show_interval == 0:
             keep_some(self._directory / "attempts" / str(self._iteration + 1), self._actor, collected, most)
+
+    def _adapt(self, divergences: np.ndarray) -> None:
+        """Log the weight of this iteration, and set that of the next from the divergences of its attempts.
+
+        All attempts count, also those that are not learnt from (`mask_cut`).
+        """
+        self._metrics["practice/kl_weight"] = self._kl_weight
+        if len(divergences):
+            self._metrics["practice/kl"] = float(divergences.mean())
+        self._kl_weight = self._practice.advantages.next_kl_weight(self._kl_weight, divergences)
 
     def _recorded(self, params: Any, shape: tuple[int, ...]) -> Recorded:
         """The scores of all attempts; zeros if nothing needs them."""
@@ -186,8 +197,9 @@ class PracticeFeed(Feed):
 
     def _batch(self, numbers: np.ndarray, is_fresh: bool) -> PracticeBatch:
         placed = self._placed(numbers, is_fresh=np.full(self._batch_size, is_fresh))
-        names = [name for name in PracticeBatch.__dataclass_fields__ if name != "traces"]
-        return tree_of(PracticeBatch, traces=self._actor.traces(placed), **{name: placed[name] for name in names})
+        parts = {"traces": self._actor.traces(placed), "demonstrations": self._actor.demonstrations(placed)}
+        names = PracticeBatch.__dataclass_fields__.keys() - parts
+        return tree_of(PracticeBatch, **parts, **{name: placed[name] for name in names})
 
     def _placed(self, numbers: np.ndarray, **more: np.ndarray) -> dict[str, jax.Array]:
         """The columns of a batch of attempts as global arrays, `more` columns, and the row numbers."""

@@ -23,26 +23,54 @@ class Recorded:
     values: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeededScores:
+    """What an iteration needs of its attempts before it learns from them."""
+
+    is_compared: bool
+    with_reference: bool
+    with_values: bool
+
+    @classmethod
+    def of(cls, objective: Any, practice: Any, num_steps: int) -> "NeededScores":
+        """Those of an iteration of so many optimizer steps."""
+        return cls(
+            # What is learnt from in one step is always fresh.
+            is_compared=objective.scores_attempts and num_steps > 1,
+            with_reference=bool(objective.kl_weight or practice.advantages.kl_weight),
+            with_values=bool(objective.value_weight),
+        )
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is needed."""
+        return self.is_compared or self.with_reference or self.with_values
+
+
+def scores_of(law: Law, model: Any, traces: Any, needed: NeededScores) -> dict[str, Any]:
+    """The fields of `Recorded` of these traces; what is not needed is 0, but for the policy's own."""
+    log_probs = law.scores(model, traces).log_prob
+    none = jnp.zeros_like(log_probs)
+    return {
+        "log_probs": log_probs,
+        "reference_log_probs": law.scores(model.reference, traces).log_prob if needed.with_reference else none,
+        "values": law.values(model, traces) if needed.with_values else none,
+    }
+
+
 class RecordedScores:
     """Scores attempts with the program of the training step's forward pass, in the same micro-batches.
 
     A sampler's own log-probabilities would not do: it computes token by token, perhaps in another dtype.
 
-    Args: `devices` is a `training.devices.Devices`; what is not asked for is 0.
+    Args: `devices` is a `training.devices.Devices`.
     """
 
-    def __init__(self, devices: Any, law: Law, *, num_micros: int, with_reference: bool, with_values: bool):
+    def __init__(self, devices: Any, law: Law, needed: NeededScores, *, num_micros: int):
         self._devices = devices
 
         def of_rows(params: Any, traces: Any, _: None) -> dict[str, Any]:
-            model: Any = merge_module(devices.graphdef, params)
-            log_probs = law.scores(model, traces).log_prob
-            none = jnp.zeros_like(log_probs)
-            return {
-                "log_probs": log_probs,
-                "reference_log_probs": law.scores(model.reference, traces).log_prob if with_reference else none,
-                "values": law.values(model, traces) if with_values else none,
-            }
+            return scores_of(law, merge_module(devices.graphdef, params), traces, needed)
 
         def score(params: Params, traces: Any) -> Any:
             found = devices.rows(of_rows, params, traces, None, num_micros)

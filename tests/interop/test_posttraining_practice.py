@@ -95,6 +95,18 @@ def test_absent_keys_leave_what_the_experiment_has():
         ("ppo", {"gamma": 0.99, "gae_lambda": 0.9}, "--practice.advantages.gamma 0.99 --practice.advantages.lam 0.9"),
         ("ppo", {"lam": 0.9}, "--practice.advantages.lam 0.9"),
         ("ppo", {"whiten_advantages": False}, "--practice.advantages.no-whiten"),
+        ("ppo", {"whiten_rewards": True}, "--practice.advantages.whiten-rewards"),
+        ("ppo", {"adap_kl_ctrl": True}, "--practice.advantages.kl-target 6.0"),
+        (
+            "ppo",
+            {"adap_kl_ctrl": True, "target": 3.0, "horizon": 500},
+            "--practice.advantages.kl-target 3.0 --practice.advantages.kl-horizon 500",
+        ),
+        (
+            "ppo",
+            {"kl_target": 3.0, "kl_horizon": 500},
+            "--practice.advantages.kl-target 3.0 --practice.advantages.kl-horizon 500",
+        ),
         ("ppo", {"entropy_coef": 0.01}, "--objective.entropy-weight 0.01"),
         ("grpo", {"ent_coef": 0.01}, "--objective.entropy-weight 0.01"),
         *(("ppo", {name: 0.2}, "--practice.advantages.kl-weight 0.2") for name in ("kl_coef", "init_kl_coef", "beta")),
@@ -256,6 +268,20 @@ def test_a_key_without_a_flag_has_its_reason_or_one_value(name, section):
     why = ONLY[name][1] if name in ONLY else INSTEAD[name]
     with pytest.raises(UsageError, match=f"{name} is 7.*{re.escape(why)}"):
         translated({section: {name: 7}}, "ppo")
+
+
+def test_a_constant_weight_of_the_divergence_says_so():
+    for keys in ({"adap_kl_ctrl": False, "kl_target": 3.0}, {"target": 3.0, "horizon": 500}):
+        assert command(keys, "ppo") == command({}, "ppo")
+        lines = [line for line in translated(keys, "ppo").report().splitlines() if "divergence is constant" in line]
+        assert len(lines) == 2
+
+
+@pytest.mark.parametrize("name", ["adap_kl_ctrl", "whiten_rewards"])
+def test_grpo_refuses_what_changes_a_reward_by_unit(name):
+    assert re.search(rf"{name}: false +no flag: always so", translated({"grpo": {name: False}}).report())
+    with pytest.raises(UsageError, match=rf"{name} is true; allowed: false"):
+        translated({"grpo": {name: True}})
 
 
 def test_grpo_has_no_critic_and_says_so():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from openpi_train.practice.advantages import (
+    adapted_weight,
     generalised,
     group_relative,
     leave_one_out,
@@ -165,3 +166,18 @@ def test_whitening_counts_the_masked_units_only():
     np.testing.assert_allclose(found[mask], (inside - inside.mean()) / np.sqrt(inside.var(ddof=1) + 1e-8), rtol=1e-12)
     assert (found[~mask] == 0).all()
     assert (whitened(advantages, np.zeros_like(mask)) == 0).all()
+
+
+def test_the_weight_of_the_divergence_has_the_published_rule():
+    """Ziegler et al. 2019: times 1 + 0.1 clip((KL - target) / target, -0.2, 0.2), with a batch of a tenth of a horizon.
+
+    lm-human-preferences and TRL have the batch over the horizon in place of 0.1: equal numbers.
+    """
+    rule = {"target": 6.0, "horizon": 10_000, "num_attempts": 1000}
+    for divergence, expected in ((6.0, 0.2), (6.6, 0.202), (60.0, 0.204), (5.4, 0.198), (0.0, 0.196), (-9.0, 0.196)):
+        assert adapted_weight(0.2, divergence, **rule) == pytest.approx(expected, rel=1e-12)
+    # Ten thousand attempts at the limit, in steps of ten: a continuous growth of a fifth.
+    weight = 1.0
+    for _ in range(1000):
+        weight = adapted_weight(weight, 99.0, target=6.0, horizon=10_000, num_attempts=10)
+    assert weight == pytest.approx(np.exp(0.2), rel=1e-4)

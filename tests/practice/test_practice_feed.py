@@ -153,6 +153,68 @@ def test_the_divergence_from_the_reference_is_taken_off_the_reward():
     assert np.abs(expected).max() > 0
 
 
+ADAPTED = AdvantageEstimator(kind="gae", whiten=False, kl_weight=0.4, kl_target=0.3, kl_horizon=24)
+
+
+def iterations_at(feed, state, weights):
+    """The first batch of an iteration at each of these parameters, and what is logged of its divergence."""
+    found = []
+    for weight in weights:
+        now = dataclasses.replace(state, params={"weight": jnp.full((1, 1), weight)})
+        batches = [feed.next(now) for _ in range(feed._num_steps)]
+        found.append((batches[0], feed.metrics()["practice/kl_weight"], feed.metrics()["practice/kl"]))
+    return found
+
+
+def test_an_adapted_weight_of_the_divergence_has_the_closed_form():
+    """log(policy / reference) of a unit is (0.25 - weight) times the attempt's number: above the target, within the
+    limits on either side of it, far below.
+    """
+    objective = PolicyGradient(law=WeightLaw(), value_weight=0.1)
+    feed, state, *_ = made(objective=objective, advantages=ADAPTED, epochs=1, mask_cut=True)
+    weights, expected_weight = [0.0, 0.2125, 0.225, 1.0, 0.0], 0.4
+    for iteration, (batch, used, divergence) in enumerate(iterations_at(feed, state, weights)):
+        attempts = feed._collection.attempts if iteration == len(weights) - 1 else None
+        draws = range(4 * iteration, 4 * iteration + 4)
+        lengths = np.array([[2 + (draw + number) % (UNITS - 1) for number in range(3)] for draw in draws])
+        expected = ((0.25 - weights[iteration]) * np.arange(1, 4) * lengths).mean()
+        assert divergence == pytest.approx(expected, rel=1e-5)
+        assert used == pytest.approx(expected_weight, rel=1e-5)
+        if attempts is not None:
+            log_ratio = 0.25 * (attempts.columns["tokens"][:, 1:2] + 1) * np.ones((1, UNITS))
+            mask = attempts.mask & ~attempts.is_cut[:, None]
+            by_hand, _ = dataclasses.replace(ADAPTED, kl_weight=used, kl_target=None, kl_horizon=None)(
+                attempts.rewards, feed._collection.groups, mask, log_ratio, np.zeros_like(log_ratio)
+            )
+            numbers = [(draw - draws[0]) * 3 + number for draw, number in attempts_of(batch)]
+            np.testing.assert_allclose(batch.advantages, by_hand[numbers], rtol=1e-5, atol=1e-6)
+        # 12 attempts over a horizon of 24.
+        expected_weight *= 1 + np.clip(expected / 0.3 - 1, -0.2, 0.2) / 2
+    assert feed.position()["kl_weight"] == pytest.approx(expected_weight, rel=1e-5)
+    # All three cases occurred.
+    errors = [np.clip((0.25 - weight) * 7 / 0.3 - 1, -0.2, 0.2) for weight in weights]
+    assert max(errors) == 0.2 and min(errors) == -0.2 and any(-0.2 < error < 0.2 for error in errors)
+
+
+def test_an_adapted_weight_goes_on_bit_for_bit():
+    settings = {"objective": PolicyGradient(law=WeightLaw(), value_weight=0.1), "advantages": ADAPTED, "epochs": 1}
+    feed, state, *_ = made(**settings)
+    iterations_at(feed, state, [0.0, 0.21])
+    other, *_ = made(**settings)
+    other.seek(json.loads(json.dumps(feed.position())))
+    for one, two in zip(iterations_at(feed, state, [0.22, 0.6]), iterations_at(other, state, [0.22, 0.6]), strict=True):
+        assert one[1:] == two[1:]
+        jax.tree.map(np.testing.assert_array_equal, one[0], two[0])
+    assert feed.position() == other.position() and feed.position()["kl_weight"] != ADAPTED.kl_weight
+    # The position of a run whose weight was constant: it begins with the config's.
+    position = feed.position()
+    del position["kl_weight"]
+    other.seek(position)
+    assert other.position()["kl_weight"] == ADAPTED.kl_weight
+    constant, *_ = made()
+    assert "kl_weight" not in constant.position()
+
+
 def test_attempts_that_were_cut_may_stay_out_of_the_loss():
     feed, state, *_ = made(mask_cut=True)
     batches = [feed.next(state) for _ in range(3)]

@@ -1,6 +1,7 @@
 """Rewards of completions: each term, functions in their own process, sums, and what is wrong with one."""
 
 import os
+import sys
 import textwrap
 import time
 
@@ -128,6 +129,43 @@ def test_what_is_wrong_with_a_reward_is_named(functions, function, text, message
     with pytest.raises(DataError, match=message) as caught:
         judged([(f"{functions}:{function}", 1.0)], [completed(text)])
     assert function in str(caught.value)
+
+
+# In place of the package: an expression is a list, and some hang.
+PARSER = """
+    import time
+
+    def parse(text, parsing_timeout=5):
+        assert parsing_timeout is None
+        time.sleep(600 if "hang" in text else 0)
+        return [text] if text else []
+
+    def verify(gold, target, timeout_seconds=5):
+        assert timeout_seconds is None
+        return gold == target
+"""
+
+
+@pytest.fixture
+def parser(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(textwrap.dedent(PARSER))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "math_verify", raising=False)
+
+
+def test_mathematics_that_hangs_is_killed_and_may_be_without_reward(parser):
+    given = [completed("2", "#### 2"), completed("hang", "2"), completed("3", "2"), completed("2", "")]
+    found = judged([("math_verify", 1.0)], given, 1.0, "none").total
+    assert found[[0, 2]].tolist() == [1, 0] and np.isnan(found[[1, 3]]).all()
+    with pytest.raises(DataError, match=r"the reward math_verify of a completion of .* took longer than 1 s"):
+        judged([("math_verify", 1.0)], given[1:2], 1.0)
+
+
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    (problem,) = TextReward(name="math_verify").check(1)
+    assert "--practice.rewards.1.name math_verify: the package math-verify is not installed" in problem
+    assert "pip install 'openpi_train[math]'" in problem and TextReward(name="math_verify").compares
 
 
 def test_a_process_ends_with_its_reward(functions):

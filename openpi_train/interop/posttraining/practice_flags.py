@@ -11,6 +11,7 @@ from typing import Any
 from openpi_train.interop.posttraining.iteration_flags import iteration_flags
 from openpi_train.interop.posttraining.practice_without_flag import check_values
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig
+from openpi_train.runtime.exits import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,18 @@ _NUMBERS_OF_PPO = {
     "practice.advantages.lam": "lam gae_lambda lambd lambda",
 }
 _NUMBERS_OF_GRPO = {"objective.clip-most": "delta"}
-_SWITCHES_OF_PPO = {"practice.advantages.whiten": "whiten_advantages normalize_advantages normalize_advantage"}
+_SWITCHES_OF_PPO = {
+    "practice.advantages.whiten": "whiten_advantages normalize_advantages normalize_advantage",
+    "practice.advantages.whiten-rewards": "whiten_rewards",
+}
 _SWITCHES_OF_GRPO = {
     "practice.mixed-only": "dynamic_sampling dynamic_filtering",
     "practice.mask-cut": "mask_truncated_completions",
 }
 _KL = "kl_coef init_kl_coef kl_coeff kl_penalty_coef beta".split()
+# TRL's name of the switch of an adapted weight, and its target; OpenRLHF's `kl_target` is a switch, too.
+_ADAPTS, _TARGET = "adap_kl_ctrl", 6.0
+_TARGETS, _HORIZONS = ("kl_target", "target"), ("kl_horizon", "horizon")
 _CLIP = "clip_range cliprange clip_epsilon clip_eps clip_ratio eps_clip epsilon".split()
 _CLIP_HIGH = "epsilon_high clip_ratio_high clip_range_high".split()
 _NEW_TOKENS_KEYS = "max_new_tokens response_length max_completion_length max_response_length generate_max_len".split()
@@ -173,6 +180,12 @@ def _estimator(file: YamlConfig) -> None:
 
 def _divergence(file: YamlConfig, is_ppo: bool, default: float) -> bool:
     """The weight of the divergence from a reference. Returns whether there is one."""
+    if is_ppo:
+        _adapted(file)
+    else:
+        _only_without(file, _ADAPTS, "the weight of the divergence in the loss is constant")
+        _only_without(file, "whiten_rewards", "grpo scales rewards by scale_rewards")
+        file.note("no flag: the weight of the divergence in the loss is constant", *file.own(*_TARGETS, *_HORIZONS))
     flag = "practice.advantages.kl-weight" if is_ppo else "objective.kl-weight"
     weight = file.spelled(flag, YamlConfig.number, *file.own(*_KL))
     kinds = file.own("kl_estimator")
@@ -182,3 +195,27 @@ def _divergence(file: YamlConfig, is_ppo: bool, default: float) -> bool:
     else:
         file.flag("objective.kl-kind", kind, *kinds)
     return (default if weight is None else weight) > 0
+
+
+def _adapted(file: YamlConfig) -> None:
+    """How the weight of the divergence is adapted, if it is."""
+    adapts = file.agreed(YamlConfig.boolean, *file.own(_ADAPTS))
+    targets, horizons = file.own(*_TARGETS), file.own(*_HORIZONS)
+    is_switch = any(key in file.values for key in file.own("kl_target"))
+    if adapts or (adapts is None and is_switch):
+        target = file.agreed(YamlConfig.number, *targets)
+        file.flag("practice.advantages.kl-target", _TARGET if target is None else target, *targets, *file.own(_ADAPTS))
+        file.spelled("practice.advantages.kl-horizon", YamlConfig.count, *horizons)
+        return
+    file.note("no flag: the weight of the divergence is constant", *file.own(_ADAPTS))
+    file.note(
+        "no flag: without adap_kl_ctrl or kl_target the weight of the divergence is constant", *targets, *horizons
+    )
+
+
+def _only_without(file: YamlConfig, name: str, why: str) -> None:
+    """Note a switch that must be off. Raises UsageError if it is on."""
+    for key in file.own(name):
+        if file.boolean(key):
+            raise UsageError(f"{key} is true; allowed: false ({why})")
+        file.note(f"no flag: always so, {why}", key)

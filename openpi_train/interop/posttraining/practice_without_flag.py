@@ -14,10 +14,8 @@ _SAMPLED = "completions are sampled and scored by one law, --objective.law"
 _OWN_REWARD = "a reward of your own is a function file.py:function (reward_functions)"
 # Keys that have one value here, and why.
 ONLY: Mapping[str, tuple[Any, str]] = {
-    "whiten_rewards": (False, "advantages are whitened, rewards are not"),
     "use_score_scaling": (False, _OWN_REWARD),
     "use_score_norm": (False, _OWN_REWARD),
-    "adap_kl_ctrl": (False, "the weight of the divergence is constant"),
     "early_stopping": (False, "no step of an iteration is left out"),
     "sync_ref_model": (False, "the reference is the start weights, always"),
     "do_sample": (True, "without chance there is nothing to compare"),
@@ -39,9 +37,7 @@ INSTEAD: Mapping[str, str] = {
     "reward_clip_range": _OWN_REWARD,
 }
 WITHOUT: Mapping[str, str] = {
-    "no flag: the weight of the divergence is constant, and no step is left out; watch approx_kl and clip_fraction": """
-        target_kl kl_target kl_horizon target horizon
-    """,
+    "no flag: no step is left out; watch approx_kl and clip_fraction": "target_kl",
     "no flag: completions are made on the training devices, with the weights that train": """
         use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size
         ds3_gather_for_generation

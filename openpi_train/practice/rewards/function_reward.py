@@ -1,9 +1,10 @@
-"""A reward function of the user's, in a spawned process that is killed where it takes too long.
+"""A reward function of the user's, or one that may hang, in a spawned process that is killed if it takes too long.
 
 It may hang, end its process or use any library, and training goes on or ends with an error that names it.
 Must not import jax: the spawned process imports this module. Read next: `text_reward.py`.
 """
 
+import importlib
 import logging
 import multiprocessing
 import traceback
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 _START_S = 120.0
 _SHOWN = 80  # characters of a prompt in a message
 
+# Functions of this package by their names, each of which needs the package of its name.
+PACKAGED = {"math_verify": "openpi_train.practice.rewards.math_answers:is_right"}
+
 # Prompt, completion, reference.
 Texts = tuple[str, str, str]
 
@@ -34,7 +38,7 @@ def file_problem(name: str) -> list[str]:
 
 
 class FunctionReward:
-    """Calls `file.py:function(prompt, completion, reference)` for one completion after the other, in its own process.
+    """Calls `file.py:function(prompt, completion, reference)`, or one of `PACKAGED`, in a process of its own.
 
     Args:
         timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
@@ -110,9 +114,12 @@ class FunctionReward:
 
 def _serve(connection: Connection, name: str) -> None:
     """The process: says whether the function is there, then answers until the other end is closed."""
-    file, _, function = name.rpartition(":")
+    file, _, function = PACKAGED.get(name, name).rpartition(":")
     try:
-        found: Any = getattr(import_file(Path(file), "the file of the reward"), function, None)
+        module = (
+            importlib.import_module(file) if name in PACKAGED else import_file(Path(file), "the file of the reward")
+        )
+        found: Any = getattr(module, function, None)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         return

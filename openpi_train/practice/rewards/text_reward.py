@@ -1,6 +1,7 @@
 """`TextReward`: what a completion is rewarded for, by name; the rewards that are computed in this process.
 
     exact_match, number_match   as in evaluations (`data/text/answer_scores.py`)
+    math_verify                 1 if the answer equals the reference as mathematics, else 0 (`math_answers.py`)
     regex:PATTERN               1 if the whole text, without white space at its ends, has this form, else 0
     overlong:N                  0 for a completion that leaves N tokens of those allowed, and then down to -1 (DAPO)
     model:CHECKPOINT            the score of a reward model (`reward_model.py`)
@@ -12,13 +13,14 @@ Read next: `judge.py`.
 
 import abc
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from openpi_train.data.text.answer_scores import AnswerScore, known_scores
-from openpi_train.practice.rewards.function_reward import FunctionReward, file_problem
+from openpi_train.practice.rewards.function_reward import PACKAGED, FunctionReward, file_problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,8 @@ class OverlongTerm(Term):
 class TextReward:
     """One term of the reward."""
 
-    # exact_match, number_match, regex:PATTERN, overlong:TOKENS, model:CHECKPOINT of a reward model, or a function
-    # file.py:function(prompt, completion, reference) that returns a number or None.
+    # exact_match, number_match, math_verify, regex:PATTERN, overlong:TOKENS, model:CHECKPOINT of a reward model, or a
+    # function file.py:function(prompt, completion, reference) that returns a number or None.
     name: str
     # The term is multiplied by this.
     weight: float = 1.0
@@ -95,7 +97,7 @@ class TextReward:
     @property
     def compares(self) -> bool:
         """Whether it says nothing without a reference."""
-        return self.name in known_scores()
+        return self.name in known_scores() or self.name in PACKAGED
 
     def check(self, number: int) -> list[str]:
         """Why it is no reward, as sentences."""
@@ -114,10 +116,11 @@ class TextReward:
             return [f"{flag}.name {self.name}: {problem}" for problem in model_problem(argument)]
         elif kind.endswith(".py"):
             return [f"{flag}.name {self.name}: {problem}" for problem in file_problem(self.name)]
+        elif self.name in PACKAGED:
+            return [f"{flag}.name {self.name}: {problem}" for problem in package_problem(self.name)]
         elif self.name not in known_scores():
-            names = ", ".join(
-                [*known_scores(), "regex:PATTERN", "overlong:TOKENS", "model:CHECKPOINT", "file.py:function"]
-            )
+            others = ("regex:PATTERN", "overlong:TOKENS", "model:CHECKPOINT", "file.py:function")
+            names = ", ".join([*known_scores(), *PACKAGED, *others])
             return [f"{flag}.name {self.name!r} is no reward: allowed are {names}"]
         return []
 
@@ -130,13 +133,13 @@ class TextReward:
             return OverlongTerm(int(argument))
         if kind == "model":
             return ModelTerm(argument, running)
-        if kind.endswith(".py"):
+        if kind.endswith(".py") or self.name in PACKAGED:
             return FunctionTerm(FunctionReward(self.name, timeout_s=timeout_s, on_timeout=on_timeout))
         return AnswerTerm(known_scores()[self.name])
 
 
 class FunctionTerm(Term):
-    """A function of the user's."""
+    """A function of the user's, or a packaged one that may hang."""
 
     def __init__(self, function: FunctionReward):
         self._function = function
@@ -160,6 +163,13 @@ class ModelTerm(Term):
 
     def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
         return self._model(completed)
+
+
+def package_problem(package: str) -> list[str]:
+    """Why a package that a reward needs cannot be used, as far as can be seen without importing it."""
+    if importlib.util.find_spec(package) is not None:
+        return []
+    return [f"the package {package.replace('_', '-')} is not installed: pip install 'openpi_train[math]'"]
 
 
 def model_problem(where: str) -> list[str]:
