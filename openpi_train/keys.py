@@ -22,6 +22,12 @@ def for_purpose(keys: Key[Array, " b"], purpose: str) -> Key[Array, " b"]:
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
+def of_parts(keys: Key[Array, " b"], count: int) -> Key[Array, " parts"]:
+    """The keys of `count` parts of every row, row after row."""
+    numbers = jnp.arange(count)
+    return jax.vmap(lambda key: jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers))(keys).reshape(-1)
+
+
 def draw_noise(keys: Key[Array, " b"], *shape: int) -> Float[Array, "b *shape"]:
     """Standard normal noise of this shape for every row."""
     return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)

@@ -191,7 +191,8 @@ class PracticeBatch:
     `traces` is what the policy did, in the form of its law (`sampling/law.py`). `mask` marks the units that count.
     `log_probs` are those of the policy that acted; of rows that `is_fresh` marks, the policy that acted is the one
     that learns, and they are not looked at. `values` are those of the critic before it learnt from these attempts,
-    `returns` what it should have said. What an objective does not use is 0.
+    `returns` what it should have said. What an objective does not use is 0. `demonstrations` are chunks of the run's
+    data beside the attempts, n in every row: all leaves are [b, n, ...]; None: there are none.
     """
 
     traces: Any
@@ -202,6 +203,7 @@ class PracticeBatch:
     values: Float[Array, "b u"]
     returns: Float[Array, "b u"]
     is_fresh: Bool[Array, " b"]
+    demonstrations: Any = None
 
     @property
     def row(self) -> Int[Array, " b"]:

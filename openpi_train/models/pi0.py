@@ -22,7 +22,7 @@ class Pi0Config(prompted.PromptedConfig):
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation", "indicator"})
 
     # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
     pi05: bool = False
@@ -34,6 +34,9 @@ class Pi0Config(prompted.PromptedConfig):
     max_token_len: int | None = None
     # Whether the prompt contains the discretised state; None: the same as `pi05`.
     discrete_state_input: bool | None = None
+    # Velocities can be told whether their chunk is better than expected, by two learned vectors that are added to the
+    # action tokens (with the objective IndicatorFlow, as in tabletop_few_indicator). A start may lack them.
+    indicator: bool = False
     # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
     # tokens
     # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
@@ -117,6 +120,7 @@ class Pi0Config(prompted.PromptedConfig):
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
+            indicator=self.indicator,
             insulated=self.knowledge_insulation,
             dtype=self.compute_dtype,
             remat=self.used_remat,
@@ -135,12 +139,19 @@ class Pi0Config(prompted.PromptedConfig):
                 f"--model.knowledge-insulation with objective {name}: the gradient does not reach the language model, "
                 "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
             )
+        if "indicator" in needs and not self.indicator:
+            problems.append(f"objective {name} tells the model how good a chunk was: give --model.indicator")
         if "insulation" in needs and not self.knowledge_insulation:
             problems.append(
                 f"objective {name} trains the language model by action tokens, which rows have only with "
                 "--model.knowledge-insulation: give that, or use FlowMatching (as pi05_bridge does)"
             )
         return problems
+
+    @property
+    def base(self) -> "Pi0Config | None":
+        """The same model without the indicator, whose vectors start at 0."""
+        return dataclasses.replace(self, indicator=False) if self.indicator else None
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)

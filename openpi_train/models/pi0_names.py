@@ -47,6 +47,8 @@ def public_name(path: str) -> str:
 def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
     """Advice for a checkpoint that does not fit a pi0 (or, with `pi05`, a pi0.5)."""
     found = []
+    if "indicator" in extra:
+        found.append("the checkpoint was told how good chunks were (objective IndicatorFlow): give --model.indicator")
     own, other = ("pi0.5", "pi0") if pi05 else ("pi0", "pi0.5")
     if any(name.startswith(_TIME_MLP[own]) for name in missing) and any(
         name.startswith(_TIME_MLP[other]) for name in extra

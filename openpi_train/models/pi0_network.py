@@ -21,6 +21,7 @@ from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, sincos_encoding
 from openpi_train.nn.siglip import Siglip, SiglipConfig
+from openpi_train.sampling.indicator import NUM_TOLD
 from openpi_train.types import Observation, pytree
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).
@@ -42,6 +43,10 @@ class Pi0(nnx.Module):
     Args:
         language, action: sizes of the two experts; the language expert reads the prefix, the action expert the rest.
         adaptive: pi0.5's form: the flow time modulates the action expert's norms and the state is part of the prompt.
+        indicator: a velocity may be told whether its chunk is better than expected (`sampling/indicator.py`): a
+            learned vector is added to every noisy action's token. The prefix, which is nearly all of the work, is so
+            the same whatever is told, and no token changes its place, as it would with one more token. The vectors
+            begin at 0, so weights that were trained without them give the same velocities.
         insulated: no gradient flows from the action expert into the language expert (`objectives/insulated_flow.py`).
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -58,6 +63,7 @@ class Pi0(nnx.Module):
         action_dim: int,
         action_horizon: int,
         adaptive: bool,
+        indicator: bool = False,
         insulated: bool = False,
         dtype: Any,
         remat: Remat,
@@ -92,6 +98,8 @@ class Pi0(nnx.Module):
             self.action_time_mlp_in = linear(2 * width, width)
             self.action_time_mlp_out = linear(width, width)
         self.action_out_proj = linear(width, action_dim)
+        if indicator:
+            self.indicator = nnx.Param(jnp.zeros((NUM_TOLD, width)))
 
     def context(self, observation: Observation) -> Context:
         """Run the prefix; returns the context that every velocity for this observation needs."""
@@ -105,22 +113,26 @@ class Pi0(nnx.Module):
         return Context(cache=cache, visible=visible, state=observation.state)
 
     def velocity(
-        self, seen: Observation | Context, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self,
+        seen: Observation | Context,
+        noisy_actions: Float[Array, "b r h a"],
+        time: Float[Array, "b r"],
+        told: Int[Array, "b r"] | None = None,
     ) -> Float[Array, "b r h a"]:
         """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix, not each other's
         actions.
 
         `time` is 1 at noise and 0 at actions. Given an observation instead of its context, prefix and suffix pass
-        through the layers together, which is cheaper in training.
+        through the layers together, which is cheaper in training. `told` is what each draw is told, with `indicator`.
         """
         if isinstance(seen, Observation):
             if not (self.insulated or self.fixed_prefix):
-                outputs = self.outputs(seen, noisy_actions, time, wanted=("action",))
+                outputs = self.outputs(seen, noisy_actions, time, wanted=("action",), told=told)
                 return self.read_out(outputs["action"], noisy_actions.shape)
             seen = self.context(seen)
         mask, positions = self.layout(seen.visible, time.shape[1])
         of_suffix = slice(seen.visible.shape[1], None)
-        suffix, condition = self.embed_suffix(seen.state, noisy_actions, time)
+        suffix, condition = self.embed_suffix(seen.state, noisy_actions, time, told)
         result = self.transformer(
             {"action": suffix}, positions[:, of_suffix], mask[:, of_suffix], condition, seen.cache
         )
@@ -146,13 +158,14 @@ class Pi0(nnx.Module):
         noisy_actions: Float[Array, "b r h a"],
         time: Float[Array, "b r"],
         wanted: Collection[str] = ("language", "action"),
+        told: Int[Array, "b r"] | None = None,
     ) -> Mapping[str, Float[Array, "b _ _"]]:
         """The transformer's last activations, in `dtype`: `language` on the prefix, `action` on the suffix.
 
         The last layer does not compute outputs that are not `wanted`.
         """
         prefix, prefix_mask = self.embed_prefix(observation)
-        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time)
+        suffix, condition = self.embed_suffix(observation.state, noisy_actions, time, told)
         mask, positions = self.layout(prefix_mask, num_draws=time.shape[1])
         tokens = {"language": prefix, "action": suffix}
         return self.transformer(tokens, positions, mask, condition, wanted=wanted)
@@ -176,10 +189,17 @@ class Pi0(nnx.Module):
 
     @jax.named_scope("embed_suffix")
     def embed_suffix(
-        self, state: Float[Array, "b s"], noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self,
+        state: Float[Array, "b s"],
+        noisy_actions: Float[Array, "b r h a"],
+        time: Float[Array, "b r"],
+        told: Int[Array, "b r"] | None = None,
     ) -> tuple[Float[Array, "b t w"], Mapping[str, Float[Array, "b r w"]]]:
         """The state's token (pi0 only), then the action tokens draw after draw, float32; and experts' conditions."""
         tokens = self.action_in_proj(noisy_actions)  # b r h w
+        if told is not None:
+            vectors = jnp.pad(self.indicator[...].astype(tokens.dtype), ((1, 0), (0, 0)))  # who is told nothing has 0
+            tokens += vectors[told][:, :, None]
         time_encoding = sincos_encoding(time, tokens.shape[-1], _MIN_PERIOD, _MAX_PERIOD)  # b r w
         flat = (tokens.shape[0], -1, tokens.shape[-1])
         if self.adaptive:

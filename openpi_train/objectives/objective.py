@@ -36,6 +36,8 @@ class Objective(abc.ABC):
     practises: ClassVar[bool] = False
     # Whether it compares with the log-probabilities of these attempts under the policy that made them.
     scores_attempts: ClassVar[bool] = False
+    # Whether it learns from demonstrations beside these attempts (`PracticeBatch.demonstrations`).
+    uses_demonstrations: ClassVar[bool] = False
 
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change (default: none)."""

@@ -88,7 +88,7 @@ class PolicyGradient(Objective):
     def needed(self) -> frozenset[str]:
         """What the law needs, a reference to stay close to, and a critic to train."""
         reference = {"reference"} if self.kl_weight else set()
-        return self.law.needs | reference | ({"value"} if self.value_weight else set())
+        return self.law.needed | reference | ({"value"} if self.value_weight else set())
 
     @property
     def draws_per_row(self) -> int:

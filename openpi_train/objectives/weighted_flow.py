@@ -4,7 +4,7 @@
     exponential   advantage-weighted regression (Peng et al. 2019): exp(advantage / temperature), at most `most_weight`
 
 There is no ratio and no likelihood, so what acts may have no noise but the initial one. Read next: `flow_matching.py`,
-`practice/robot_practice.py`.
+`indicator_flow.py`, `practice/robot_practice.py`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from openpi_train.fields import at_least
+from openpi_train.keys import of_parts
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.objective import Metrics, Norms, Objective
 from openpi_train.sampling.action_law import by_query
@@ -96,9 +97,8 @@ class WeightedFlow(Objective):
         network: Any = model
         b, queries = batch.traces.noisy.shape[:2]
         observation, noisy = by_query((batch.traces.observation, batch.traces.noisy))
-        rows = jax.vmap(lambda key: jax.vmap(lambda query: jax.random.fold_in(key, query))(jnp.arange(queries)))(keys)
         flow, chunks = FlowMatching(num_flow_draws=self.num_flow_draws, augment=False), noisy[:, -1]
-        noise, time = flow.draw(tree_of(ActionBatch, actions=chunks), rows.reshape(-1))
+        noise, time = flow.draw(tree_of(ActionBatch, actions=chunks), of_parts(keys, queries))
         position, wanted = flow.path(chunks, noise, time)
         velocity = network.velocity(self.law.seen(observation), position, time).astype(jnp.float32)
         error = jnp.square(velocity - wanted)[:, :, : self.num_imitated].sum(axis=(1, 2, 3)).reshape(b, queries)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Key
 
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.placement import local_rows
+from openpi_train.data.source import BadRecord
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.envs.slots import SlotTimes, in_slots
@@ -34,15 +35,17 @@ from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.runtime import agree
+from openpi_train.runtime.exits import DataError
 from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
 from openpi_train.sharding.mesh import TENSOR
-from openpi_train.types import Observation
+from openpi_train.types import Observation, action_batch
 from openpi_train.types import observation as observation_of
 
 logger = logging.getLogger(__name__)
 
-# Entries of a row that are kept of what the policy drew, beside those that it saw; and the chunk itself.
-_KEPT = "kept/"
+# Entries of a row that are kept of what the policy drew, and of demonstrations, beside those that it saw; and the chunk
+# itself.
+_KEPT, _DEMONSTRATIONS = "kept/", "demonstrations/"
 _ACTIONS = "actions"
 
 
@@ -93,7 +96,7 @@ class RobotActor(Actor):
         self._env = practice.env.for_demonstrations()
         translation = translation_of(running.data, self._env, practice.dataset, flag="--practice")
         assert isinstance(running.data, OpenedDatasets)
-        self._rows = RobotRows(translation, self._env)
+        self._rows, self._demonstrated = RobotRows(translation, self._env), running.data.train
         mesh, self.num_lanes = trainer.plan.mesh, running.batch_size
         num_groups = mesh.size // mesh.shape[TENSOR]
         self._lanes = local_rows(trainer.plan.batch, self.num_lanes)
@@ -108,8 +111,9 @@ class RobotActor(Actor):
             "env": repr(practice.env),
             "states_per_task": practice.states_per_task,
             "rows": running.data.train.identity,
-            # Runs of all tasks have no entry, as they had before tasks could be chosen.
+            # Runs of all tasks, and without demonstrations, have no entry, as before these could be chosen.
             **({} if practice.tasks is None else {"tasks": names}),
+            **({"num_demonstrations": practice.num_demonstrations} if practice.num_demonstrations else {}),
         }
         self._num_slots, self._times, self._acting_s = practice.slots, SlotTimes(), 0.0
         if self._num_slots > 1 and practice.episodes_per_device >= per_device:
@@ -152,6 +156,7 @@ class RobotActor(Actor):
                 whole[places] = value
             units = self._law.lengths(by_query(_kept(seen))).reshape(len(numbers), -1)
             ends += np.column_stack([numbers, call.returns, outcome.success, outcome.steps, units]).tolist()
+        columns |= self._demonstrations(np.asarray(draws)[own // group_size] * group_size + own % group_size)
         table = np.zeros((len(everything), 3 + self._practice.num_queries(self._model)))
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
@@ -186,6 +191,30 @@ class RobotActor(Actor):
     def _task(self, draw: int) -> int:
         """The number of a draw's task in the environment."""
         return self._tasks[self._states.task(draw)]
+
+    def _demonstrations(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """The entries of the demonstrations beside the attempts of these numbers [n, rows], which go on for ever.
+
+        Raises DataError if they cannot be read.
+        """
+        count = self._practice.num_demonstrations
+        if not count:
+            return {}
+        positions = numbers[..., None] * count + np.arange(count)
+        try:
+            found, _ = self._demonstrated.batch(positions.ravel())
+        except (ValueError, BadRecord) as error:
+            raise DataError(f"a demonstration beside the attempts: {error}") from error
+        found["row"] = np.broadcast_to(self._lanes[:, None], positions.shape).ravel().astype(np.int32)
+        return {_DEMONSTRATIONS + name: one.reshape(*positions.shape, *one.shape[1:]) for name, one in found.items()}
+
+    def demonstrations(self, columns: Mapping[str, Any]) -> Any:
+        found = {
+            name.removeprefix(_DEMONSTRATIONS): column
+            for name, column in columns.items()
+            if name.startswith(_DEMONSTRATIONS)
+        }
+        return action_batch(found) if found else None
 
     def traces(self, columns: Mapping[str, Any]) -> Any:
         return self._law.traces(observation_of(dict(columns)), _kept(columns), columns["row"])

@@ -24,7 +24,7 @@ from openpi_train.types import PracticeBatch, tree_of
 class RobotPractice(Practice):
     """Episodes in an environment, rewarded with 1 for success, and as the environment itself does.
 
-    The data's robot and norm stats are used; its demonstrations are not learnt from.
+    The data's robot and norm stats are used; its demonstrations are learnt from with `num_demonstrations` alone.
     """
 
     # The environment to act in.
@@ -45,6 +45,9 @@ class RobotPractice(Practice):
     # Batches of so many episodes that are under way at a time: with 2 the policy acts for one while the simulators of
     # the other step. None: 2 where the environment is in worker processes (ProcessEnv), else 1.
     num_slots: int | None = at_least(1, None, on_resume="accept")
+    # Chunks of the run's demonstrations that are learnt from beside each attempt, by an objective that does so
+    # (IndicatorFlow).
+    num_demonstrations: int = at_least(0, 0)
     # Number of the run's dataset whose robot and norm stats are used.
     dataset: int = at_least(0, 0)
     # Folder in which the episodes are kept as a LeRobot dataset; None: they are not kept.
@@ -66,6 +69,11 @@ class RobotPractice(Practice):
             problems.append(
                 "RobotPractice needs an objective whose law draws actions (--objective.law): FlowLaw, of diffusion "
                 "policies DenoisingLaw"
+            )
+        if self.num_demonstrations and not objective.uses_demonstrations:
+            problems.append(
+                f"--practice.num-demonstrations {self.num_demonstrations}: {type(objective).__name__} learns from own "
+                "attempts only; give 0, or the objective IndicatorFlow"
             )
         if not self.env.tasks:
             problems.append("--practice.env has no task: there is nothing to practise")
@@ -135,7 +143,10 @@ class RobotPractice(Practice):
         def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
-        observation = jax.tree.map(lambda leaf: of(leaf.dtype, queries, *leaf.shape[1:]), rows.observation)
+        def several(count: int, tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: of(leaf.dtype, count, *leaf.shape[1:]), tree)
+
+        observation = several(queries, rows.observation)
         kept = law.kept_spec(rows.actions.shape[1:])
         kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in kept.items()}
         numbers = ("advantages", "log_probs", "reference_log_probs", "values", "returns")
@@ -144,6 +155,7 @@ class RobotPractice(Practice):
             traces=law.traces(observation, kept, of(jnp.int32)),
             mask=of(jnp.bool_, queries * law.num_units),
             is_fresh=of(jnp.bool_),
+            demonstrations=several(self.num_demonstrations, rows) if self.num_demonstrations else None,
             **dict.fromkeys(numbers, of(jnp.float32, queries * law.num_units)),
         )
 

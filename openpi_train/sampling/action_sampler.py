@@ -40,7 +40,8 @@ class FlowModel(ContextModel, Protocol):
     def velocity(self, seen: Any, noisy_actions: Draws, time: Float[Array, "b r"], /) -> Draws:
         """d x_t / d t at `noisy_actions` = x_t; `time` is 1 at noise and 0 at actions; r draws of each row.
 
-        `seen` is a context; or, in training, which calls it once, an observation, so both can be one forward pass.
+        `seen` is a context; or, in training, which calls it once, an observation, so both can be one forward pass. A
+        model with an indicator also takes what each draw is told (`indicator.py`), [b, r].
         """
         ...
 

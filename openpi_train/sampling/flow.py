@@ -1,4 +1,5 @@
-"""Sampler of flow-matching policies: Euler steps from noise to actions, optionally guided (`real_time_chunking.py`).
+"""Sampler of flow-matching policies: Euler steps from noise to actions, optionally guided: towards a given chunk
+(`real_time_chunking.py`), or towards what is better than expected (`indicator.py`).
 
 To add a solver, write a function beside `euler` and a choice in `FlowSampler`, made by objectives (`action_sampler`).
 Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
@@ -6,20 +7,24 @@ Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_sampler import ActionSampler, Chain, FlowModel, walk
+from openpi_train.sampling.indicator import conditioned_velocity
 from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlowSampler(ActionSampler):
-    """Euler steps of the model's velocity, corrected towards the target of `guide` if there is one."""
+    """Euler steps of the model's velocity, corrected towards the target of `guide` if there is one.
+
+    `guidance` is that of a model with an indicator; None: the model has none.
+    """
 
     guide: Guide | None = None
+    guidance: float | None = None
 
     def chain(self, model, observation, noise, keys, num_steps, keep=True):
         del keys
@@ -27,7 +32,7 @@ class FlowSampler(ActionSampler):
         context = flow.context(self.seen(observation))
 
         def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
-            return flow.velocity(context, actions[:, None], time[:, None])[:, 0].astype(jnp.float32)
+            return conditioned_velocity(flow, context, actions[:, None], time[:, None], self.guidance)[:, 0]
 
         def guided(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
             return (

@@ -11,6 +11,7 @@ from openpi_train.fields import at_least
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.chain_law import ChainLaw, Moments
 from openpi_train.sampling.flow import FlowSampler, flow_times
+from openpi_train.sampling.indicator import check_guidance, conditioned_velocity, velocities_per_draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,22 +26,36 @@ class FlowLaw(ChainLaw):
     drift_correction: bool = True
     # The least standard deviation of a step; without drift correction that at time 0.
     least_std: float = 1e-3
+    # Guidance by the indicator of a model that has one (`indicator.py`); None: it has none.
+    guidance: float | None = None
 
     def check(self) -> list[str]:
+        problems = check_guidance("guidance", self.guidance)
         if self.noise > 0 and self.least_std > 0:
-            return []
-        return [f"noise {self.noise} and least_std {self.least_std} must be above 0: without chance nothing is scored"]
+            return problems
+        return [
+            *problems,
+            f"noise {self.noise} and least_std {self.least_std} must be above 0: without chance nothing is scored",
+        ]
+
+    @property
+    def needed(self) -> frozenset[str]:
+        return self.needs if self.guidance is None else self.needs | {"indicator"}
+
+    @property
+    def draws_per_row(self) -> int:
+        return self.num_steps * velocities_per_draw(self.guidance)
 
     @property
     def action_sampler(self) -> ActionSampler:
-        return FlowSampler(augmentation=self.augmentation)
+        return FlowSampler(augmentation=self.augmentation, guidance=self.guidance)
 
     def times(self) -> Float[np.ndarray, " steps"]:
         return flow_times(self.num_steps)
 
     def moments(self, model: Any, seen: Any, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
         time = jnp.asarray(self.times())[number]
-        velocity = model.velocity(seen, noisy, time).astype(jnp.float32)
+        velocity = conditioned_velocity(model, seen, noisy, time, self.guidance)
         return self.mean(noisy, velocity, time), self.std(time)
 
     def mean(

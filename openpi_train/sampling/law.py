@@ -33,6 +33,11 @@ class Law(abc.ABC):
         return []
 
     @property
+    def needed(self) -> frozenset[str]:
+        """What the model must provide: `needs`, and what the fields ask for."""
+        return self.needs
+
+    @property
     def action_sampler(self) -> ActionSampler:
         """The sampler of a robot's actions, without chance, of a policy that acts by this law (default: its own)."""
         return OwnSampler()

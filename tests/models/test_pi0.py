@@ -113,6 +113,27 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
 
 
 @pytest.mark.slow
+def test_what_a_draw_is_told_adds_a_vector_that_begins_at_0():
+    """One row of each told value in one pass, as guidance has it, against a pass of its own."""
+    plain, config = TINY, dataclasses.replace(TINY, indicator=True)
+    assert config.base == plain and plain.base is None
+    assert set(parameter_shapes(config)) - set(parameter_shapes(plain)) == {"indicator"}
+    _, params = built(config)
+    velocity, without = compiled_velocity(config), compiled_velocity(plain)
+    noisy, time = (jnp.repeat(one, 3, axis=1) for one in draws(config, 1))
+    told = jnp.tile(jnp.arange(3), (2, 1))
+    found = velocity(params, observation(config), noisy, time, told)
+    old = {path: leaf for path, leaf in params.items() if path != "indicator"}
+    # Sums of other lengths: the last bits.
+    np.testing.assert_allclose(found[:, :1], without(old, observation(config), noisy[:, :1], time[:, :1]), atol=1e-5)
+    assert np.abs(np.asarray(found[:, 1:] - found[:, :1])).min(axis=(2, 3)).max() > 1e-3
+    assert np.abs(np.asarray(found[:, 1] - found[:, 2])).max() > 1e-3
+    begun = {**params, "indicator": jnp.zeros_like(params["indicator"])}
+    fresh = velocity(begun, observation(config), noisy, time, told)
+    np.testing.assert_allclose(fresh[:, 1:], np.repeat(fresh[:, :1], 2, axis=1), atol=1e-5)
+
+
+@pytest.mark.slow
 def test_an_absent_camera_gives_what_a_masked_one_gives(tiny):
     config, _, params, velocity = tiny
     seen = observation(config)

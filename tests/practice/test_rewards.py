@@ -153,6 +153,7 @@ def parser(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
 
 
+@pytest.mark.slow
 def test_mathematics_that_hangs_is_killed_and_may_be_without_reward(parser):
     given = [completed("2", "#### 2"), completed("hang", "2"), completed("3", "2"), completed("2", "")]
     found = judged([("math_verify", 1.0)], given, 1.0, "none").total

@@ -15,6 +15,7 @@ from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator
@@ -56,10 +57,13 @@ class MadeRobot(Made):
 def make(tmp_path_factory):
     folder = tmp_path_factory.mktemp("assets")
 
-    def made(devices=1, accum=1, schedule=STILL, **changes):
+    def made(devices=1, accum=1, schedule=STILL, objective=wandering.objective, indicator=False, **changes):
         plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
         practice = dataclasses.replace(wandering.practice, **changes)
-        experiment = dataclasses.replace(wandering, exp_name="x", practice=practice, assets_base_dir=str(folder))
+        model = dataclasses.replace(wandering.model, indicator=indicator)
+        experiment = dataclasses.replace(
+            wandering, exp_name="x", practice=practice, assets_base_dir=str(folder), objective=objective, model=model
+        )
         data = experiment.open_data()
         trainer, layout = make_trainer(
             experiment.model, plan, AdamW(), schedule, objective=experiment.objective, accum=accum, ema=None
@@ -99,6 +103,26 @@ def test_what_acts_is_scored_with_the_probability_that_it_was_drawn_with(still):
     for one in found[1:]:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
     assert np.abs(batches[1].log_probs).min() > 0
+
+
+@pytest.mark.slow
+def test_demonstrations_stand_beside_the_attempts_and_are_never_the_same(make):
+    """The attempt of this number has the next rows of the run's data, in each of its epochs."""
+    objective = IndicatorFlow(law=FlowLaw(num_steps=STEPS, guidance=1.0), num_flow_draws=1)
+    made = make(objective=objective, indicator=True, num_demonstrations=3)
+    spec = made.experiment.batch_spec(8, made.data)
+    batches = [made.feed.next(made.state) for _ in range(4)]
+    assert jax.tree.structure(batches[0]) == jax.tree.structure(spec)
+    assert [leaf.shape for leaf in jax.tree.leaves(batches[0])] == [leaf.shape for leaf in jax.tree.leaves(spec)]
+    groups = made.feed._collection.groups
+    numbers = groups * 4 + np.tile(np.arange(4), 4)
+    expected, _ = made.data.train.batch((numbers[:, None] * 3 + np.arange(3)).ravel())
+    for first in (0, 2):
+        found = np.concatenate([batch.demonstrations.actions for batch in batches[first : first + 2]])
+        order = [int(number) for n in range(2) for number in made.feed._numbers(first // 2, n)]
+        np.testing.assert_array_equal(found, expected["actions"].reshape(16, 3, *found.shape[2:])[order])
+    _, (metrics, *_) = made.steps(1)
+    assert metrics["loss"] > 0 and metrics["better"] + metrics["worse"] <= 1
 
 
 @pytest.mark.slow
@@ -270,6 +294,13 @@ REFUSED = [
         {"mixed_only": True, "num_groups": 4, "group_size": 6},
         {},
         "--batch-size 8 is not a multiple of --practice.group-size 6",
+    ),
+    ({"num_demonstrations": 2}, {}, "--practice.num-demonstrations 2: PolicyGradient learns from own attempts only"),
+    ({}, {"objective": IndicatorFlow()}, "objective IndicatorFlow tells the model how good a chunk was"),
+    (
+        {},
+        {"objective": PolicyGradient(law=FlowLaw(guidance=1.0))},
+        "objective PolicyGradient tells the model how good a chunk was: give --model.indicator",
     ),
     ({"skip_solved": 1}, {}, "give --practice.states-per-task"),
     ({"group_size": 1, "num_groups": 16}, {}, "every advantage would be 0"),
