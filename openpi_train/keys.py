@@ -24,8 +24,8 @@ def for_purpose(keys: Key[Array, " b"], purpose: str) -> Key[Array, " b"]:
 
 def of_parts(keys: Key[Array, " b"], count: int) -> Key[Array, " parts"]:
     """The keys of `count` parts of every row, row after row."""
-    numbers = jnp.arange(count)
-    return jax.vmap(lambda key: jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers))(keys).reshape(-1)
+    parts = jnp.arange(count)
+    return jax.vmap(lambda key: jax.vmap(lambda part: jax.random.fold_in(key, part))(parts))(keys).reshape(-1)
 
 
 def draw_noise(keys: Key[Array, " b"], *shape: int) -> Float[Array, "b *shape"]:

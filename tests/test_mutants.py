@@ -34,7 +34,7 @@ def test_groups_are_read_from_the_product():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": "fold_in"}, "its text occurs 3 times in openpi_train/keys.py; it must occur once: 'fold_in'"),
+        ({"text": "fold_in"}, "its text occurs 4 times in openpi_train/keys.py; it must occur once: 'fold_in'"),
         ({"text": "fold_out"}, "its text occurs 0 times"),
         ({"file": "openpi_train/kees.py"}, "there is no file openpi_train/kees.py"),
         ({"replacement": "key if"}, "is not Python"),

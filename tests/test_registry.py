@@ -32,6 +32,11 @@ NAMES += (
     "arithmetic_dpo_lora",
     "gsm8k_sft_qwen25_05b",
     "gsm8k_dpo_gemma3_1b",
+    "gsm8k_grpo_qwen25_05b",
+    "tabletop_few_weighted",
+    "tabletop_few_indicator",
+    "tabletop_fast_rloo",
+    "pi0_tabletop_rloo",
 )
 
 

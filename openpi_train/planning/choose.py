@@ -15,6 +15,7 @@ from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
+from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.planning.traffic import formula_by_axes, tensor_bytes
 from openpi_train.sharding.mesh import TENSOR, planned_mesh
 from openpi_train.sharding.strategy import Plan, Strategy
@@ -52,9 +53,17 @@ def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_d
 
 
 def layout_cost(
-    experiment: Experiment, state: Any, strategy: Strategy, fsdp_devices: int, machine: Machine
+    experiment: Experiment,
+    state: Any,
+    strategy: Strategy,
+    fsdp_devices: int,
+    machine: Machine,
+    practice: PracticeCost | None = None,
 ) -> LayoutCost:
-    """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`)."""
+    """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`).
+
+    `practice` is what own attempts cost, of a run that makes some.
+    """
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
     dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
     tensor_devices = experiment.sharding.tensor_devices
@@ -63,7 +72,12 @@ def layout_cost(
     @functools.cache
     def memory(num_micros: int) -> Memory:
         step = predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
-        return dataclasses.replace(step, generation=generation)
+        more = (
+            {} if practice is None else practice.on_device(experiment.batch_size, machine.num_devices // tensor_devices)
+        )
+        if more.get("acting"):
+            more["acting"] += step.compute_copy
+        return dataclasses.replace(step, generation=generation, **more)
 
     def sent(num_micros: int, summed_bytes_per_row: float) -> list[Flow]:
         rows = experiment.batch_size * tensor_devices / machine.num_devices
@@ -79,5 +93,6 @@ def layout_cost(
         tensor_devices=tensor_devices,
         memory=memory,
         flows=sent,
+        practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

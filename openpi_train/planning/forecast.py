@@ -11,6 +11,7 @@ from typing import Any
 from openpi_train.planning.kinds import DeviceKind
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import GIB, Memory
+from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.sharding.strategy import Strategy
 
 # Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory,
@@ -52,7 +53,7 @@ class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
 
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
-    sharded but stays whole (`Plan.uncut_share`).
+    sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
 
     strategy: Strategy
@@ -61,6 +62,7 @@ class LayoutCost:
     memory: Callable[[int], Memory]
     flows: Callable[[int, float], Sequence[Flow]]
     uncut_share: float = 0.0
+    practice: PracticeCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,34 @@ def generation_bytes(size: GenerationSize, tensor_devices: int = 1) -> int:
     is one of two programs: one reads as many prompts as there are rows, and one makes tokens, for which layers and the
     cache's used slots are copied.
     """
+    language, sizes = dataclasses.replace(size.language, remat="none"), size.language.sizes
+    params, held = _held(size, tensor_devices)
+    of_slot, is_split = _slot_bytes(size, tensor_devices), sizes.num_kv_heads % tensor_devices == 0
+    used = [0, *lengths(size.length)[:-1]][-1]  # all of it is written in place
+    layers = sum(count for path, count in held.items() if path.startswith("layers/"))
+    decoding = layers + of_slot * used + 4 * _LOGITS * size.rows * sizes.vocab_size
+    reading = _reading_bytes(language, params, size) // (tensor_devices if is_split else 1)
+    return int(sum(held.values()) + of_slot * size.length + max(decoding, reading))
+
+
+def token_step_bytes(size: GenerationSize, num_slots: float, tensor_devices: int = 1) -> float:
+    """Bytes that a device reads to make one token of each row: its parameters, and so many slots of the cache."""
+    return sum(_held(size, tensor_devices)[1].values()) + num_slots * _slot_bytes(size, tensor_devices)
+
+
+def token_flops(size: GenerationSize) -> float:
+    """FLOPs of one token of one row: two for each parameter that multiplies; attention is left out."""
+    params, sizes = _held(size, 1)[0], size.language.sizes
+    looked_up = 0 if sizes.tied else sizes.vocab_size * sizes.width
+    return 2.0 * (sum(leaf.size for leaf in params.values()) - looked_up)
+
+
+@functools.cache
+def _held(size: GenerationSize, tensor_devices: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    """The parameters in the types in which they are held, and the bytes of each on one device."""
     language = dataclasses.replace(size.language, remat="none")
-    sizes, dtype = language.sizes, jnp.dtype(language.compute_dtype)
+    dtype = jnp.dtype(language.compute_dtype)
     plan = Plan(mesh=planned_mesh(1, tensor_devices, tensor_devices), strategy="replicated")
-    is_split = sizes.num_kv_heads % tensor_devices == 0
     params = {
         path: jax.ShapeDtypeStruct(leaf.shape, dtype_held(path, leaf, dtype))
         for path, leaf in jax.eval_shape(lambda: module_params(language.build(nnx.Rngs(0)))).items()
@@ -41,13 +65,14 @@ def generation_bytes(size: GenerationSize, tensor_devices: int = 1) -> int:
         path: bytes_per_device(leaf, jax.sharding.NamedSharding(plan.mesh, plan.spec("copy", leaf, path)))
         for path, leaf in params.items()
     }
-    of_slot = 2 * sizes.depth * size.rows * sizes.num_kv_heads * sizes.head_dim * dtype.itemsize
-    of_slot //= tensor_devices if is_split else 1
-    used = [0, *lengths(size.length)[:-1]][-1]  # all of it is written in place
-    layers = sum(count for path, count in held.items() if path.startswith("layers/"))
-    decoding = layers + of_slot * used + 4 * _LOGITS * size.rows * sizes.vocab_size
-    reading = _reading_bytes(language, params, size) // (tensor_devices if is_split else 1)
-    return int(sum(held.values()) + of_slot * size.length + max(decoding, reading))
+    return params, held
+
+
+def _slot_bytes(size: GenerationSize, tensor_devices: int) -> int:
+    """Bytes on one device of one slot of the cache: keys and values of a token of every row."""
+    sizes, itemsize = size.language.sizes, jnp.dtype(size.language.compute_dtype).itemsize
+    whole = 2 * sizes.depth * size.rows * sizes.num_kv_heads * sizes.head_dim * itemsize
+    return whole // (tensor_devices if sizes.num_kv_heads % tensor_devices == 0 else 1)
 
 
 def _reading_bytes(language: Any, params: Mapping[str, Any], size: GenerationSize) -> int:

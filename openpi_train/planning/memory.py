@@ -47,6 +47,10 @@ class Memory:
     fetched: int = 0
     # Of a run that generates texts between its steps, when there are neither gradients nor activations.
     generation: int = 0
+    # Of a robot policy that acts between its steps: its copy, and what its programs need.
+    acting: int = 0
+    # The batch of own attempts that a step learns from: what was seen at every query.
+    experience: int = 0
 
     @property
     def state(self) -> int:
@@ -56,7 +60,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Peak bytes of a run."""
-        return self.state + max(self.step, self.generation)
+        return self.state + max(self.step, self.generation, self.acting)
 
     @property
     def step(self) -> int:
@@ -66,7 +70,7 @@ class Memory:
     @property
     def working(self) -> int:
         """Bytes in addition to state and sum of gradients, until the gradients are complete."""
-        return self.compute_copy + self.activations + self.micro_grads
+        return self.compute_copy + self.activations + self.micro_grads + self.experience
 
     @property
     def host_link_s(self) -> float:
@@ -194,6 +198,8 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.generation > memory.step:
         flags = ", ".join(size.flag for size in experiment.generation_sizes())
         advice.append(f"generate fewer texts at a time: less than {flags}")
+    elif memory.acting > memory.step:
+        advice.append("act in fewer episodes at a time: a smaller --practice.episodes-per-device")
     elif memory.activations > 0.1 * memory.total:
         advice.append(f"hold fewer rows at once: a smaller --batch-size, or --grad-accum {2 * experiment.grad_accum}")
     activations = (
@@ -201,6 +207,10 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     )
     if memory.generation:
         activations += f"; in place of both, to generate texts, {memory.generation / GIB:.1f} GiB"
+    if memory.acting:
+        activations += f"; in place of all that a step needs, to act, {memory.acting / GIB:.1f} GiB"
+    if memory.experience:
+        activations += f"; own attempts {memory.experience / GIB:.1f} GiB"
     advice += experiment.model.smaller_runs
     raise DoesNotFit(
         f"{experiment.name} does not fit. Bytes needed on each device: "

@@ -14,6 +14,7 @@ from typing import Any
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
+from openpi_train.planning.iteration import MEMORY_SHARE, Iteration, forecast_iteration
 from openpi_train.planning.kinds import find_kind
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
@@ -37,6 +38,8 @@ class Report:
     model_flops_per_row: float
     forecasts: Sequence[Forecast]
     recommended: Forecast | None
+    # Of the recommended one, or else the first; None of a run that makes no attempts of its own.
+    iteration: Iteration | None
     why: str
     assumptions: Sequence[str]
 
@@ -107,6 +110,7 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
     chosen, why = recommend(found)
+    one = chosen or found[0]
     return Report(
         experiment=experiment,
         machine=machine,
@@ -115,6 +119,7 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
         model_flops_per_row=found[0].policy.model_flops_per_row,
         forecasts=found,
         recommended=chosen,
+        iteration=None if one.layout.practice is None else forecast_iteration(one.layout.practice, one),
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
@@ -143,6 +148,11 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         lines.append("what tensor groups sum: counted in the traced step")
     if sharding.offload != "none":
         lines.append(f"host memory: {HOST_LINK_GB_S} GB/s each way (PCIe 4.0 x16), beside nothing but the update")
+    if experiment.practice is not None:
+        lines.append(
+            f"own attempts: as long as is allowed; parameters and cache are read at {MEMORY_SHARE:.0%} of "
+            f"{kind.memory_gb_s:g} GB/s to make a token; simulators and reward functions take no time"
+        )
     return [
         *lines,
         "the data keep up; rings in the mesh's order; step s: nothing overlaps; overlapped: everything does",
@@ -172,5 +182,6 @@ def _as_json(report: Report, compiled: ahead.Compiled | None) -> dict[str, Any]:
             "flags": plan_text.flags(chosen) if chosen else None,
             **({"candidate": chosen.as_json()} if chosen else {}),
         },
+        "iteration": report.iteration.as_json() if report.iteration else None,
         "compiled": dataclasses.asdict(compiled) if compiled else None,
     }

@@ -31,6 +31,12 @@ def tables(report: "Report") -> str:
     ]
     if one.memory.generation:
         head[-1] += f"; beside the state {one.memory.generation / GIB:.2f} GiB in place of all that a step needs"
+    if one.memory.acting:
+        head.append(
+            f"acts between steps: beside the state {one.memory.acting / GIB:.2f} GiB in place of all that a step needs"
+        )
+    if one.memory.experience:
+        head.append(f"own attempts of a step: {one.memory.experience / GIB:.3f} GiB on each device, beside the rest")
     state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
     policies = "Per row, of the traced step (activations: an estimate; FLOPs: counted, recomputation included):"
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
@@ -42,6 +48,8 @@ def tables(report: "Report") -> str:
         "Assumed:\n" + "\n".join(f"  {line}" for line in report.assumptions),
         f"Recommended: {report.why}" if report.recommended else report.why[0].upper() + report.why[1:],
     ]
+    if report.iteration:
+        parts.append(f"By this step {report.iteration.words()}")
     if report.recommended:
         parts.append(f"  {' '.join(flags(report.recommended))}")
     return "\n\n".join(parts)

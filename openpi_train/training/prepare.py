@@ -23,6 +23,7 @@ from openpi_train.planning.device_limits import host_bytes_per_device, memory_by
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
+from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import World, WorldFlags, find_world
@@ -31,6 +32,7 @@ from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
+from openpi_train.training.traced_practice import practice_cost
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +210,8 @@ def forecasts(
     batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
     """Forecasts for every strategy and rematerialisation policy that the flags allow."""
-    costs = layout_costs(experiment, layout, machine)
+    practice = traced_practice(experiment, layout, batch_spec)
+    costs = layout_costs(experiment, layout, machine, practice)
     batch = experiment.batch_size
     return [
         forecast(machine, cost, policy, batch, accumulations)
@@ -216,10 +219,27 @@ def forecasts(
     ]
 
 
-def layout_costs(experiment: Experiment, layout: StateLayout, machine: Machine) -> list[LayoutCost]:
-    """The cost of the state per device under every strategy that the flags allow."""
+def layout_costs(
+    experiment: Experiment, layout: StateLayout, machine: Machine, practice: PracticeCost | None = None
+) -> list[LayoutCost]:
+    """The cost of the state per device, and of own attempts, under every strategy that the flags allow."""
     open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
-    return [layout_cost(experiment, layout, *one, machine) for one in open_strategies]
+    return [layout_cost(experiment, layout, *one, machine, practice) for one in open_strategies]
+
+
+def traced_practice(
+    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None
+) -> PracticeCost | None:
+    """What own attempts cost; None if the run makes none."""
+    if experiment.practice is None:
+        return None
+    # Nothing is kept for a backward pass.
+    model = next(iter(experiment.model.remat_choices().values()))
+    one = dataclasses.replace(experiment, grad_accum=1, model=model)
+    whole = planned(one, "replicated", 1, one.sharding.tensor_devices)
+    trainer = make_trainer(one, state.of(one.model), whole)
+    batch = batch_spec(ROWS) if batch_spec else one.batch_spec(ROWS)
+    return practice_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
 
 
 def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:

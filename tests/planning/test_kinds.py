@@ -45,7 +45,7 @@ def test_an_unknown_kind_is_refused_with_the_closest_and_all_that_there_are():
 
 def test_every_row_is_whole_and_found_by_its_own_name():
     for kind in KINDS:
-        assert min(kind.memory_gib, kind.peak_tflops, kind.link_gb_s) > 0 and kind.source
+        assert min(kind.memory_gib, kind.memory_gb_s, kind.peak_tflops, kind.link_gb_s) > 0 and kind.source
         assert find_kind(kind.name) is kind
 
 

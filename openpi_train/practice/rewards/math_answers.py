@@ -5,8 +5,14 @@ its own, which is killed. The package's own limits raise a signal, which stops n
 what they stop as wrong; they are off. Must not import jax. Read next: `function_reward.py`.
 """
 
+import logging
+
 import math_verify
 
+# It would warn once per process that its limits are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_NO_LIMIT = 0
 # Delimiters of formulas, without which the package reads no LaTeX; and the mark of final answers (GSM8K).
 _DELIMITERS = ("$", r"\(", r"\[", r"\boxed", r"\begin")
 _FINAL = "####"
@@ -21,11 +27,11 @@ def is_right(prompt: str, completion: str, reference: str) -> float | None:
     wanted = _parsed(_delimited(reference.rpartition(_FINAL)[2].strip()))
     if not wanted:
         return None
-    return float(math_verify.verify(wanted, _parsed(completion), timeout_seconds=None))
+    return float(math_verify.verify(wanted, _parsed(completion), timeout_seconds=_NO_LIMIT))
 
 
 def _parsed(text: str) -> list:
-    return math_verify.parse(text, parsing_timeout=None)
+    return math_verify.parse(text, parsing_timeout=_NO_LIMIT)
 
 
 def _delimited(reference: str) -> str:

@@ -1,0 +1,86 @@
+"""Forecast of an iteration of practice: how long it acts, scores what it did, and learns from it, and what it keeps.
+
+Pure arithmetic, like `forecast.py`. Read next: `practice_cost.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+from openpi_train.planning.forecast import Forecast, Machine
+from openpi_train.planning.memory import GIB
+from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
+
+# Share of the memory's nominal rate at which parameters and cache are read to make a token.
+MEMORY_SHARE = 0.6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """An iteration under one strategy: seconds of each part, nothing overlapping, and bytes of host memory."""
+
+    cost: PracticeCost
+    acting_s: float
+    scoring_s: float
+    learning_s: float
+    experience_bytes_per_host: int
+
+    @property
+    def seconds(self) -> float:
+        """All of it, without simulators."""
+        return self.acting_s + self.scoring_s + self.learning_s
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, bytes and seconds."""
+        return {
+            "attempts": self.cost.num_attempts,
+            "optimizer_steps": self.cost.num_steps,
+            "control_steps": self.cost.num_attempts * self.cost.control_steps,
+            "acting_s": self.acting_s,
+            "scoring_s": self.scoring_s,
+            "learning_s": self.learning_s,
+            "iteration_s": self.seconds,
+            "experience_bytes_per_host": self.experience_bytes_per_host,
+        }
+
+    def words(self) -> str:
+        """One sentence, for the text of a plan."""
+        cost = self.cost
+        simulated = ""
+        if cost.control_steps:
+            count = cost.num_attempts * cost.control_steps
+            simulated = f", and whatever {count:,} control steps take in the environment"
+        steps = "one optimizer step" if cost.num_steps == 1 else f"{cost.num_steps} optimizer steps"
+        return (
+            f"an iteration: {cost.num_attempts} attempts made in {self.acting_s:.3g} s{simulated}, scored in "
+            f"{self.scoring_s:.3g} s, learnt from in {self.learning_s:.3g} s ({steps}); "
+            f"{self.experience_bytes_per_host / GIB:.2f} GiB of them in the memory of each host"
+        )
+
+
+def forecast_iteration(cost: PracticeCost, chosen: Forecast) -> Iteration:
+    """The iteration of a run whose step is `chosen`, on devices that are in the table.
+
+    All attempts are as long as is allowed, and no group is made again.
+    """
+    machine, tensor_devices = chosen.machine, chosen.layout.tensor_devices
+    rate = machine.num_devices * machine.kind.peak_flops * machine.efficiency
+    acting_s = cost.acting_flops * cost.num_attempts / rate
+    if cost.tokens is not None:
+        acting_s += _making_tokens_s(cost.tokens, cost.num_attempts, machine, tensor_devices)
+    held_at = machine.num_hosts if cost.is_local else 1
+    return Iteration(
+        cost=cost,
+        acting_s=acting_s,
+        scoring_s=cost.scoring_flops * cost.num_attempts / rate,
+        learning_s=cost.num_steps * chosen.step_s,
+        experience_bytes_per_host=cost.experience_bytes * cost.num_attempts * cost.most_waves // held_at,
+    )
+
+
+def _making_tokens_s(tokens: TokenSteps, num_attempts: int, machine: Machine, tensor_devices: int) -> float:
+    """Seconds for the tokens of all attempts: each step reads parameters and cache, and computes."""
+    groups = machine.num_devices // tensor_devices
+    rounds = -(-num_attempts // (groups * tokens.rows))
+    reading_s = tokens.bytes_per_step / (machine.kind.memory_gb_s * 1e9 * MEMORY_SHARE)
+    computing_s = tokens.flops_per_row * tokens.rows / (machine.kind.peak_flops * machine.efficiency * tensor_devices)
+    return rounds * tokens.steps_per_attempt * max(reading_s, computing_s)

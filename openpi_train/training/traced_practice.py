@@ -1,0 +1,109 @@
+"""What own attempts cost, from traced programs: acting in one query, and scoring an attempt.
+
+Nothing is allocated. Read next: `planning/iteration.py`, which forecasts with it; `prepare.py`, the caller.
+"""
+
+from typing import Any
+
+import jax
+
+from openpi_train.experiment import Experiment
+from openpi_train.models.model_config import as_policy
+from openpi_train.nn.params import merge_module
+from openpi_train.planning.costs import ROWS, bytes_per_row
+from openpi_train.planning.flops import product_flops
+from openpi_train.planning.generation import token_flops, token_step_bytes
+from openpi_train.planning.live_bytes import peak_bytes
+from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
+from openpi_train.practice.recorded import NeededScores, scores_of
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.practice.text_practice import TextPractice
+from openpi_train.sampling.action_law import ActionLaw
+
+
+def practice_cost(experiment: Experiment, trainer: Any, params: Any, batch: Any) -> PracticeCost | None:
+    """What the attempts of a run cost; None if it makes none, or in a way that is not known.
+
+    Args:
+        trainer: `step.Trainer` on one device, or one tensor group.
+        params: the shapes of all parameters by path.
+        batch: the shapes of a batch of `ROWS` attempts.
+    """
+    practice = experiment.practice
+    if not isinstance(practice, RobotPractice | TextPractice):
+        return None
+    of_attempt = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // ROWS
+    common: Any = {
+        "num_attempts": practice.num_attempts,
+        "num_steps": practice.steps_per_iteration(experiment.batch_size),
+        "most_waves": practice.max_waves if practice.mixed_only else 1,
+        "scoring_flops": _scoring_flops(experiment, trainer, params, batch.traces),
+        "experience_bytes": of_attempt,
+        "is_local": isinstance(practice, RobotPractice),
+    }
+    if isinstance(practice, RobotPractice):
+        return PracticeCost(**common, **_of_robots(practice, trainer, params, batch.traces.observation))
+    return PracticeCost(**common, **_of_texts(practice, experiment))
+
+
+def _of_robots(practice: RobotPractice, trainer: Any, params: Any, observation: Any) -> dict[str, Any]:
+    """One query of `ROWS` episodes, as `RowSampling` computes it."""
+    model, law = as_policy(trainer.model), trainer.objective.law
+    assert isinstance(law, ActionLaw)
+    seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((ROWS, *leaf.shape[2:]), leaf.dtype), observation)
+    chunk = model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), ROWS)))
+
+    def act(params: Any, seen: Any, data: Any) -> Any:
+        def share(params: Any, rows: Any, _: None) -> Any:
+            module: Any = merge_module(trainer.graphdef, params)
+            return law.drawn(module, rows[0], jax.random.wrap_key_data(rows[1]), chunk)
+
+        return trainer.devices.rows(share, params, (seen, data), None)
+
+    jaxpr = jax.make_jaxpr(act)(params, seen, data).jaxpr
+    return {
+        "acting_flops": product_flops(jaxpr) / ROWS * practice.num_queries(model),
+        "acting_bytes_per_row": peak_bytes(jaxpr, bytes_per_row),
+        "rows_at_a_time": practice.episodes_per_device,
+        "control_steps": practice.num_control_steps,
+    }
+
+
+def _of_texts(practice: TextPractice, experiment: Experiment) -> dict[str, Any]:
+    """Prompts are read at once, tokens made one after the other; both as long as is allowed."""
+    size = practice.generation_size(experiment.model, experiment.data)
+    assert size is not None, "practice on texts needs a model of texts"
+    of_token, new = token_flops(size), practice.max_new_tokens
+    tensor_devices = experiment.sharding.tensor_devices
+    tokens = TokenSteps(
+        rows=size.rows,
+        steps_per_attempt=new,
+        # On average half of a completion is there.
+        bytes_per_step=token_step_bytes(size, size.length - new / 2, tensor_devices),
+        flops_per_row=of_token,
+    )
+    return {
+        "acting_flops": of_token * (size.length - new),
+        "acting_bytes_per_row": 0.0,
+        "rows_at_a_time": size.rows,
+        "control_steps": 0,
+        "tokens": tokens,
+    }
+
+
+def _scoring_flops(experiment: Experiment, trainer: Any, params: Any, traces: Any) -> float:
+    """FLOPs of an attempt's scores before it is learnt from."""
+    practice = experiment.practice
+    assert practice is not None
+    needed = NeededScores.of(trainer.objective, practice, practice.steps_per_iteration(experiment.batch_size))
+    if not needed.any:
+        return 0.0
+
+    def score(params: Any, traces: Any) -> Any:
+        def share(params: Any, rows: Any, _: None) -> Any:
+            return scores_of(trainer.objective.law, merge_module(trainer.graphdef, params), rows, needed)
+
+        return trainer.devices.rows(share, params, traces, None)
+
+    return product_flops(jax.make_jaxpr(score)(params, traces).jaxpr) / ROWS
