@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import closed_loop, faults, language, language_speed, report, step_time, steps
+from benchmarks import closed_loop, faults, language, language_speed, practice, report, step_time, steps
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +184,34 @@ def test_language_counts_problems_before_and_after_every_stage(quick):
     assert all(0 <= row["solved"] <= 1 and row["held-out loss"] > 0 for row in found)
     assert found[2]["solved"] == found[1]["solved"]  # DPO starts from its weights
     assert [row["right answer preferred"] is None for row in found] == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_practice_counts_problems_before_and_after(quick):
+    found = rows(quick, "Practice")
+    assert [(row["study"], row["step"], row["episodes"]) for row in found] == [
+        ("arithmetic_grpo", "0", 8),
+        ("arithmetic_grpo", "1", 8),
+    ]
+    assert all(0 <= row["success"] <= 1 for row in found)
+    assert found[0]["CPU s"] is None and found[1]["CPU s"][0] > 0
+
+
+def test_seeds_are_counted_together_and_what_does_not_help_is_a_failure():
+    lines = [{"step": 0, "success/all": 0.5}, {"step": 4, "clip_fraction": 0.3}, {"step": 8, "success/all": 0.6}]
+    one = practice.read(lines, "success/all", 7.0)
+    other = practice.Practised({0: 0.7, 8: 0.5}, 0.1, 9.0)
+    first, last = practice.curve("x", [one, other], 100)
+    # 110 of 200: Wilson's interval by hand.
+    centre, half = (0.55 + 1.96**2 / 400) / (1 + 1.96**2 / 200), 1.96 / (1 + 1.96**2 / 200)
+    half *= (0.55 * 0.45 / 200 + 1.96**2 / 160_000) ** 0.5
+    assert last[:3] == ["x", "8", 200] and last[4].samples == (0.6, 0.5) and last[6] == pytest.approx(0.55)
+    assert last[5] == f"{centre - half:.0%} to {centre + half:.0%}" and first[3] is None
+    assert practice.problems("x", [one, other]) == [
+        "x gains -5.0% by practice; wanted: more than 0",
+        "x clips 0.3 of its units; wanted: at most 0.2",
+    ]
+    assert not practice.problems("x", [practice.Practised({0: 0.5, 8: 0.6}, 0.1, 9.0)])
 
 
 @pytest.mark.slow
