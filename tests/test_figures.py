@@ -22,6 +22,7 @@ OTHERS = {
     "d309eae": "robomimic",
     "4813bbe": "octo",
     "f2cd577": "TRL",
+    "4f0dd18": "LIBERO",
     "b9baaae": "RoboticsDiffusionTransformer",
 }
 HASH = re.compile(r"(?<![\w.])(?=[a-f]*\d)[0-9a-f]{7,40}(?![\w.])")
