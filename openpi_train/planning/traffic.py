@@ -6,35 +6,18 @@ W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
 from openpi_train.planning.jaxprs import bodies, turns
 from openpi_train.planning.live_bytes import SizeOf
 from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.sharding.strategy import Plan
 
-_ITEM_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
 # jax's names of two collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$")
-_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
-_CALLED = re.compile(r"(?:to_apply|calls|body|branch_computations|called_computations)=(?:%?([\w.\-]+)|\{(.*?)\})")
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +37,7 @@ class Collective:
     @property
     def sent_bytes(self) -> float:
         """Bytes that one device sends in all runs together."""
-        result = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in self.arrays)
+        result = sum(HloArray(dtype, shape).num_bytes for dtype, shape in self.arrays)
         others = self.group_size - 1
         per_result_byte = {
             "all-gather": others / self.group_size,
@@ -69,8 +52,30 @@ def collectives(hlo: str, num_devices: int) -> list[Collective]:
 
     Raises ValueError for a loop around a collective whose trip count the compiler does not know.
     """
-    computations, entry = _computations(hlo)
-    return list(_walk(computations, entry, 1, num_devices))
+    program = read_hlo(hlo)
+    for loop in endless(program):
+        for _, inner, _ in (run for name in loop.called for run in runs(program, name)):
+            if collective_kind(inner):
+                raise ValueError(f"the compiler does not know how often the loop around {inner.name} runs")
+    return [
+        collective(instruction, num_devices, times)
+        for _, instruction, times in runs(program)
+        if collective_kind(instruction)
+    ]
+
+
+def collective_kind(instruction: HloInstruction) -> str | None:
+    """Its kind, if this instruction is a collective or starts one."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in _KINDS else None
+
+
+def collective(instruction: HloInstruction, num_devices: int, times: int = 1) -> Collective:
+    """The collective that this instruction is, or starts; it runs so many times."""
+    arrays = tuple((array.dtype, array.shape) for array in _outputs(instruction))
+    kind = collective_kind(instruction)
+    assert kind is not None, instruction
+    return Collective(kind, arrays, instruction.groups(num_devices).shape[-1], times)
 
 
 def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1) -> float:
@@ -144,61 +149,10 @@ def _share(devices: int) -> float:
     return (devices - 1) / devices
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """Instructions by computation, and the entry's name."""
-    found: dict[str, list[str]] = {}
-    entry, current = "", None
-    for line in hlo.splitlines():
-        if head := _COMPUTATION.match(line):
-            current = found.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            current.append(line.strip())
-    return found, entry
-
-
-def _walk(computations: Mapping[str, Sequence[str]], name: str, times: int, num_devices: int) -> Iterator[Collective]:
-    for line in computations[name]:
-        instruction = _INSTRUCTION.match(line)
-        if instruction is None:
-            continue
-        shapes, operation = instruction.groups()
-        kind = operation.removesuffix("-start")
-        if kind in _KINDS:
-            yield Collective(kind, _results(operation, shapes), _group_size(line, num_devices), times)
-        for called in _CALLED.findall(line) if kind not in _KINDS else ():
-            trips = _TRIPS.search(line) if operation == "while" else None
-            for inner in "".join(called).split(", "):
-                below = list(_walk(computations, inner.lstrip("%"), times * int(trips[1] if trips else 1), num_devices))
-                if below and operation == "while" and not trips:
-                    raise ValueError(f"the compiler does not know how often the loop around {below[0]} runs")
-                yield from below
-
-
-def _results(operation: str, shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _outputs(instruction: HloInstruction) -> tuple[HloArray, ...]:
     """The output arrays. Asynchronous start operations, except all-reduce, list their inputs first."""
-    arrays = _arrays(shapes)
-    if not operation.endswith("-start") or operation == "all-reduce-start":
+    arrays, opcode = instruction.results, instruction.opcode
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
         return arrays
-    arrays = tuple(array for array in arrays if array != ("u32", ()))  # a collective-permute's own counters
+    arrays = tuple(array for array in arrays if array != HloArray("u32", ()))  # a collective-permute's own counters
     return arrays[len(arrays) // 2 :]
-
-
-def _arrays(shapes: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    pairs = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-    return tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in pairs if dtype in _ITEM_BYTES)
-
-
-def _group_size(line: str, num_devices: int) -> int:
-    """Size of the groups of devices, in any of the three notations of `replica_groups`."""
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(size) if size else sizes[axis] for axis, size in parts)
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-        return int(iota[2])
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        return len(listed[1].split(","))
-    return num_devices
