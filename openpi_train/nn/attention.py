@@ -3,7 +3,10 @@
 Read next: `gemma.py`, which projects to heads and back.
 """
 
+import contextlib
+import contextvars
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -17,6 +20,9 @@ Attention = Literal["auto", "xla", "cudnn"]
 
 # Gives weight zero, without the NaN of -inf in a fully masked row (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
+
+# The device that programs are compiled for; None: this process's own.
+_COMPILED_FOR: contextvars.ContextVar[Any] = contextvars.ContextVar("compiled_for", default=None)
 
 # cuDNN's kernels read rows of the mask in pieces of 16 bytes; jax itself asks for an even number of tokens.
 _FLASH_TOKENS = 8
@@ -103,15 +109,25 @@ def flash_attend(
     return attended[:, :t]
 
 
+@contextlib.contextmanager
+def compiling_for(device: Any) -> Iterator[None]:
+    """What is traced inside is for `device`, which need not be present (`planning/gpu/plugin.py`)."""
+    token = _COMPILED_FOR.set(device)
+    try:
+        yield
+    finally:
+        _COMPILED_FOR.reset(token)
+
+
 def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
-    """Whether attention uses cuDNN on this process's devices: only with `cudnn`.
+    """Whether attention uses cuDNN on this process's devices, or on that of `compiling_for`: only with `cudnn`.
 
     `auto` is XLA's form until cuDNN's has been tested and measured (`tests/nn/test_attention.py`, marked `gpu`).
     Raises UsageError if `kind` is `cudnn` and cuDNN cannot be used.
     """
     if kind != "cudnn":
         return False
-    if problem := cudnn_problem(head_dim, dtype, jax.local_devices()[0]):
+    if problem := cudnn_problem(head_dim, dtype, _COMPILED_FOR.get() or jax.local_devices()[0]):
         raise UsageError(f"--model.attention cudnn cannot be used: {problem}; use --model.attention auto or xla")
     return True
 

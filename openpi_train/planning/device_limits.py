@@ -8,6 +8,9 @@ import jax
 
 from openpi_train.planning.kinds import kind_of
 
+# Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
+CLIENT_SHARE = 0.9
+
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of one device, or None if it is not in the table (such as a CPU)."""

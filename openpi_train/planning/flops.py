@@ -7,6 +7,9 @@ from openpi_train.planning.jaxprs import bodies, devices, turns
 
 # jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).
 _RECOMPUTED = "rematted_computation"
+# jax's names of cuDNN's attention (jax 0.10.2: `cudnn/fused_attention_stablehlo.py`), and how many products "b n t s"
+# times the width of a head it computes: the backward pass four, and once more that of queries and keys.
+_ATTENTION = {"dot_product_attention_fwd_wrapper": (2, 2), "dot_product_attention_bwd_wrapper": (4, 5)}
 
 
 def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
@@ -25,9 +28,17 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
             total += 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
         elif equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
+        elif equation.primitive.name in _ATTENTION:
+            total += 2 * _ATTENTION[equation.primitive.name][recomputed] * _weights_times_width(equation)
         for body in bodies(equation):
             total += turns(equation) * devices(equation) * product_flops(body, recomputed=recomputed)
     return total
+
+
+def _weights_times_width(equation: Any) -> float:
+    """The size of all queries "b t n c" times the number of keys."""
+    query, key = (var.aval.shape for var in equation.invars[:2])
+    return math.prod(query) * key[1]
 
 
 def _convolution_flops(equation: Any) -> float:

@@ -30,13 +30,15 @@ class Flow:
 def flows(sent_by_axes: Mapping[tuple[str, ...], float], mesh: Any, devices_per_host: int) -> list[Flow]:
     """The traffic per link, given what one device sends along each of the mesh's axes (`traffic.py:
     formula_by_axes`)."""
-    found = []
-    for axes, sent in sent_by_axes.items():
-        edges = [edge for ring in _rings(axes, mesh) for edge in _edges(ring, devices_per_host)]
-        leaving = [source for source, target in edges if source != target]
-        busiest = max(map(leaving.count, set(leaving)), default=0)
-        found.append(Flow(within=sent if len(leaving) < len(edges) else 0.0, between=sent * busiest))
-    return found
+    return [ring_flow(_rings(axes, mesh), sent, devices_per_host) for axes, sent in sent_by_axes.items()]
+
+
+def ring_flow(rings: Sequence[Sequence[int]], sent: float, devices_per_host: int) -> Flow:
+    """The traffic of rings that run at the same time, in which every device sends `sent` bytes to its successor."""
+    edges = [edge for ring in rings for edge in _edges(ring, devices_per_host)]
+    leaving = [source for source, target in edges if source != target]
+    busiest = max(map(leaving.count, set(leaving)), default=0)
+    return Flow(within=sent if len(leaving) < len(edges) else 0.0, between=sent * busiest)
 
 
 def _rings(axes: tuple[str, ...], mesh: Any) -> list[list[int]]:

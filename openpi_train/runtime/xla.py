@@ -87,7 +87,7 @@ def apply_settings(kind: str, environ: MutableMapping[str, str], extent: Extent 
     for decision in decide(kind, environ, extent):
         setting = decision.setting
         if decision.applied and setting.name.startswith("--"):
-            environ["XLA_FLAGS"] = " ".join([*_users_flags(environ), f"{setting.name}={setting.value}"])
+            environ["XLA_FLAGS"] = " ".join([*users_flags(environ), f"{setting.name}={setting.value}"])
         elif decision.applied:
             environ[setting.name] = setting.value
         lines.append(decision.line)
@@ -132,11 +132,11 @@ def extent_of(world: World, environ: Mapping[str, str]) -> Extent:
 def _users_value(name: str, environ: Mapping[str, str]) -> str | None:
     if not name.startswith("--"):
         return environ.get(name)
-    values = [flag.partition("=")[2] or "true" for flag in _users_flags(environ) if flag.partition("=")[0] == name]
+    values = [flag.partition("=")[2] or "true" for flag in users_flags(environ) if flag.partition("=")[0] == name]
     return values[-1] if values else None
 
 
-def _users_flags(environ: Mapping[str, str]) -> list[str]:
+def users_flags(environ: Mapping[str, str]) -> list[str]:
     """The flags in XLA_FLAGS, or in the file that it names."""
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
@@ -158,7 +158,7 @@ def _check_users_own(environ: MutableMapping[str, str]) -> list[str]:
     fraction = environ.get(_FRACTION, "1")
     if not fraction.replace(".", "", 1).isdecimal():
         raise UsageError(f"{_FRACTION}={fraction!r} is not a share of the GPU's memory such as 0.9")
-    flags = _users_flags(environ)
+    flags = users_flags(environ)
     if flags and (why := xla_flags.rejected(" ".join(flags))):
         raise UsageError(f"XLA_FLAGS={environ['XLA_FLAGS']!r} would end the process: {why}. Take it out of XLA_FLAGS")
     return lines

@@ -33,7 +33,7 @@ FORMATS = ("rlds", "lerobot", "zarr")
 CHECKPOINT_PATHS = ("save", "restore", "local tier", "start weights", "openpi", "torch")
 SERVERS = ("texts",)
 LAUNCHERS = ("local", "manual", "ssh", "slurm", "kubernetes", "supervisor")
-MEASURES = ("texts",)
+MEASURES = ("texts", "gpu programs")
 NUM_PROMISES = 10
 
 

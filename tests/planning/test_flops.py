@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from openpi_train.nn.attention import attend
 from openpi_train.nn.layers import scan_layers, stack_layers
 from openpi_train.planning.flops import product_flops
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.gpu.targets import TARGETS
 
 
 def test_products_count_as_often_as_their_loop_runs():
@@ -33,6 +36,22 @@ def test_convolutions_count_forward_and_backward(stride, groups):
     # That of the input has padding, whose zeros count: three weights for each of 21 places, not of 19 (or 10 of 20).
     of_input = jax.make_jaxpr(jax.grad(lambda x: convolve(x, kernel).sum()))(x).jaxpr
     assert product_flops(of_input) == pytest.approx(forward * (1 + 21 / 19), rel=0.06)
+
+
+def test_attention_by_cudnn_counts_as_that_by_xla_but_for_what_its_gradient_computes_again():
+    query, key = jnp.zeros((2, 16, 4, 64), jnp.bfloat16), jnp.zeros((2, 32, 1, 64), jnp.bfloat16)
+    h100 = next(target for target in TARGETS if target.kind == "h100")
+
+    def flops(kind, **counted):
+        def loss(*heads):
+            return attend(*heads, jnp.ones((2, 16, 32), bool), kind).astype(jnp.float32).sum()
+
+        with plugin.pretended(h100):
+            return product_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(query, key, key).jaxpr, **counted)
+
+    product = 2 * (2 * 4 * 16 * 32) * 64
+    assert flops("xla") == flops("cudnn", recomputed=False) == 6 * product
+    assert flops("cudnn") == 7 * product
 
 
 def test_recomputed_products_count_again():
