@@ -364,9 +364,32 @@ def plan(argv: Sequence[str]) -> int:
         device_gib=request.device_gib,
         network_gb_s=request.network_gb_s,
         efficiency=request.efficiency,
-        with_compiler=request.compile,
+        compiler=request.compiler if request.compile else None,
+        compile_all=request.compile_all,
+        words=[request.experiment, *rest],
         as_text=not request.json,
     )
+
+
+def compile_step(argv: Sequence[str]) -> int:
+    """`compile <experiment>`: compile a step for GPUs that need not be present; memory, kernels and their bound."""
+    from openpi_train.command_line import parse_known
+    from openpi_train.tools.requests import CompileRequest
+
+    request, rest = parse_known(CompileRequest, argv, "compile")
+    from openpi_train.planning.gpu import plugin
+
+    logs.configure(0)
+    for line in plugin.set_environment(os.environ, request.devices, request.hosts):
+        logger.info("%s", line)
+    experiment = parse_experiment(request.experiment, ["--exp-name", "compile", *rest])
+    from openpi_train.tools import gpu_step
+    from openpi_train.tools.plan import find_machine
+
+    machine = find_machine(
+        request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
+    )
+    return gpu_step.main(experiment, machine, cameras=request.cameras, as_text=not request.json, dump=request.dump)
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -391,6 +414,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
     "plan": plan,
+    "compile": compile_step,
     "serve": serve,
     "eval": evaluate,
     "generate": generate,

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import __main__ as program
 from benchmarks import closed_loop, faults, language, language_speed, practice, report, step_time, steps
 from benchmarks.__main__ import BENCHMARKS
+from openpi_train.planning.gpu import plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 F32 = ["--model.dtype", "float32"]
@@ -105,6 +106,14 @@ def test_feed_measures_lerobot_data_and_says_how_to_have_lerobots_own_loader_bes
 
 
 @pytest.mark.slow
+def test_gpu_compile_compiles_or_says_what_it_needs(quick):
+    found = rows(quick, "Compiled for h100")
+    if plugin.is_installed():
+        assert [row["forecast / compiled"] > 0 and row["bound ms"] > 0 for row in found] == [True]
+    else:
+        assert not found and "see make gpu-compile" in quick[0]
+
+
 def test_weights_sets_the_peak_against_the_share(quick):
     (row,) = rows(quick, "Start weights")
     assert row["processes"] == 2

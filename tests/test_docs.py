@@ -31,12 +31,14 @@ from openpi_train.interop import huggingface
 from openpi_train.keys import row_keys
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.planning.gpu import plugin
 from openpi_train.serve import main as serve_main
 from openpi_train.tools import (
     convert_checkpoint,
     doctor,
     evaluate_policy,
     generate_text,
+    gpu_step,
     plan,
     posttrain,
     report,
@@ -135,7 +137,8 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
-    places |= {generate_text: ["main"], posttrain: ["prepare_data"]}
+    places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"]}
+    monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
     places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
     monkeypatch.setattr(huggingface, "named_model", lambda where: dataclasses.replace(_NAMED, path=where))
     for module, names in places.items():

@@ -5,6 +5,7 @@ follows the strategies' formulas over the links; for the recommended candidate t
 Nothing is allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,18 +14,19 @@ from typing import Any
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.gpu.step_account import GpuAccount
+from openpi_train.planning.gpu.targets import has_target, target_of
 from openpi_train.planning.iteration import MEMORY_SHARE, Iteration, forecast_iteration
 from openpi_train.planning.kinds import find_kind
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
-from openpi_train.tools import ahead, plan_text
+from openpi_train.tools import ahead, gpu_step, gpu_text, plan_text
 from openpi_train.training.prepare import forecasts, whole_layout
-
-# Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
-CLIENT_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,26 +55,52 @@ def main(
     device_gib: float | None,
     network_gb_s: float,
     efficiency: float,
-    with_compiler: bool,
+    compiler: str | None,
+    compile_all: bool,
+    words: Sequence[str],
     as_text: bool,
 ) -> int:
     """Print the plan. Returns 0, or 2 if nothing fits. Call it before jax starts.
 
-    Raises UsageError for conflicting flags.
+    `compiler` is "auto", "cpu" or "gpu", or None: nothing is compiled. `words` name the experiment with its flags, for
+    the process that compiles for GPUs. Raises UsageError for conflicting flags.
     """
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency)
+    compiler = _compiler(compiler, compile_all, machine, offloads=experiment.sharding.offload != "none")
     ahead.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
     if as_text:
         print(plan_text.tables(report), flush=True)
-    compiled = None
-    if with_compiler and report.recommended is not None:
-        compiled = ahead.compile_step(report.experiment, report.recommended)
-    if as_text and compiled is not None and report.recommended is not None:
-        print("\n" + plan_text.compiled(compiled, report.recommended))
+    compiled, accounts = None, []
+    chosen = report.recommended
+    if compiler == "cpu" and chosen is not None:
+        compiled = ahead.compile_step(report.experiment, chosen)
+        if as_text:
+            print("\n" + plan_text.compiled(compiled, chosen))
+    if compiler == "gpu":
+        machine_flags = ["--devices", num_devices, "--device-kind", machine.kind.name, "--hosts", num_hosts]
+        machine_flags += ["--device-gib", machine.available_bytes / CLIENT_SHARE / GIB, "--network-gb-s", network_gb_s]
+        candidates = [one for one in report.forecasts if one.fits and (compile_all or one is chosen)]
+        for one in candidates:
+            accounts.append((one, gpu_step.compile_candidate(words, one, [*map(str, machine_flags)])))
+            if as_text:
+                print("\n" + gpu_text.lines(accounts[-1][1], one), flush=True)
+    if as_text and len(accounts) > 1:
+        print("\n" + gpu_text.comparison(accounts))
     if not as_text:
-        print(json.dumps(_as_json(report, compiled), indent=1))
-    return DONE if report.recommended is not None else USAGE
+        print(json.dumps(_as_json(report, compiled, accounts), indent=1))
+    return DONE if chosen is not None else USAGE
+
+
+def _compiler(asked: str | None, compile_all: bool, machine: Machine, *, offloads: bool) -> str | None:
+    """The compiler to use. Raises UsageError if the one for GPUs is asked for and cannot be used."""
+    if asked == "gpu" or compile_all:
+        plugin.require()
+        target_of(machine.kind)
+        return "gpu"
+    if asked == "auto":
+        return "gpu" if plugin.is_installed() and has_target(machine.kind) and not offloads else "cpu"
+    return asked
 
 
 def find_machine(
@@ -81,7 +109,7 @@ def find_machine(
     num_hosts: int,
     device_gib: float | None,
     network_gb_s: float,
-    efficiency: float,
+    efficiency: float = 0.5,
 ) -> Machine:
     """The machine that the flags describe. Raises UsageError for invalid flags."""
     kind = find_kind(device_kind)
@@ -108,7 +136,10 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
     experiment, _ = adapt(experiment, machine.num_devices, None)
     experiment.check(machine.num_devices)
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
-    found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
+    # Attention by cuDNN is traced for the planned devices.
+    kind = machine.kind
+    with plugin.pretended(target_of(kind)) if has_target(kind) else contextlib.nullcontext():
+        found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
     chosen, why = recommend(found)
     one = chosen or found[0]
     return Report(
@@ -159,7 +190,9 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
     ]
 
 
-def _as_json(report: Report, compiled: ahead.Compiled | None) -> dict[str, Any]:
+def _as_json(
+    report: Report, compiled: ahead.Compiled | None, accounts: Sequence[tuple[Forecast, GpuAccount]]
+) -> dict[str, Any]:
     machine, chosen = report.machine, report.recommended
     return {
         "experiment": report.experiment.name,
@@ -184,4 +217,5 @@ def _as_json(report: Report, compiled: ahead.Compiled | None) -> dict[str, Any]:
         },
         "iteration": report.iteration.as_json() if report.iteration else None,
         "compiled": dataclasses.asdict(compiled) if compiled else None,
+        "compiled_for_gpus": [{"candidate": one.as_json(), **found.as_json()} for one, found in accounts],
     }

@@ -96,7 +96,7 @@ def _layouts(report: "Report") -> str:
         sent = (sum(flow.within for flow in flows), sum(flow.between for flow in flows))
         host = [f"{memory.host / GIB:.2f}", f"{memory.host_link_s:.3g}"] if offloads else []
         rows.append([layout.strategy, str(layout.fsdp_devices), *gib, *(f"{size / 1e9:.1f}" for size in sent), *host])
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _uncut(report: "Report") -> str:
@@ -120,7 +120,7 @@ def _policies(report: "Report") -> str:
         ]
         for remat, policy in found.items()
     ]
-    return _table(["remat", "activations GiB", "TFLOP", "of the model's"], rows)
+    return table(["remat", "activations GiB", "TFLOP", "of the model's"], rows)
 
 
 def _candidates(report: "Report") -> str:
@@ -135,10 +135,10 @@ def _candidates(report: "Report") -> str:
         traffic = [f"{one.flops_per_step / 1e15:.3g}", *(f"{size / 1e9:.1f}" for size in sent)]
         which = [one.layout.strategy, str(one.layout.fsdp_devices), one.policy.remat or "-"]
         rows.append([*which, mark, *numbers, *traffic, *speed])
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with words left-aligned and numbers right-aligned."""
     lines = [columns, *rows]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]

@@ -84,9 +84,48 @@ class PlanRequest(Request):
     network_gb_s: float = 50.0
     # Share of the peak FLOP/s while computing.
     efficiency: float = 0.5
-    # Also compile the recommended step and print the compiler's memory figures.
+    # Also compile the recommended step and print what the compiler says.
     compile: bool = True
+    # The compiler: XLA's for GPUs (needs jax's CUDA plugin, but no GPU) or for CPUs; auto: for GPUs where it can.
+    compiler: Literal["auto", "cpu", "gpu"] = "auto"
+    # Compile every candidate that fits, not only the recommended one (with the compiler for GPUs).
+    compile_all: bool = False
     # Print the plan as JSON.
+    json: bool = False
+
+    def check(self) -> list[str]:
+        """A sentence if flags contradict each other."""
+        if self.compile_all and (self.compiler == "cpu" or not self.compile):
+            return ["--compile-all is for --compiler gpu, and not with --no-compile"]
+        return []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileRequest(Request):
+    """Compile a training step by XLA's GPU compiler for GPUs that need not be present: memory, kernels, traffic.
+
+    Needs jax's CUDA plugin, but no GPU; nothing is run. Strategy and rematerialisation are chosen as in training unless
+    they are given. Any field of the experiment may be set as in training: compile pi0_bridge_traj --devices 8
+    --device-kind h100 --model.remat dots
+    """
+
+    # A name from `list`, or file.py:name.
+    experiment: ExperimentName
+    # Devices of the run, over all hosts.
+    devices: int = at_least(1, dataclasses.MISSING)
+    # b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada or rtx4090.
+    device_kind: str
+    # Hosts, with equally many devices each.
+    hosts: int = at_least(1, 1)
+    # Memory of a device; None: the kind's.
+    device_gib: float | None = None
+    # GB/s out of one host. The default is one port of 400 gigabits per second, by its data sheet.
+    network_gb_s: float = 50.0
+    # Camera slots that the rows fill; none: those of the data.
+    cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
+    # Write the compiled program (HLO) to this file.
+    dump: Path | None = None
+    # Print the account as JSON.
     json: bool = False
 
 

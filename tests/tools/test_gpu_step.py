@@ -1,0 +1,142 @@
+"""The `compile` verb, and `plan` with XLA's GPU compiler: their texts, what they refuse, and the real compiler."""
+
+import dataclasses
+import json
+import subprocess
+
+import pytest
+from runs.command import openpi_train
+
+from openpi_train import cli
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBuffer
+from openpi_train.planning.gpu.targets import target_of
+from openpi_train.planning.memory import GIB
+from openpi_train.runtime.exits import DONE, USAGE, UsageError
+from openpi_train.tools import ahead, gpu_step, gpu_text, plan
+
+needs_plugin = pytest.mark.skipif(
+    not plugin.is_installed(), reason="needs jax's CUDA plugin (no GPU): make gpu-compile makes such an environment"
+)
+PARTS = [
+    PartBound(part="gemma/mlp", phase="forward", kernels=10, flops=2e12, moved_bytes=1e9, bound_s=0.5),
+    PartBound(part="gemma/mlp", phase="backward", kernels=10, flops=4e12, moved_bytes=2e9, bound_s=1.0),
+    PartBound(part="rest", phase="update", kernels=1, flops=0.0, moved_bytes=1e6, bound_s=0.001),
+]
+ACCOUNT = GpuAccount(
+    kind="h100",
+    num_devices=8,
+    compile_s=30.0,
+    state_bytes=2 * GIB,
+    host_bytes=0,
+    own_bytes=3 * GIB,
+    peak_bytes=5 * GIB,
+    buffers=[PeakBuffer(num_bytes=GIB, shape="f32[2,4]", instruction="fusion.7", op_name="jit(step)/optimizer/add")],
+    kernels=21,
+    flops=6e12,
+    moved_bytes=3.001e9,
+    matmul_s=1.2,
+    bound_s=1.501,
+    parts=PARTS,
+    sent_bytes={"all-gather": 2e9},
+    played_s=1.6,
+    exposed_s=0.099,
+    host_copies_bytes=0.0,
+    libraries={},
+    endless_loops=0,
+)
+
+
+def chosen():
+    experiment = cli.parse_experiment("debug", ["--exp-name", "plan", "--sharding.strategy", "zero3"])
+    found = plan.make_report(experiment, plan.find_machine("h100", 8, 1, None, 50.0)).recommended
+    assert found is not None
+    return found
+
+
+def test_the_account_is_told_as_a_table_of_parts_and_phases_beside_the_forecast():
+    text = gpu_text.lines(ACCOUNT, chosen())
+    assert "together 5.00 (forecast: 0.0" in text and "of 64.5: that fits" in text
+    assert "1501.0 ms of kernels in a step, of them 1200.0 ms products" in text
+    assert "GB: all-gather 2.00; the schedule waits 99.0 ms of 1600.0" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    by_name = {row[0]: row[1:] for row in rows if row}
+    assert by_name["gemma/mlp"] == ["500.0", "1000.0", "0", "0", "0", "0", "0", "1500.0", "6.00", "3.0", "20"]
+    assert by_name["all"] == ["500.0", "1000.0", "0", "0", "0", "1.0", "0", "1501.0", "6.00", "3.0", "21"]
+    assert by_name["1.000"] == ["f32[2,4]", "jit(step)/optimizer/add"]
+    small = gpu_text.lines(dataclasses.replace(ACCOUNT, peak_bytes=65 * GIB, endless_loops=2), chosen())
+    assert "that does not fit" in small and "2 loops of unknown length count once" in small
+
+
+def test_several_candidates_are_compared():
+    text = gpu_text.comparison([(chosen(), ACCOUNT)])
+    assert text.splitlines()[-1].split()[-8:] == ["5.00", "0.01", "1501.0", "1200.0", "3", "21", "2.0", "99.0"]
+
+
+def test_a_plan_starts_the_verb_with_the_candidates_flags_and_tells_of_its_failure(monkeypatch):
+    asked = []
+
+    def run(command, **_):
+        asked.append(command[3:])
+        return subprocess.CompletedProcess(command, code, json.dumps({"account": ACCOUNT.as_json()}), "I a\nE it broke")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    code = DONE
+    assert gpu_step.compile_candidate(["debug", "--batch-size", "8"], chosen(), ["--devices", "8"]) == ACCOUNT
+    assert asked[0][:4] == ["compile", "debug", "--batch-size", "8"] and asked[0][-3:] == ["--devices", "8", "--json"]
+    assert "--sharding.strategy zero3" in " ".join(asked[0])
+    code = 1
+    with pytest.raises(UsageError, match=r"failed for zero3.*code 1[^$]*it broke"):
+        gpu_step.compile_candidate(["debug"], chosen(), [])
+
+
+@pytest.mark.parametrize("flags", [("--compiler", "gpu"), ("--compile-all",)])
+def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, flags):
+    monkeypatch.setattr(plugin, "PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    assert cli.run(["plan", "debug", "--devices", "8", "--device-kind", "h100", *flags]) == USAGE
+    assert "pip install 'jax[cuda12]==" in capsys.readouterr().err
+
+
+def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "PLUGIN", "jax")  # as if it were installed
+    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    seen = []
+    monkeypatch.setattr(gpu_step, "compile_candidate", lambda *what: seen.append(what) or ACCOUNT)
+    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.strategy", "zero3", "--json"]
+    assert cli.run(words) == DONE
+    (found,) = json.loads(capsys.readouterr().out)["compiled_for_gpus"]
+    assert found["candidate"]["strategy"] == "zero3" and found["bound_s"] == ACCOUNT.bound_s
+    assert seen[0][0] == ["debug", "--sharding.strategy", "zero3"]
+    assert cli.run([*words[:-1], "--compile-all", "--model.remat", "auto"]) == DONE
+    assert len(seen) == 1 + 4 and "Bounds by the compiled programs" in capsys.readouterr().out
+
+
+def test_what_jax_would_leave_on_the_device_is_refused():
+    experiment = cli.parse_experiment("debug", ["--exp-name", "compile", "--sharding.offload", "optimizer"])
+    machine = plan.find_machine("h100", 8, 1, None, 50.0)
+    with pytest.raises(UsageError, match=r"--sharding\.offload optimizer cannot be compiled for GPUs"):
+        gpu_step.compile_step(experiment, machine, target_of(machine.kind))
+
+
+def test_contradicting_flags_are_refused(capsys):
+    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--compile-all", "--no-compile"]
+    assert cli.run(words) == USAGE
+    assert "--compile-all is for --compiler gpu" in capsys.readouterr().err
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
+    flags = ("--devices", "4", "--device-kind", "h100", "--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
+    dump = tmp_path / "step.hlo"
+    done = openpi_train("compile", "debug", *flags, "--model.remat", "full", "--dump", str(dump), "--json")
+    assert done.returncode == DONE, done.stderr
+    found = json.loads(done.stdout)
+    account, memory = found["account"], found["forecast"]["bytes_per_device"]
+    batch = 2 * (32 * 32 * 3 + 2_000)  # two rows of pictures on each device
+    assert account["state_bytes"] == pytest.approx(memory["state"], rel=0.02, abs=batch)
+    assert account["flops"] * 4 == pytest.approx(found["forecast"]["flops_per_step"], rel=0.05)
+    assert {part["phase"] for part in account["parts"]} >= {"forward", "backward", "recomputation", "gather", "update"}
+    assert len(account["buffers"]) == 20 and account["endless_loops"] == 0
+    assert "__cublas" in dump.read_text()
