@@ -8,7 +8,7 @@ NEWEST ?= python3.13
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants newest packages lint docs bench clean
+.PHONY: train demo test test-release quick mutants newest packages lint docs gpu-compile bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -80,6 +80,15 @@ mutants: $(VENV)/.installed
 # The documentation as a site in site/; ends with an error at every warning, such as a broken link.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
+# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, families.
+GPU := .venv-gpu
+GPU_SETS ?= attention
+gpu-compile:
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
+	$(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --json $(GPU)/gpu_compile.json
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,140 @@
+"""Steps at full size compiled by XLA's GPU compiler, on a machine without a GPU: memory and the bound of a step.
+
+Needs jax's CUDA plugin (`make gpu-compile` makes an environment with it). Each step is compiled in a process of its own
+by the verb `compile`. Nothing is run, and no figure is a speed. Read next: `planning/gpu/step_account.py`.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.report import ROOT, Cell, Table
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.memory import GIB
+
+SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+COLUMNS = ("experiment", "flags", "devices", "compile s", "GiB by the GPU's compiler", "GiB forecast")
+COLUMNS += ("forecast / compiled", "bound ms", "of it products ms", "GB moved", "kernels", "GB sent", "waited for ms")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step to compile: an experiment, its flags as on the command line, and the devices."""
+
+    experiment: str
+    flags: str = ""
+    devices: int = 8
+    hosts: int = 1
+
+
+_ZERO3 = "--sharding.strategy zero3"
+_PI0 = "pi0_bridge_traj"
+SETS = {
+    # Full pi0: attention by XLA and by cuDNN, with one and with three cameras.
+    "attention": [
+        Case(_PI0, f"{_ZERO3} --model.remat {remat} --model.attention {kind} --cameras {','.join(SLOTS[:cameras])}")
+        for cameras, remat, kind in itertools.product((1, 3), ("full", "dots"), ("xla", "cudnn"))
+    ],
+    # Every strategy and policy of full pi0.
+    "strategies": [
+        *(
+            Case(_PI0, f"--sharding.strategy {strategy} --model.remat {remat}")
+            for strategy, remat in itertools.product(
+                ("replicated", "zero1", "zero2", "zero3"), ("none", "dots", "attention", "full")
+            )
+        ),
+    ],
+    # Every family of models and every way to train them.
+    "families": [
+        Case(_PI0, "--sharding.strategy hsdp --model.remat full", devices=16, hosts=2),
+        Case(_PI0, f"{_ZERO3} --model.remat full --sharding.tensor-devices 2"),
+        Case(_PI0, f"{_ZERO3} --model.remat full --grad-accum 4"),
+        Case(_PI0, f"{_ZERO3} --model.remat full --model.dtype float16"),
+        Case("pi0_bridge_traj_lora", "--model.remat full --batch-size 32", devices=1),
+        *(
+            Case(name, f"{_ZERO3} --model.remat full")
+            for name in (
+                "pi05_bridge",
+                "pi05_bridge_insulated",
+                "pi0_fast_bridge",
+                "paligemma_flow",
+                "paligemma_tokens",
+            )
+        ),
+        Case("paligemma_flow_head", "--model.remat full", devices=1),
+        Case("pusht_dp"),
+        Case("robot_dp_14"),
+        *(
+            Case(f"gsm8k_{kind}_llama32_1b", "--sharding.strategy zero1 --model.remat dots")
+            for kind in ("sft", "sft_lora", "dpo_lora")
+        ),
+        Case("gsm8k_dpo_llama32_1b", "--sharding.strategy zero1 --model.policy.remat dots"),
+        Case("gsm8k_reward_llama32_1b", "--sharding.strategy zero1 --model.language.remat dots"),
+        Case("gsm8k_sft_gemma3_1b", "--sharding.strategy zero1 --model.remat dots"),
+        Case("arithmetic_grpo", devices=1),
+        Case("arithmetic_ppo", devices=1),
+        Case("tabletop_few_rloo", devices=1),
+        Case("tabletop_dp_rloo", devices=1),
+    ],
+}
+QUICK = [Case("debug", "--model.remat full", devices=1)]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_compile", description=__doc__)
+    parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=["attention"], help="which steps to compile")
+    parser.add_argument("--device-kind", default="h100")
+    parser.add_argument("--quick", action="store_true", help="only check that it runs")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> list[Table]:
+    """Compile and tabulate; the default is full pi0 on 8 H100 with either attention."""
+    args = parse(argv)
+    named = {"quick": QUICK} if args.quick else {name: SETS[name] for name in args.sets}
+    tables = []
+    for name, cases in named.items():
+        title = f"Compiled for {args.device_kind}: {name}"
+        if not plugin.is_installed():
+            note = "not compiled: jax's CUDA plugin is not installed; see make gpu-compile"
+            tables.append(Table(title, COLUMNS, [], [note]))
+            continue
+        rows: list[list[Cell]] = []
+        problems: list[str] = []
+        for case in cases:
+            found, problem = _compiled(case, args.device_kind)
+            told = [case.experiment, case.flags, f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices]
+            rows.append([*told, *(_figures(found) if found else [None] * (len(COLUMNS) - len(told)))])
+            problems += [f"{case.experiment} {case.flags}: {problem}"] if problem else []
+            print(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]), file=sys.stderr, flush=True)
+        notes = ["Bounds by the compiled program on one device, not measured.", *problems]
+        tables.append(Table(title, COLUMNS, rows, notes, "; ".join(problems)))
+    return tables
+
+
+def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]:
+    """What the verb `compile` says of one step, or why it cannot be compiled."""
+    command = [sys.executable, "-m", "openpi_train", "compile", case.experiment, "--device-kind", device_kind, "--json"]
+    command += ["--devices", str(case.devices), "--hosts", str(case.hosts), *case.flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if any(map(str.isalpha, line))]
+        return None, (said or [f"code {done.returncode}"])[-1][:300]
+    return json.loads(done.stdout), ""
+
+
+def _figures(found: dict[str, Any]) -> Iterator[Cell]:
+    account, memory = found["account"], found["forecast"]["bytes_per_device"]
+    # Without what a run needs to complete texts between its steps.
+    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"]
+    forecast = (memory["state"] + memory["grads"] + max(working, memory["fetched"])) / GIB
+    compiled = account["peak_bytes"] / GIB
+    yield from (account["compile_s"], compiled, forecast, forecast / compiled)
+    yield from (1e3 * account["bound_s"], 1e3 * account["matmul_s"], account["moved_bytes"] / 1e9, account["kernels"])
+    yield from (sum(account["sent_bytes"].values()) / 1e9, 1e3 * account["exposed_s"])
