@@ -56,12 +56,12 @@ device_description_str: "{self.device_kind}"
 # cuDNN as in the descriptions that XLA keeps, CUDA as jax[cuda12] 0.10.2 brings it.
 CUDNN, CUDA = (9, 10, 0), (12, 9, 0)
 # The same for every architecture from 8.0 on (CUDA C++ Programming Guide, table "Technical Specifications").
-_OF_ALL = """\
-  threads_per_warp: 32  threads_per_block_limit: 1024  shared_memory_per_block: 49152
-  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-"""
+_OF_ALL = (
+    "  threads_per_warp: 32  threads_per_block_limit: 1024  shared_memory_per_block: 49152\n"
+    "  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64\n"
+    f"  block_dim_limit_x: {2**31 - 1}  block_dim_limit_y: {2**16 - 1}  block_dim_limit_z: {2**16 - 1}\n"
+    "  registers_per_core_limit: 65536  registers_per_block_limit: 65536\n"
+)
 
 
 def _version(numbers: tuple[int, int, int]) -> str:
