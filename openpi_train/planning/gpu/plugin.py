@@ -72,20 +72,25 @@ def devices(target: GpuTarget, memory_bytes: int, num_devices: int, num_hosts: i
 
 @contextlib.contextmanager
 def pretended(target: GpuTarget) -> Iterator[None]:
-    """What jax and the models ask of the local GPU while they trace a program is answered for `target`."""
+    """What jax and the models ask of the local GPU while they trace a program is answered for `target`.
+
+    A jax that has none of these functions asks in another way, which is not answered.
+    """
     from openpi_train.nn.attention import compiling_for
 
-    module: Any = importlib.import_module(ASKING_MODULE)
+    module: Any = None
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(ASKING_MODULE)
     capability = _numbers(target.compute_capability)
     answers = {
         "check_cudnn_version": lambda: CUDNN[0] * 10_000 + CUDNN[1] * 100 + CUDNN[2],
         "check_compute_capability": lambda least: capability >= _numbers(least),
         "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
     }
-    kept = {name: getattr(module, name) for name in ASKED}
+    kept = {name: getattr(module, name) for name in ASKED if hasattr(module, name)}
     try:
-        for name, answer in answers.items():
-            setattr(module, name, answer)
+        for name in kept:
+            setattr(module, name, answers[name])
         with compiling_for(target):
             yield
     finally:

@@ -44,6 +44,12 @@ def test_what_jax_asks_is_answered_for_the_target_and_only_inside(kind, is_hoppe
     assert [asked(name) for name in plugin.ASKED] == before
 
 
+def test_a_jax_that_asks_nobody_is_traced_as_it_is(monkeypatch):
+    monkeypatch.setattr(plugin, "ASKING_MODULE", "jax._src.no_such.module")
+    with plugin.pretended(BY_KIND["h100"]):
+        assert attention.uses_cudnn("cudnn", 256, "bfloat16")
+
+
 @pytest.mark.parametrize(("kind", "can"), [("h100", True), ("b200", False), ("a100", False)])
 def test_models_ask_the_target_for_wide_heads(kind, can):
     with plugin.pretended(BY_KIND[kind]):
