@@ -15,6 +15,8 @@ from openpi_train.practice.rewards.math_answers import is_right
         (r"\boxed{3}", r"\frac{1}{2}", 0),
         ("20 + 22 makes 42", "6 times 7, step by step.\n#### 42", 1),
         ("42, or rather 43", "#### 42", 0),
+        (r"$\sqrt{2}$", r"\sqrt{2}", 1),  # without delimiters the package reads no formula, or half of one
+        ("2", r"2\pi", 0),
         (r"$x^2 + 2x + 1$", r"$(x+1)^2$", 1),
         (r"\boxed{\{3, 1\}}", r"$\{1, 3\}$", 1),
         ("I do not know", "7", 0),
