@@ -213,5 +213,6 @@ def data_of(texts: EvaluateTextRequest, own: TextData, stored: Stored) -> TextDa
         return own
     # All its texts are held out.
     where = texts.data if "://" in texts.data or texts.data.startswith("hub:") else str(Path(texts.data).absolute())
-    dataset = TextDataset(path=where, split=texts.split, validation=texts.split or where, columns=texts.columns)
+    split = None if Path(where).is_file() else texts.split  # a single file has none
+    dataset = TextDataset(path=where, split=split, validation=split or where, columns=texts.columns)
     return dataclasses.replace(own, datasets=(dataset,))

@@ -419,6 +419,15 @@ def test_training_files_are_datasets(data, expected):
     assert sources(data) == expected
 
 
+def test_a_validation_file_is_a_path_and_never_a_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"train_file": "a.jsonl", "validation_file": "heldout"}
+    with pytest.raises(UsageError, match=r"validation file heldout \(data\.validation_file, or .* does not exist"):
+        sources(given)
+    (tmp_path / "heldout").mkdir()
+    assert sources(given) == [("a.jsonl", 1.0, "./heldout")]
+
+
 def test_each_algorithm_has_its_datasets():
     kinds = {kind: {"train_files": [f"{kind}.jsonl"]} for kind in ("sft", "reward", "rlhf")}
     found = {name: sources({"datasets": kinds}, name)[0][0] for name in ("sft", "rm", "dpo")}

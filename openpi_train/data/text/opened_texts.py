@@ -118,7 +118,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         templates=templates_of(tokenizer, config.chat_template, config.today),
         targets=config.targets,
     )
-    splits = [_open_splits(config, dataset, encoder) for dataset in config.datasets]
+    splits = [_open_splits(config, number, dataset, encoder) for number, dataset in enumerate(config.datasets)]
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
         if config.kind == "preferences" and not request.uses_margins:
@@ -204,8 +204,10 @@ def _files(config: TextData, tokenizer: TextTokenizer) -> dict[str, bytes]:
     return {**tokenizer.files, "chat_template.jinja": Path(config.chat_template).expanduser().read_bytes()}
 
 
-def _open_splits(config: TextData, dataset: TextDataset, encoder: TextEncoder) -> tuple[_Split, _Split]:
-    """The training and the held-out samples of a dataset."""
+def _open_splits(config: TextData, number: int, dataset: TextDataset, encoder: TextEncoder) -> tuple[_Split, _Split]:
+    """The training and the held-out samples of a dataset, which has this number."""
+    if dataset.validation is not None and not names_a_path(dataset.validation):
+        _refuse_held_out_training(config, number, dataset)
     store = _open_store(config, dataset, encoder, dataset.path, dataset.split)
     everything = np.arange(len(store))
     if dataset.validation is not None:
@@ -217,6 +219,25 @@ def _open_splits(config: TextData, dataset: TextDataset, encoder: TextEncoder) -
     held_out = validation_episodes([f"{prompt:016x}" for prompt in prompts.tolist()], config.validation_fraction)
     held_out = held_out[of_samples]
     return _Split(dataset, store, everything[~held_out]), _Split(dataset, store, everything[held_out])
+
+
+def _refuse_held_out_training(config: TextData, number: int, dataset: TextDataset) -> None:
+    """Raise ValueError if the held-out split of the dataset has files of the training split."""
+    flag, name = f"--data.datasets.{number}.validation", dataset.validation
+    instead = (
+        f"give the path of a file with held-out texts ({flag} PATH, with a slash or an ending), or {flag} None to hold "
+        "out --data.validation-fraction of the texts"
+    )
+    if Path(dataset.path).expanduser().is_file():
+        raise ValueError(f"{flag} {name}: the single file {dataset.path} has no split {name}; {instead}")
+    if dataset.split == name:  # as a user may ask to measure the loss on the texts of a run
+        return
+    training, held_out = (find_files(dataset.path, split, offline=config.offline) for split in (dataset.split, name))
+    if both := sorted({file.name for file in training} & {file.name for file in held_out}):
+        raise ValueError(
+            f"{flag} {name}: {', '.join(both[:3])} of {dataset.path} would be trained on (split {dataset.split}) and "
+            f"held out: name two splits (--data.datasets.{number}.split train), or {instead}"
+        )
 
 
 def _open_store(

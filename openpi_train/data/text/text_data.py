@@ -33,7 +33,8 @@ class TextDataset:
     weight: float = 1.0
     # Only files whose path has this word; none: all files. Not looked at if the path is a file.
     split: str | None = "train"
-    # What is held out: a split of `path`, or another path (with a slash or an ending). None: a fraction of the split.
+    # What is held out: a split of the folder `path`, or another path (with a slash or an ending). None: a fraction of
+    # the split.
     validation: str | None = None
     # The columns to read, as TYPE=COLUMN (`prompt=question completion=answer`); empty: those with the types' names.
     columns: tuple[str, ...] = ()

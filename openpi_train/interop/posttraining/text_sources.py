@@ -4,11 +4,12 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from openpi_train.data.text.examples import COLUMNS
 from openpi_train.data.text.text_data import TextDataset
-from openpi_train.data.text.text_files import find_files, parsed
+from openpi_train.data.text.text_files import find_files, names_a_path, parsed
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig
 from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
@@ -92,7 +93,7 @@ def text_sources(file: YamlConfig) -> tuple[TextSource, ...]:
     _check_merging(file, section, len(entries))
     weights = _weights(file, entries)
     file.note(f"--data.datasets: {len(entries)} for {file.algorithm}", key)
-    validations = [*held_out, *[None] * (len(entries) - len(held_out))]
+    validations = [*map(_as_path, held_out), *[None] * (len(entries) - len(held_out))]
     return tuple(
         TextSource(path=entry["path"], weight=weight, validation=validation)
         for entry, weight, validation in zip(entries, weights, validations, strict=True)
@@ -150,6 +151,18 @@ def _held_out_files(file: YamlConfig, section: str) -> list[str]:
         file.note("--data.datasets.N.validation" + (", mixed as the training files" if len(entries) > 1 else ""), key)
         return [entry["path"] for entry in entries]
     return []
+
+
+def _as_path(path: str) -> str:
+    """The path in a form that `TextDataset.validation` takes for a path, not for the name of a split."""
+    if names_a_path(path):
+        return path
+    if not Path(path).expanduser().exists():
+        raise UsageError(
+            f"the validation file {path} (data.validation_file, or validation_files) does not exist: give the path of "
+            "a file or folder with held-out texts"
+        )
+    return f"./{path}"
 
 
 def _read_entries(file: YamlConfig, key: str) -> list[dict[str, Any]]:

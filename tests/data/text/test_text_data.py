@@ -327,6 +327,30 @@ def test_a_split_or_a_file_can_be_held_out(made, tmp_path):
     assert (data.num_samples, data.validation.num_samples) == (9, 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "split", "validation", "message"),
+    [
+        (
+            "set0.jsonl",
+            "train",
+            "test",
+            r"\.validation test: the single file .*set0\.jsonl has no split test; .*None",
+        ),
+        ("set0.jsonl", "test", "test", r"the single file .*set0\.jsonl has no split test"),
+        ("folder", None, "test", r"--data\.datasets\.0\.validation test: test\.jsonl of .*folder would be trained on"),
+        ("folder", "train", "dev", "no file of the split dev"),
+    ],
+)
+def test_no_text_is_trained_on_and_held_out(made, tmp_path, path, split, validation, message):
+    config, _ = made(SUMS)
+    (tmp_path / "folder").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "folder" / f"{name}.jsonl").write_text(json.dumps(SUMS[0]) + "\n")
+    dataset = TextDataset(path=str(tmp_path / path), split=split, validation=validation)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        dataclasses.replace(config, datasets=(dataset,)).open(OpeningRequest(model=MODEL, seed=0, batch_size=BATCH))
+
+
 def test_filler_rows_of_held_out_batches_have_no_targets(made):
     _, data = made(SUMS, validation_fraction=0.3)
     number = data.validation.num_samples
