@@ -27,6 +27,7 @@ COLUMNS = (
     *("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "chat_template_kwargs"),
     *("margin", "ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
 )
+_TEXTS = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 # float32 holds no larger numbers.
 _LARGEST = 3e38
@@ -88,6 +89,9 @@ def example_of(record: Mapping[str, Any]) -> Example:
         (prompt,) = _texts(given, "prompt")
         _require_content("prompt", prompt)
         return Example(type=_type("prompt only", prompt), prompt=prompt, completions=(), **told)
+    if empty := [name for name in _TEXTS if name in record and record[name] is None]:
+        are = "is" if len(empty) == 1 else "are"
+        raise ValueError(f"{' and '.join(empty)} {are} null; needed is a string, or a list of messages")
     raise ValueError(
         f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt`, `prompt` and "
         "`completion`, or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
@@ -98,17 +102,39 @@ def _preference(given: Mapping[str, Any], told: dict[str, Any]) -> Example:
     chosen, rejected = _texts(given, "chosen", "rejected")
     told["margin"] = _number(given, "margin") or 0.0
     told["reference"] = _reference(given, "ref_chosen_logps", "ref_rejected_logps")
-    # Some datasets have the prompt as a string beside conversations that contain it.
-    if "prompt" in given and isinstance(given["prompt"], str) == isinstance(chosen, str):
-        (prompt,) = _texts(given, "prompt")
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are equal: there is nothing to compare")
+    if "prompt" in given and (isinstance(chosen, str) or not isinstance(given["prompt"], str)):
+        prompt, *_ = _texts(given, "prompt", "chosen", "rejected")
     else:
-        if chosen == rejected:
-            raise ValueError("chosen and rejected are equal; without a prompt there is nothing to compare")
         shared = _shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if "prompt" in given:
+            _require_contained(given["prompt"], prompt)
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         _require_content(name, text)
     return Example(type=_type("preference", chosen), prompt=prompt, completions=(chosen, rejected), **told)
+
+
+def _require_contained(prompt: str, shared: Any) -> None:
+    """Raise ValueError if a prompt given as a string is not in the messages that both conversations begin with.
+
+    Some datasets have such a prompt beside conversations that contain it.
+    """
+    texts = [text for message in shared for text in _texts_of(message)]
+    if " ".join(prompt.split()) not in " ".join(" ".join(texts).split()):
+        raise ValueError(
+            f"prompt is the string {prompt[:40]!r}, which is not in the messages that chosen and rejected share at "
+            "their start, so it would be lost: make prompt a list of messages, put it into both conversations, or "
+            "read them without it (--data.datasets.N.columns chosen=chosen rejected=rejected)"
+        )
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content, which may have several parts."""
+    content = message.get("content") or []
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return [str(part.get("text", "")) for part in parts if isinstance(part, Mapping)]
 
 
 def _shared(one: Text, two: Text) -> int:
@@ -164,7 +190,12 @@ def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs is {_what(extra)}; needed is an object")
     if taken := sorted(extra.keys() & _TAKEN):
         raise ValueError(f"chat_template_kwargs has {', '.join(taken)}, which the run sets itself")
-    return dict(extra) | ({"tools": given["tools"]} if given.get("tools") else {})
+    found = dict(extra) | ({"tools": given["tools"]} if given.get("tools") else {})
+    tools = found.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        told = _what(tools) if not isinstance(tools, list) else "a list with other entries than objects"
+        raise ValueError(f"tools is {told}; needed is a list of objects, not written as a string")
+    return found
 
 
 def _label(value: Any) -> bool:

@@ -48,8 +48,11 @@ def test_an_implicit_prompt_is_what_both_share_in_whole_words_or_messages(chosen
 
 
 def test_a_string_prompt_beside_whole_conversations_is_implicit():
-    found = example_of({"prompt": "What is?", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]})
+    found = example_of({"prompt": " What is two  plus two?", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]})
     assert (found.prompt, found.completions) == (USER, (ANSWER, OTHER))
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is?"}]}]
+    found = example_of({"prompt": "What is?", "chosen": [*parts, *ANSWER], "rejected": [*parts, *OTHER]})
+    assert (found.prompt, found.completions) == (parts, (ANSWER, OTHER))
 
 
 def test_further_columns_have_their_meaning_and_others_none():
@@ -69,7 +72,8 @@ def test_further_columns_have_their_meaning_and_others_none():
     ("record", "message"),
     [
         ({"question": "a", "answer": "b"}, r"\['answer', 'question'\] are of no known type.*--data.datasets.N.columns"),
-        ({"prompt": "a", "completion": None}, "of no known type"),
+        ({"prompt": "a", "completion": None}, "^completion is null; needed is a string, or a list of messages"),
+        ({"prompt": None, "chosen": "a", "rejected": None}, "^prompt and rejected are null"),
         ({"prompt": "a", "chosen": "b"}, "of no known type"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
@@ -77,6 +81,19 @@ def test_further_columns_have_their_meaning_and_others_none():
         ({"prompt": USER, "completion": [{"role": "assistant", "content": ""}]}, "completion is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected is empty"),
         ({"chosen": "a b", "rejected": "a b"}, "chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        (
+            {"prompt": "Why?", "chosen": ANSWER, "rejected": OTHER},
+            "prompt is the string 'Why?', which is not .* lost",
+        ),
+        ({"prompt": "is four", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]}, "would be lost"),
+        (
+            {"prompt": USER, "chosen": "b", "rejected": "c"},
+            "prompt is a list, chosen is a string, rejected is a string: all texts of a record must be strings",
+        ),
+        ({"messages": chats.ONE, "tools": "[{}]"}, "tools is a string; needed is a list of objects"),
+        ({"messages": chats.ONE, "tools": ["{}"]}, "tools is a list with other entries than objects"),
+        ({"messages": chats.ONE, "chat_template_kwargs": {"tools": "[]"}}, "tools is a string"),
         ({"prompt": USER, "completion": "b"}, "prompt is a list, completion is a string"),
         ({"text": chats.ONE}, "text is a list"),
         ({"messages": "a"}, "messages is a string"),
