@@ -11,6 +11,8 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 def entries_of_array(text: str) -> Iterator[Any]:
     """The entries of the array that the text is, one after the other.
 
+    An entry with an integer of more digits than Python reads is given as its source, bytes.
+
     Raises json.JSONDecodeError, with line and column, if it is not one, RecursionError if it is nested too deeply.
     """
     decoder = json.JSONDecoder()
@@ -19,7 +21,7 @@ def entries_of_array(text: str) -> Iterator[Any]:
         raise json.JSONDecodeError("Expecting '['", text, at)
     at = _after_space(text, at + 1)
     while text[at : at + 1] != "]":
-        entry, at = decoder.raw_decode(text, at)
+        entry, at = _decoded(decoder, text, at)
         yield entry
         at = _after_space(text, at)
         if text[at : at + 1] == ",":
@@ -31,6 +33,16 @@ def entries_of_array(text: str) -> Iterator[Any]:
     end = _after_space(text, at + 1)
     if end < len(text):
         raise json.JSONDecodeError("Extra data after the array", text, end)
+
+
+def _decoded(decoder: json.JSONDecoder, text: str, start: int) -> tuple[Any, int]:
+    try:
+        return decoder.raw_decode(text, start)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        _, end = json.JSONDecoder(parse_int=len).raw_decode(text, start)
+        return text[start:end].encode(), end
 
 
 def _after_space(text: str, at: int) -> int:

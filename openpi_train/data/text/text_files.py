@@ -9,6 +9,8 @@ import gzip
 import hashlib
 import json
 import re
+import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from openpi_train.data.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
 from openpi_train.runtime.exits import UsageError
 
-_LINES, _PARQUET = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz"), (".parquet",)
+_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_PARQUET = (".parquet",)
 _ENDINGS = (*_LINES, *_PARQUET)
 # Those that may be one array of records.
 _ARRAYS = (".json", ".json.gz")
@@ -72,15 +75,15 @@ class TextFile:
                     if line.strip():
                         number += counts_records
                         yield number, line
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
 
     def _entries(self, content: bytes) -> Iterator[tuple[int, Any]]:
         number = 0
         try:
             for number, entry in enumerate(entries_of_array(content.decode()), 1):
-                # `parsed` says what is wrong with an entry that is no object.
-                yield number, entry if isinstance(entry, Mapping) else json.dumps(entry)
+                # `parsed` says what is wrong with an entry that is no object, or has an integer that is too long.
+                yield number, entry if isinstance(entry, Mapping | bytes) else json.dumps(entry)
         except UnicodeDecodeError as error:
             raise BadRecord(f"{self.name} is not UTF-8 ({error})") from error
         except json.JSONDecodeError as error:
@@ -121,6 +124,9 @@ def parsed(raw: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"not JSON ({error.msg} at character {error.pos + 1}); needed is one object per line"
         ) from error
+    except ValueError as error:  # Python's limit
+        longest = sys.get_int_max_str_digits()
+        raise ValueError(f"an integer has more than {longest} digits; write it as a string, or leave it out") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, Mapping):
@@ -144,6 +150,8 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
         if not root.name.endswith(_ENDINGS):
             raise FileNotFoundError(f"{where} is none of {', '.join(_ENDINGS)}, which are the files that are read")
         return [TextFile(root, root.name)]
+    if not root.exists():
+        raise FileNotFoundError(f"there is no file or folder {where}: check the path")
     names = sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")

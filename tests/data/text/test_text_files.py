@@ -46,6 +46,9 @@ def test_a_path_is_told_from_a_split():
 def test_missing_files_and_splits_are_said(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no texts in .*\.jsonl"):
         find_files(str(tmp_path))
+    for missing in ("none", "none.jsonl"):
+        with pytest.raises(FileNotFoundError, match=rf"there is no file or folder .*/{missing}: check the path"):
+            find_files(str(tmp_path / missing))
     with pytest.raises(FileNotFoundError, match=r"no file of the split dev in .*which has test\.jsonl, train\.jsonl"):
         find_files(folder(tmp_path, "train.jsonl", "test.jsonl"), "dev")
     with pytest.raises(FileNotFoundError, match=r"no file of the split train .*test\.jsonl"):
@@ -60,7 +63,7 @@ def test_missing_files_and_splits_are_said(tmp_path):
 RECORDS = [{"text": "ä", "n": 1}, {"text": "b\n", "n": 2}, {"text": None, "n": 3}]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "ndjson.gz", "parquet"])
 def test_records_are_the_same_in_every_format(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     lines = "\ufeff" + "\n\n".join(json.dumps(record) for record in RECORDS)
@@ -84,6 +87,7 @@ def test_records_are_the_same_in_every_format(tmp_path, ending):
         (b"[", "not JSON .* one object per line"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"1" * 4301 + b"}", "an integer has more than 4300 digits; write it as a string"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said(line, message):
@@ -149,12 +153,24 @@ def test_an_entry_that_is_no_object_is_a_bad_record(tmp_path):
             parsed(raw)
 
 
+def test_an_entry_with_a_long_integer_is_a_bad_record_and_the_others_are_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"n": 1}, {"text": "ä", "n": [' + "1" * 4301 + ', 2]}, {"n": 3}]')
+    (_, first), (place, long), (_, last) = TextFile(path, "a.json").records([])
+    assert (parsed(first), place, parsed(last)) == ({"n": 1}, 2, {"n": 3})
+    with pytest.raises(ValueError, match="an integer has more than 4300 digits"):
+        parsed(long)
+
+
 def test_damaged_files_are_named(tmp_path):
     parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
-    for name in ("a.parquet", "b.jsonl.gz"):
+    flipped = bytearray(gzip.compress(b'{"text": "a"}\n' * 1000))
+    flipped[10:20] = b"\xff" * 10  # after the header: a block of a type that there is not
+    (tmp_path / "c.jsonl.gz").write_bytes(flipped)
+    for name in ("a.parquet", "b.jsonl.gz", "c.jsonl.gz"):
         with pytest.raises(BadRecord, match=rf"{name}.*is damaged"):
             list(TextFile(tmp_path / name, name).records(["text"]))
 
