@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
-from openpi_train.data.text.chat_template import ChatTemplate, Message
+from openpi_train.data.text.chat_template import ChatTemplate, Message, Variables
 from openpi_train.data.text.text_tokenizer import TextTokenizer
 from openpi_train.generation.completion_text import CompletionText, NewText
 from openpi_train.generation.generator import GenerationRequest, Generator, joined
@@ -38,7 +37,7 @@ class TextGenerator:
         self.generator, self.tokenizer, self.templates = generator, tokenizer, dict(templates)
         self._texts: dict[Hashable, CompletionText] = {}
 
-    def prompt_of(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
+    def prompt_of(self, given: str | Sequence[Message], variables: Variables | None = None) -> list[int]:
         """The tokens of a text, or of a conversation up to the header of the assistant's next message.
 
         Args: `variables` are further variables of the chat template, such as `tools`.
@@ -48,9 +47,10 @@ class TextGenerator:
         if isinstance(given, str):
             return [*self.tokenizer.begin, *self.tokenizer.encode([given])[0].tokens]
         self.check_conversations()
+        variables = variables or {}
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         template = self.templates.get(named) or next(iter(self.templates.values()))
-        return self.tokenizer.encode([template.render(given, add_generation_prompt=True, **variables)])[0].tokens
+        return self.tokenizer.encode([template.render(given, variables, add_generation_prompt=True)])[0].tokens
 
     def check_conversations(self) -> None:
         """Raise UsageError if there is no chat template, which conversations need."""

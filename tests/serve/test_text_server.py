@@ -271,7 +271,7 @@ def test_what_changes_no_answer_is_accepted(client):
     given = {"user": "me", "metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": "none"}
     given |= {"response_format": {"type": "text"}, "presence_penalty": 0, "logit_bias": {}, "n": 1}
     assert chat(client, USER, **given, extra_body=extra).choices[0].message.content == "It is four."
-    more = {"top_k": -1, "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False}}
+    more = {"top_k": -1, "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False, "given": "x"}}
     assert chat(client, USER, extra_body=more, max_completion_tokens=99).choices[0].finish_reason == "stop"
 
 

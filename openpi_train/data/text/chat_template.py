@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 import re
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,21 @@ from typing import Any
 from openpi_train.runtime.exits import UsageError
 
 Message = Mapping[str, Any]
+# Variables of a template by name. They are passed as one mapping, so that no name is also one of our arguments'.
+Variables = Mapping[str, Any]
 # Characters from and before another in a rendered conversation.
 Span = tuple[int, int]
 
+_NONE: Variables = types.MappingProxyType({})
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Noncharacters (Unicode 23.7), which no text for interchange contains, mark generation blocks while they are rendered.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # Names under which the reasoning of a message is stored. Templates read the first; gpt-oss' reads the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_ADVICE = (
-    "Give a template that marks the assistant's parts with {% generation %} (--data.chat-template FILE), use "
-    "prompt/completion data, or train on all tokens (--data.targets all)"
-)
+
+
+class NotAPrefixError(ValueError):
+    """The template writes the beginning of a conversation differently from the beginning of the whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,11 @@ class ChatTemplate:
         file = Path(path).expanduser()
         if not file.is_file():
             raise FileNotFoundError(f"no chat template at {path}: --data.chat-template takes a jinja file")
-        template = cls(file.read_text(encoding="utf-8"), name=path, special_tokens=special_tokens, today=today)
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the chat template {path} is not UTF-8 ({error}); save it as UTF-8") from error
+        template = cls(source, name=path, special_tokens=special_tokens, today=today)
         template.compiled()
         return template
 
@@ -65,7 +73,9 @@ class ChatTemplate:
         """Whether the template marks what the assistant writes with `{% generation %}`."""
         return bool(_GENERATION.search(self.source))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], variables: Variables = _NONE, *, add_generation_prompt: bool = False
+    ) -> str:
         """The conversation as one text; `add_generation_prompt` appends the header of an assistant's message.
 
         Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails.
@@ -74,52 +84,60 @@ class ChatTemplate:
         import jinja2  # pyright: ignore[reportMissingImports] (an extra)
 
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        chat = [_with_reasoning(message) for message in messages]
+        given |= {
+            "messages": [_with_reasoning(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return compiled.render(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+            return compiled.render(given)
+        except RecursionError as error:
+            raise ValueError(
+                f"the chat template {self.name} calls itself without end, or too deeply, for the conversation: correct "
+                "the template, or give another one"
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template {self.name} refuses the conversation: {error}") from error
 
-    def with_assistant_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+    def with_assistant_spans(self, messages: Sequence[Message], variables: Variables = _NONE) -> tuple[str, list[Span]]:
         """The text of the conversation, and the spans of it that the assistant wrote.
 
         They are the template's generation blocks if it has any. Otherwise a message's span is what the text with the
         message has more than the text up to the header of the message.
 
-        Raises ValueError as `render`, and if there are no such blocks and an earlier part of the conversation is not
-        rendered as a prefix of the whole.
+        Raises ValueError as `render`, and NotAPrefixError if there are no such blocks and an earlier part of the
+        conversation is not rendered as a prefix of the whole.
         """
         if self.has_generation_blocks:
             return self._by_blocks(messages, variables)
-        whole, spans = self.render(messages, **variables), []
+        whole, spans = self.render(messages, variables), []
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
                 last = number == len(messages) - 1
-                until = whole if last else self.render(messages[: number + 1], **variables)
-                start = self.prefix(messages[:number], whole, **variables)
+                until = whole if last else self.render(messages[: number + 1], variables)
+                start = self.prefix(messages[:number], whole, variables)
                 if not whole.startswith(until):
-                    raise ValueError(_not_a_prefix(self.name, whole, until))
+                    raise _not_a_prefix(self.name, whole, until)
                 spans.append((start, len(until)))
         return whole, spans
 
-    def prefix(self, messages: Sequence[Message], whole: str, **variables: Any) -> int:
+    def prefix(self, messages: Sequence[Message], whole: str, variables: Variables = _NONE) -> int:
         """The length of the text of `messages` and an assistant's header, with which `whole` must start.
 
-        The header is left out if the last message is the assistant's. Raises ValueError if it is not a prefix.
+        The header is left out if the last message is the assistant's. Raises NotAPrefixError if it is not a prefix.
         """
         open_header = not messages or messages[-1].get("role") != "assistant"
-        text = self.render(messages, add_generation_prompt=open_header, **variables)
+        text = self.render(messages, variables, add_generation_prompt=open_header)
         if not whole.startswith(text):
-            raise ValueError(_not_a_prefix(self.name, whole, text))
+            raise _not_a_prefix(self.name, whole, text)
         return len(text)
 
-    def _by_blocks(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        used = json.dumps([list(messages), variables], ensure_ascii=False, default=str)
+    def _by_blocks(self, messages: Sequence[Message], variables: Variables) -> tuple[str, list[Span]]:
+        used = json.dumps([list(messages), dict(variables)], ensure_ascii=False, default=str)
         free = [mark for mark in _MARKS if mark not in used]
         if len(free) < 2:
             raise ValueError("the conversation contains the Unicode noncharacters U+FDD0 to U+FDEF; remove them")
         start, end = free[:2]
-        marked = self.render(messages, **variables, _generation_start=start, _generation_end=end)
+        marked = self.render(messages, {**variables, "_generation_start": start, "_generation_end": end})
         pieces, spans, length, opened = [], [], 0, 0
         for piece in re.split(f"([{start}{end}])", marked):
             if piece == start:
@@ -132,12 +150,12 @@ class ChatTemplate:
         return "".join(pieces), spans
 
 
-def _not_a_prefix(name: str, whole: str, part: str) -> str:
+def _not_a_prefix(name: str, whole: str, part: str) -> NotAPrefixError:
     same = next((at for at, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
-    return (
+    return NotAPrefixError(
         f"the chat template {name} does not preserve prefixes: it writes a part of the conversation as "
         f"{part[max(0, same - 20) : same + 20]!r} where the whole conversation has "
-        f"{whole[max(0, same - 20) : same + 20]!r}, so the assistant's tokens cannot be found by comparison. {_ADVICE}"
+        f"{whole[max(0, same - 20) : same + 20]!r}, so the assistant's tokens cannot be found by comparison"
     )
 
 
@@ -185,5 +203,5 @@ def _compiled(source: str, name: str, today: datetime.date) -> Any:
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the chat template {name} is not valid jinja: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data.text.chat_template import ChatTemplate, Span
+from openpi_train.data.text.conversation_faults import fault_of, template_fault
 from openpi_train.data.text.examples import Example, Text
 from openpi_train.data.text.text_tokenizer import Pieces, TextTokenizer
 
@@ -57,7 +58,7 @@ class TextEncoder:
         if example.type.kind == "prompt only":
             return [self._prompt(example)]
         if example.type.conversational:
-            return [self._conversation(example, completion) for completion in example.completions]
+            return [self._conversation(example, number) for number in range(len(example.completions))]
         if example.prompt is None:
             return [self._whole(text) for text in example.completions]
         return self._continued(example.prompt, example.completions)
@@ -87,7 +88,7 @@ class TextEncoder:
             tokens = [*self.tokenizer.begin, *pieces.tokens]
         else:
             template, variables = self._template(example)
-            text = template.render(example.prompt or [], add_generation_prompt=True, **variables)
+            text = template.render(example.prompt or [], variables, add_generation_prompt=True)
             (pieces,) = self.tokenizer.encode([text])
             tokens = pieces.tokens
         return _encoded(tokens, np.zeros(len(tokens), bool))
@@ -117,21 +118,24 @@ class TextEncoder:
             encoded.append(_encoded(tokens, (np.arange(len(tokens)) >= len(start)) | (self.targets == "all")))
         return encoded
 
-    def _conversation(self, example: Example, completion: Text) -> EncodedText:
-        """The tokens of the whole conversation, which is rendered and encoded in one piece."""
+    def _conversation(self, example: Example, number: int) -> EncodedText:
+        """The tokens of the whole conversation with a completion, which is rendered and encoded in one piece."""
+        completion = example.completions[number]
         assert not isinstance(completion, str) and not isinstance(example.prompt, str)
         prompt, (template, variables) = example.prompt or [], self._template(example)
-        messages = [*prompt, *completion]
-        if self.targets == "assistant":
-            text, spans = template.with_assistant_spans(messages, **variables)
-        else:
-            text = template.render(messages, **variables)
-            spans = [(0, len(text))]
+        messages, border = [*prompt, *completion], 0
+        try:
+            if self.targets == "assistant":
+                text, spans = template.with_assistant_spans(messages, variables)
+            else:
+                text = template.render(messages, variables)
+                spans = [(0, len(text))]
+            if example.prompt is not None and self.targets != "all":
+                border = template.prefix(prompt, text, variables)
+        except ValueError as error:
+            raise ValueError(f"{fault_of(example, number) or template_fault(error, example, self.targets)}") from error
         (pieces,) = self.tokenizer.encode([text])
-        targets = inside(pieces, spans)
-        if example.prompt is not None and self.targets != "all":
-            border = template.prefix(prompt, text, **variables)
-            targets &= inside(pieces, [(border, len(text))])
+        targets = inside(pieces, spans) & inside(pieces, [(border, len(text))])
         if not targets.any():
             raise ValueError("no token of the conversation is the assistant's: there is nothing to learn from it")
         return _encoded(pieces.tokens, targets)

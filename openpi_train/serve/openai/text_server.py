@@ -340,7 +340,7 @@ class TextServer:
         if is_chat and not self._texts.templates:
             raise invalid("this model has no chat template; use /v1/completions", "messages")
         try:
-            return self._texts.prompt_of(prompt, **request.template_variables)
+            return self._texts.prompt_of(prompt, request.template_variables)
         except ValueError as error:
             raise invalid(str(error), "messages" if is_chat else "prompt") from error
 

@@ -9,6 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from openpi_train.data.text.chat_template import NotAPrefixError
+
 ALL = [(name, chat) for name in chats.TEMPLATES for chat in chats.CONVERSATIONS]
 
 
@@ -34,7 +36,7 @@ def test_text_is_that_of_transformers(theirs, name, chat, header):
         expected = theirs.apply_chat_template(
             messages, chat_template=source, tokenize=False, add_generation_prompt=header, **extra
         )
-        assert chats.chat(source).render(messages, add_generation_prompt=header, **extra) == expected
+        assert chats.chat(source).render(messages, extra, add_generation_prompt=header) == expected
 
 
 @pytest.mark.parametrize("chat", chats.CONVERSATIONS)
@@ -59,12 +61,12 @@ def test_spans_without_blocks_are_the_answers_after_their_headers(name, chat):
     assert [text[a:b] for a, b in spans] == [content + ends[name] for content in contents]
 
 
-def test_a_template_that_does_not_preserve_prefixes_is_an_error_with_advice():
+def test_a_template_that_does_not_preserve_prefixes_is_an_error():
     template = chats.chat(chats.FORGETFUL)
     _, spans = template.with_assistant_spans(chats.SYSTEM)  # one answer: nothing is forgotten
     assert len(spans) == 1
     for messages in (chats.TWO, chats.THOUGHT):
-        with pytest.raises(ValueError, match=r"does not preserve prefixes.*\{% generation %\}.*--data\.targets all"):
+        with pytest.raises(NotAPrefixError, match=r"tiny does not preserve prefixes: it writes .* where the whole"):
             template.with_assistant_spans(messages)
 
 
@@ -89,6 +91,11 @@ def test_variables_set_in_a_block_end_with_it(theirs):
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ 1 / 0 }}", "division by zero"),
+        (
+            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+            "template tiny calls itself without end",
+        ),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "not valid jinja"),
     ],
 )
 def test_a_template_that_fails_says_why(source, message):
@@ -103,6 +110,19 @@ def test_a_template_is_read_from_a_file_and_pickled(tmp_path):
     assert "Today: 26 Jul 2024" in read.render(chats.ONE)
     with pytest.raises(FileNotFoundError, match="no chat template at"):
         chats.ChatTemplate.read(str(tmp_path / "none"), special_tokens={}, today=chats.TODAY)
+    (tmp_path / "latin.jinja").write_bytes("ü".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"chat template .*latin\.jinja is not UTF-8 .*; save it as UTF-8"):
+        chats.ChatTemplate.read(str(tmp_path / "latin.jinja"), special_tokens={}, today=chats.TODAY)
+
+
+# Parameters of our functions, and of jinja's. `self` always is jinja's own within a template.
+@pytest.mark.parametrize("name", ["self", "whole", "given", "variables", "args", "context", "ü"])
+@pytest.mark.parametrize("source", [chats.CHATML, chats.CHATML_MARKED], ids=["chatml", "marked"])
+def test_a_variable_may_have_any_name(name, source):
+    template = chats.chat(source if name == "self" else "{{ " + name + " }}" + source)
+    text, spans = template.with_assistant_spans(chats.ONE, {name: "its value"})
+    assert text == ("" if name == "self" else "its value") + chats.chat(source).render(chats.ONE) and len(spans) == 1
+    assert template.render(chats.ONE, {name: "its value"}) == text
 
 
 def test_spans_mark_the_tokens_that_transformers_marks(theirs):

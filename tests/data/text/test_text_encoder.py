@@ -10,6 +10,7 @@ from openpi_train.data.text.text_encoder import TextEncoder
 
 USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
 OTHER = [{"role": "assistant", "content": "It is five."}]
+LOOKING_AHEAD = "{{ messages | length }}" + chats.CHATML
 
 
 def encoder(template=None, targets="auto", make=chats.byte_level, **config):
@@ -126,11 +127,42 @@ def test_tools_go_to_the_template_made_for_them():
         (None, "all", {"prompt": "a"}, "--data.targets all: prompts have no targets"),
         (None, "all", {"prompt": "a", "chosen": "b", "rejected": "c"}, "targets of preferences"),
         (chats.CHATML, "assistant", {"messages": USER}, "no token of the conversation is the assistant's"),
-        (chats.FORGETFUL, "assistant", {"messages": chats.TWO}, "does not preserve prefixes"),
+        (
+            chats.FORGETFUL, "assistant", {"messages": chats.TWO},
+            r"does not preserve prefixes.*% generation %.*, use prompt/completion data, .*--data\.targets all",
+        ),
+        (
+            chats.FORGETFUL, "assistant", {"prompt": chats.TWO[:-1], "completion": chats.TWO[-1:]},
+            r"does not preserve prefixes.*% generation %.*or set --data\.targets completion or all$",
+        ),
+        (
+            LOOKING_AHEAD, "auto", {"prompt": USER, "completion": ANSWER},
+            r"does not preserve prefixes.*\(--data\.chat-template FILE\), or train on all .*\(--data\.targets all\)$",
+        ),
+        (
+            LOOKING_AHEAD, "auto", {"prompt": USER, "chosen": ANSWER, "rejected": OTHER},
+            r"does not preserve prefixes.*\(--data\.chat-template FILE\), or write prompt and answers as strings$",
+        ),
+        (
+            chats.CHATML, "auto", {"prompt": chats.SYSTEM[:1], "completion": chats.ONE},
+            "^completion begins with a message of the role user, after a prompt that ends with one of the role system",
+        ),
+        (
+            chats.CHATML, "auto", {"prompt": USER, "chosen": ANSWER, "rejected": [*USER, *OTHER]},
+            "^rejected begins with the messages of prompt, .* leave the column prompt out .*chosen=chosen rejected=rej",
+        ),
+        (
+            chats.TURNS, "auto", {"prompt": USER, "completion": chats.ONE},
+            "^completion begins with the messages of prompt, which are then there twice: leave them out of it$",
+        ),
+        (
+            chats.CHATML, "auto", {"chosen": chats.ONE, "rejected": [{"role": "user", "content": "Why?"}, *OTHER]},
+            "^chosen begins with a message of the role user, without a prompt; .* must begin with the same messages",
+        ),
         (chats.TURNS, "auto", {"messages": ANSWER}, "roles must alternate"),
         (None, "auto", {"prompt": "a", "completion": "\ud800"}, "surrogates not allowed"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_encoded_says_what_to_do(template, targets, record, message):
     with pytest.raises(ValueError, match=message):
         encoder(template, targets).encode(example_of(record))
