@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _BATCHES_AHEAD = 2
 _MAX_THREADS = 16
 _MEASURED_ROWS = 32
+# Files that a message lists.
+_LISTED = 3
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -130,14 +132,16 @@ class RowFeed(Feed):
         return [mask_filler(self.batch(index), start) for index, start in enumerate(starts)]
 
     def position(self) -> dict[str, Any]:
-        return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity}
+        files = {"files": dict(self._rows.sources)} if self._rows.sources else {}
+        return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity, **files}
 
     def seek(self, position: dict[str, Any]) -> None:
-        changed = differences(position, {**self.position(), "step": position["step"]})
+        present = {**self.position(), "step": position["step"], "files": None}
+        changed = differences({**position, "files": None}, present)
         if changed:
             raise ValueError(
                 "the data position belongs to other data than this run's, so its rows cannot be continued:\n  "
-                + "\n  ".join(changed)
+                + "\n  ".join([*changed, *changed_files(position.get("files"), self._rows.sources)])
                 + "\nrestore these settings, or start a new run from the checkpoint's weights"
             )
         self._stop_reading()
@@ -223,6 +227,23 @@ class RowFeed(Feed):
         for message in skipped:
             self.bad_records += 1
             logger.warning("bad record %d, row replaced: %s", self.bad_records, message)
+
+
+def changed_files(saved: Mapping[str, str] | None, present: Mapping[str, str]) -> list[str]:
+    """A line for each way in which `RowSource.sources` differ, with the first files; none if `saved` is not known."""
+    if saved is None:
+        return []
+    kinds = {
+        "of other content than then": [name for name in saved if present.get(name, saved[name]) != saved[name]],
+        "not there any more": [name for name in saved if name not in present],
+        "new": [name for name in present if name not in saved],
+    }
+    return [f"files that are {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def differences(saved: Any, present: Any, path: str = "") -> list[str]:

@@ -59,6 +59,14 @@ class RowSource(abc.ABC):
         return {}
 
     @property
+    def sources(self) -> Mapping[str, str]:
+        """A digest of each file that the rows are made of, by its name; empty if not known.
+
+        Rows do not depend on it: messages name by it the files that changed since a run was saved.
+        """
+        return {}
+
+    @property
     def fingerprint(self) -> str:
         """A digest of `identity`: equal rows at equal positions have equal fingerprints."""
         return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()

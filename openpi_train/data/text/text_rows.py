@@ -185,6 +185,14 @@ class TextRows(RowSource):
         rows.text = TextLengths(lengths=lengths, tokens=tuple(member.lengths for member in self.members))
         return rows
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return {
+            f"dataset {number} ({member.name}): {file}": sha256[:16]
+            for number, member in enumerate(self.members)
+            for file, sha256 in member.store.sources.items()
+        }
+
     def batch(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], list[str]]:
         dataset, _, index = self.mixture.locate(positions)
         columns = {name: np.zeros((len(positions), *shape), dtype) for name, (shape, dtype) in self.spec.items()}

@@ -50,6 +50,11 @@ class TokenStore:
         """The number of tokens of each text, int64 [texts]."""
         return np.diff(self.text_ends, prepend=0)
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The SHA-256 of each file by its name."""
+        return {name: sha256 for name, _, _, sha256 in self._stored.manifest["sources"]}
+
     def text(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens int32 [t] and targets bool [t] of a text."""
         start, end = self.text_ends[number - 1] if number else 0, self.text_ends[number]

@@ -392,6 +392,32 @@ def test_batches_are_the_same_on_any_number_of_devices_and_after_seeking(made):
     assert all(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) in shapes for batch in one)
 
 
+def test_a_run_that_goes_on_names_the_files_that_changed(made, tmp_path):
+    config, _ = made(SUMS)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def feed(**files):
+        for name, records in files.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        data = dataclasses.replace(config, datasets=(TextDataset(path=str(folder)),))
+        opened = data.open(OpeningRequest(model=MODEL, seed=0, batch_size=BATCH))
+        return opened.feed(batch_size=BATCH, sharding=sharding(), num_workers=0, cores=None)
+
+    position = json.loads(json.dumps(feed(a=SUMS[:20], b=SUMS[20:40]).position()))
+    feed().seek(position)
+    with pytest.raises(
+        ValueError,
+        match=r"other data(.|\n)*\.texts: then (.|\n)*files that are of other content than then: "
+        r"dataset 0 \(folder\): b\.jsonl\n  files that are new: dataset 0 \(folder\): c\.jsonl\n",
+    ):
+        feed(b=SUMS[20:41], c=SUMS[41:42]).seek(position)
+    del position["files"]  # as runs had it before
+    with pytest.raises(ValueError, match=r"belongs to other data") as told:
+        feed().seek(position)
+    assert "files that" not in str(told.value)
+
+
 def test_openings_at_the_same_time_and_of_moved_files_are_equal(made, tmp_path):
     config, data = made(SUMS)
     moved = tmp_path / "elsewhere" / "set0.jsonl"
