@@ -146,12 +146,12 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
         root = hub_folder(where, repo_type="dataset", patterns=patterns, offline=offline)
     else:
         root = Path(where).expanduser()
+        if not root.exists():
+            raise FileNotFoundError(f"there is no file or folder {where}: check the path")
     if root.is_file():
         if not root.name.endswith(_ENDINGS):
             raise FileNotFoundError(f"{where} is none of {', '.join(_ENDINGS)}, which are the files that are read")
         return [TextFile(root, root.name)]
-    if not root.exists():
-        raise FileNotFoundError(f"there is no file or folder {where}: check the path")
     names = sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")
