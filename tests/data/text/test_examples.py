@@ -84,7 +84,7 @@ def test_further_columns_have_their_meaning_and_others_none():
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         (
             {"prompt": "Why?", "chosen": ANSWER, "rejected": OTHER},
-            "prompt is the string 'Why?', which is not .* lost",
+            r"prompt is the string 'Why\?', which is not .* lost",
         ),
         ({"prompt": "is four", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]}, "would be lost"),
         (
