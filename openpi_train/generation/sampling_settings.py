@@ -7,6 +7,10 @@ from openpi_train.fields import at_least
 # Programs hold this many end tokens per row.
 MAX_STOP_IDS = 8
 _SEEDS = 2**32
+# Programs hold tokens and top-k as int32.
+_LARGEST = 2**31 - 1
+# Logits divided by less could overflow float32.
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class SamplingSettings:
         # Not a number is in no range.
         ranges = {
             "temperature": (self.temperature, 0, float("inf")),
-            "top_k": (self.top_k, 0, float("inf")),
+            "top_k": (self.top_k, 0, _LARGEST),
             "min_p": (self.min_p, 0, 1),
             "max_new_tokens": (self.max_new_tokens, 1, float("inf")),
             "seed": (self.seed, 0, _SEEDS - 1),
@@ -50,12 +54,17 @@ class SamplingSettings:
             for name, (value, low, high) in ranges.items()
             if not (low <= value <= high and value < float("inf"))
         ]
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            problems.append(
+                f"temperature {self.temperature} must be 0, which takes the most probable token, or at least "
+                f"{LEAST_TEMPERATURE}"
+            )
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p {self.top_p} must be above 0 and at most 1")
         if len(self.stop_ids) > MAX_STOP_IDS:
             problems.append(f"stop_ids has {len(self.stop_ids)} tokens; the most are {MAX_STOP_IDS}")
-        if any(token < 0 for token in self.stop_ids):
-            problems.append(f"stop_ids {list(self.stop_ids)} must be tokens, which are at least 0")
+        if not all(0 <= token <= _LARGEST for token in self.stop_ids):
+            problems.append(f"stop_ids {list(self.stop_ids)} must be tokens, which are from 0 to {_LARGEST}")
         if "" in self.stop:
             problems.append("stop has an empty text, at which every completion would end before its first token")
         return problems

@@ -1,5 +1,6 @@
 """`TextGenerator`: completions as texts, of texts or conversations. Read next: `generator.py`, `completion_text.py`."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
@@ -60,10 +61,43 @@ class TextGenerator:
                 "texts, or put a chat_template.jinja beside its tokenizer.json"
             )
 
+    def check(self, prompt: Sequence[int], settings: SamplingSettings) -> list[str]:
+        """Why a prompt cannot be completed, as sentences."""
+        problems = self.generator.check(prompt, self._by_token(settings))
+        for stop in settings.stop:
+            if (inner := self._special_tokens(stop)) and inner != [stop]:
+                problems.append(
+                    f"stop {stop!r} has the special token {inner[0]!r} in it, which the texts of completions leave "
+                    f"out: give {inner[0]!r} by itself, or a text without it"
+                )
+        return problems
+
+    def _by_token(self, settings: SamplingSettings) -> SamplingSettings:
+        """The settings with each stop that is a special token among `stop_ids`: no text of a completion has it."""
+        special = [stop for stop in settings.stop if self._special_tokens(stop) == [stop]]
+        if not special:
+            return settings
+        ids = [self.tokenizer.encode([stop])[0].tokens[0] for stop in special]
+        texts = tuple(stop for stop in settings.stop if stop not in special)
+        return dataclasses.replace(settings, stop=texts, stop_ids=tuple(dict.fromkeys((*settings.stop_ids, *ids))))
+
+    def _special_tokens(self, text: str) -> list[str]:
+        """The special tokens in a text."""
+        try:
+            tokens = self.tokenizer.encode([text])[0].tokens
+        except UnicodeEncodeError:  # half of a surrogate pair, which is in no completion
+            return []
+        return [
+            self.tokenizer.piece(token)
+            for token in tokens
+            if self.tokenizer.decode([token]) and not self.tokenizer.decode([token], skip_special_tokens=True)
+        ]
+
     def submit(
         self, id: Hashable, prompt: Sequence[int], settings: SamplingSettings, *, row: int = 0, num_top: int = 0
     ) -> None:
         """Complete this prompt (from `prompt_of`). Arguments and errors are those of `Generator.submit`."""
+        settings = self._by_token(settings)
         self.generator.submit(GenerationRequest(id=id, prompt=prompt, settings=settings, row=row, num_top=num_top))
         self._texts[id] = CompletionText(self.tokenizer, prompt, settings.stop)
 

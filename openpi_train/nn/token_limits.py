@@ -14,6 +14,8 @@ from openpi_train.nn.shard import as_varied
 from openpi_train.types import pytree
 
 _BITS = 31  # of a positive float32
+# A smaller top-p keeps the same tokens. Its product with a sum of probabilities must not become 0, which keeps all.
+_LEAST_TOP_P = 1e-30
 
 
 @pytree
@@ -35,7 +37,7 @@ def limited(probs: Float[Array, "b v"], settings: RowSettings) -> Float[Array, "
     def by_rank() -> Array:
         of_k = _largest_threshold(probs, lambda kept: kept.sum(axis=-1) >= settings.top_k)
         kept = jnp.where((settings.top_k > 0)[:, None] & (probs < of_k[:, None]), 0.0, probs)
-        wanted = settings.top_p * kept.sum(axis=-1)
+        wanted = jnp.maximum(settings.top_p, _LEAST_TOP_P) * kept.sum(axis=-1)
         of_p = _largest_threshold(kept, lambda above: jnp.where(above, kept, 0.0).sum(axis=-1) >= wanted)
         return jnp.where((settings.top_p < 1)[:, None] & (kept < of_p[:, None]), 0.0, kept)
 

@@ -3,6 +3,7 @@
 Read next: `generation/text_generator.py`, `restore.py`.
 """
 
+import collections
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -53,7 +54,8 @@ def load_text_model(
             in Hugging Face's form, or `hub:USER/NAME`. May be a bucket's address.
         experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own.
         average: use the averaged parameters (EMA), if the run kept an average.
-        dtype: the dtype of parameters and activations; None: the model's `dtype`.
+        dtype: the dtype of parameters and activations; None: a run's `model.dtype`; of a folder in Hugging Face's form
+            that of its tensors, float32 for other types than bfloat16.
         merge_lora: merge low-rank factors into the weights, for speed.
         tokenizer: another place of the tokenizer; None: the checkpoint's own.
         chat_template: a jinja file; None: the checkpoint's own.
@@ -66,7 +68,8 @@ def load_text_model(
         UsageError: an argument is missing or invalid, or the model gives no texts.
     """
     stored, model, run = open_language_model(where, experiment)
-    model = dataclasses.replace(model, remat="none", dtype=dtype or model.dtype)
+    dtype = dtype or (model.dtype if run is not None else stored_dtype(stored))
+    model = dataclasses.replace(model, remat="none", dtype=dtype)
     words = _tokenizer(stored, tokenizer)
     if beyond := words.beyond(model.sizes.vocab_size):
         raise CheckpointError(
@@ -123,6 +126,14 @@ def open_language_model(
     if found is None:
         raise UsageError(f"{stored.where} is a {type(run.model).__name__} ({run.name}), which gives no texts")
     return stored, found[0], run
+
+
+def stored_dtype(stored: Stored) -> Literal["float32", "bfloat16"]:
+    """The dtype to compute in that keeps what is stored: bfloat16 if most numbers are, else float32."""
+    sizes = collections.Counter[str]()
+    for leaf in stored.params.values():
+        sizes[str(leaf.dtype)] += leaf.size_bytes // leaf.dtype.itemsize
+    return "bfloat16" if sizes.most_common(1)[0][0] == "bfloat16" else "float32"
 
 
 def _tokenizer(stored: Stored, given: str | None) -> TextTokenizer:

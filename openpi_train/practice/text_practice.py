@@ -72,6 +72,10 @@ class TextPractice(Practice):
             )
         if len(self.stop_ids) > MAX_STOP_IDS:
             problems.append(f"--practice.stop-ids has {len(self.stop_ids)} tokens; the most are {MAX_STOP_IDS}")
+        if not all(0 <= token < 2**31 for token in self.stop_ids):
+            problems.append(
+                f"--practice.stop-ids {list(self.stop_ids)} must be tokens, which are from 0 to {2**31 - 1}"
+            )
         if not self.rewards:
             problems.append("--practice.rewards is empty: there is nothing to learn from")
         if self.reward_timeout_s <= 0:

@@ -43,7 +43,8 @@ class ServeRequest(Request):
     prompt: str | None = None
     # Denoising steps; None: as in the run's evaluation.
     num_sample_steps: int | None = None
-    # dtype of the parameters; None: as stored.
+    # dtype of the parameters; None: as stored. Language models also compute in it; None: a run's `model.dtype`, or that
+    # of the folder's tensors.
     dtype: Literal["float32", "bfloat16"] | None = None
     # Use the parameters' average (EMA) instead of the parameters themselves.
     average: bool = True

@@ -27,6 +27,8 @@ from openpi_train.tools.requests import GenerateRequest
 logger = logging.getLogger(__name__)
 
 _NEW, _ASK = "/new", "> "
+# The column that is added to each record.
+_COMPLETIONS = "completions"
 Say = Callable[[str], None]
 
 
@@ -68,7 +70,7 @@ def complete_file(model: TextGenerator, source: Path, target: Path, settings: Sa
     for place, record in records[finished:]:
         try:
             prompts.append(model.prompt_of(_given(record)))
-            if problems := model.generator.check(prompts[-1], settings):
+            if problems := model.check(prompts[-1], settings):
                 raise ValueError("; ".join(problems))
         except ValueError as error:
             raise DataError(f"{place}: {error}") from error
@@ -81,9 +83,7 @@ def complete_file(model: TextGenerator, source: Path, target: Path, settings: Sa
             found = model.complete([prompt for prompt in group for _ in range(samples)], settings, rows=rows)
             for number, (_, record) in enumerate(records[finished + start : finished + start + len(group)]):
                 own = found[number * samples : (number + 1) * samples]
-                file.write(
-                    json.dumps({**record, "completions": [_told(one) for one in own]}, ensure_ascii=False) + "\n"
-                )
+                file.write(json.dumps({**record, _COMPLETIONS: [_told(one) for one in own]}, ensure_ascii=False) + "\n")
             file.flush()
             logger.info("%s: %d of %d prompts", target, finished + start + len(group), len(records))
 
@@ -153,9 +153,25 @@ def _records(source: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"--file {source}: there is no such file")
     for number, raw in file.records(("prompt", "messages")):
         try:
-            yield file.place(number), parsed(raw)
+            record = parsed(raw)
+            _check_writable(record)
         except ValueError as error:
             raise DataError(f"{file.place(number)}: {error}") from error
+        yield file.place(number), record
+
+
+def _check_writable(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a line of `--out` cannot hold the record and its completions."""
+    if _COMPLETIONS in record:
+        raise ValueError(f"it has a column `{_COMPLETIONS}`, which --out writes: rename or remove this column")
+    for name, value in record.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"its column {json.dumps(name)} has half of a surrogate pair ({error}), which UTF-8 cannot write: "
+                "replace or remove this text"
+            ) from error
 
 
 def _given(record: Mapping[str, Any]) -> str | list[Mapping[str, Any]]:
@@ -169,16 +185,26 @@ def _given(record: Mapping[str, Any]) -> str | list[Mapping[str, Any]]:
 
 
 def _finished(target: Path, records: Sequence[tuple[str, Mapping[str, Any]]], samples: int) -> int:
-    """How many records are in `target` already. A last line that was cut off is removed."""
+    """How many records are in `target` already. A last line that was cut off is removed.
+
+    Raises DataError if another line is not of these records.
+    """
     if not target.exists():
         return 0
     content = target.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    lines = [json.loads(line) for line in whole.splitlines()]
-    for number, line in enumerate(lines):
+    lines = whole.splitlines()
+    for number, raw in enumerate(lines):
+        try:
+            line = parsed(raw)
+        except ValueError as error:
+            raise DataError(
+                f"--out {target}: line {number + 1} is no line of completions: {error}; name another file, or remove "
+                "this one"
+            ) from error
         place, record = records[number] if number < len(records) else ("no record of --file", {})
-        same = record and all(line.get(name) == value for name, value in record.items())
-        if not same or len(line.get("completions", ())) != samples:
+        made = line.get(_COMPLETIONS)
+        if not (record and _holds(line, record) and isinstance(made, list) and len(made) == samples):
             raise DataError(
                 f"--out {target}: line {number + 1} does not hold {samples} completions of {place}: it is of other "
                 "prompts or --samples; name another file, or remove this one"
@@ -187,3 +213,9 @@ def _finished(target: Path, records: Sequence[tuple[str, Mapping[str, Any]]], sa
         with target.open("r+b") as file:
             file.truncate(len(whole))
     return len(lines)
+
+
+def _holds(line: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether the line has all columns of the record, compared as JSON: NaN does not equal itself."""
+    own = {name: line[name] for name in record if name in line}
+    return json.dumps(own) == json.dumps(dict(record))

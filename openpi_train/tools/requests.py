@@ -286,7 +286,7 @@ class GenerateRequest(Request):
     samples: int = at_least(1, 1)
     # The experiment of the checkpoint, if it is not recorded there.
     experiment: str | None = None
-    # Type of parameters and activations; None: the model's.
+    # Type of parameters and activations; None: a run's `model.dtype`, or that of the folder's tensors.
     dtype: Literal["float32", "bfloat16"] | None = None
     # Use the average of the parameters (EMA) instead of the parameters.
     average: bool = True

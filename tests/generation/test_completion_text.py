@@ -1,5 +1,6 @@
 """Texts of completions while their tokens come, whatever steps they come in."""
 
+import chats
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -7,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from openpi_train.data.text.text_tokenizer import TextTokenizer
 from openpi_train.generation.completion_text import CompletionText
 from openpi_train.generation.generator import NewTokens, joined
+from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.generation.text_generator import TextGenerator
 
 TEXT = "Grüße, 世界! 🤖 and so on; the end\n\nmore"
 
@@ -112,3 +115,33 @@ def test_the_space_before_a_completion_is_part_of_it():
     for sizes in ([3], [1, 1, 1], [2, 1]):
         assert "".join(one.text for one in told(tokenizer, prompt, tokens, sizes)) == " of it all"
     assert "".join(one.text for one in told(tokenizer, [], tokens, [1, 2])) == "of it all"
+
+
+class Submitted:
+    """In place of a `Generator`: keeps the requests."""
+
+    def __init__(self):
+        self.requests = []
+
+    def check(self, prompt, settings):
+        return settings.check()
+
+    def submit(self, request):
+        self.requests.append(request)
+
+
+def test_a_stop_that_is_a_special_token_ends_by_its_token():
+    tokenizer, generator = chats.tiny(eos_token="<|im_end|>"), Submitted()
+    texts = TextGenerator(generator, tokenizer, {})
+    start, end = (tokenizer.encode([text])[0].tokens[0] for text in ("<|im_start|>", "<|im_end|>"))
+    settings = SamplingSettings(stop=("<|im_end|>", "four", "<|im_start|>"), stop_ids=(5, end))
+    texts.submit("it", [1], settings)
+    (request,) = generator.requests
+    assert request.settings == SamplingSettings(stop=("four",), stop_ids=(5, end, start))
+    assert texts.check([1], settings) == []
+    # They share the places of tokens; within another text a special token is never seen.
+    assert texts.check([1], SamplingSettings(stop=("<|im_end|>",), stop_ids=tuple(range(100, 108)))) == [
+        "stop_ids has 9 tokens; the most are 8"
+    ]
+    (problem,) = texts.check([1], SamplingSettings(stop=("so<|im_end|>", "\n", " ", "\ud800")))
+    assert problem.startswith("stop 'so<|im_end|>' has the special token '<|im_end|>' in it")

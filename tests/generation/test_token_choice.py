@@ -41,6 +41,12 @@ def test_every_row_has_its_own_limits():
     np.testing.assert_array_equal(np.asarray(found) > 0, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
 
 
+def test_a_tiny_top_p_keeps_the_most_probable_token():
+    probs = jnp.broadcast_to(jnp.asarray([0.2, 0.5, 0.3]), (3, 3))
+    found = limited(probs, settings_of(3, top_p=np.asarray([1e-20, 1e-40, 0.0], np.float32)))  # 1e-46 is 0 in float32
+    np.testing.assert_array_equal(np.asarray(found) > 0, [[0, 1, 0]] * 3)
+
+
 def test_equally_probable_tokens_are_kept_together():
     found = limited(jnp.full((1, 8), 0.125), settings_of(1, top_k=3, top_p=0.5))
     np.testing.assert_array_equal(found, np.full((1, 8), 0.125))

@@ -154,9 +154,13 @@ def test_a_seed_repeats_an_answer_and_without_one_answers_differ(client):
     assert text(temperature=0) == text(temperature=0)
 
 
-def test_the_same_prompt_twice_has_the_same_completions(client):
-    first, second, *others = complete(client, ["go on", "and on", "go on"], n=2, seed=1).choices
-    assert (first.text, second.text) == (others[2].text, others[3].text)
+def test_equal_prompts_of_a_request_have_their_own_completions(client):
+    choices = complete(client, ["go on", "and on", "go on"], n=2, seed=1).choices
+    texts = [choice.text for choice in choices]
+    assert len(set(texts)) == 6 and [choice.index for choice in choices] == list(range(6))
+    # The first prompt's are those that it has alone, and a seed repeats all of them.
+    assert [choice.text for choice in complete(client, "go on", n=2, seed=1).choices] == texts[:2]
+    assert [choice.text for choice in complete(client, ["go on", "and on", "go on"], n=2, seed=1).choices] == texts
 
 
 def test_an_answer_ends_before_a_stop(client):

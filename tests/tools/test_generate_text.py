@@ -2,12 +2,15 @@
 
 import json
 
+import ml_dtypes
+import numpy as np
 import pytest
 from text_models import write_model
 
 from openpi_train import cli
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.policy.text_model import load_text_model
+from openpi_train.interop.stored_leaves import Stored, in_memory
+from openpi_train.policy.text_model import load_text_model, stored_dtype
 from openpi_train.runtime.exits import DATA, USAGE, UsageError
 from openpi_train.tools import generate_text
 from openpi_train.tools.generate_text import chat, complete_file
@@ -41,6 +44,18 @@ def loaded(model, monkeypatch):
 def whole(model, given, settings=SETTINGS, row=0):
     """The completion of one prompt alone."""
     return model.complete([model.prompt_of(given)], settings, rows=[row])[0].text
+
+
+def test_a_folder_is_computed_in_the_dtype_of_its_tensors(model):
+    assert model.generator._devices.dtype == "float32"  # though the config's own default is bfloat16
+
+    def stored(*dtypes):
+        leaves = {str(number): in_memory(np.zeros(size, dtype)) for number, (size, dtype) in enumerate(dtypes)}
+        return Stored(where="memory", format="huggingface", params=leaves)
+
+    assert stored_dtype(stored((9, ml_dtypes.bfloat16), (6, np.float32))) == "bfloat16"
+    assert stored_dtype(stored((6, ml_dtypes.bfloat16), (9, np.float32))) == "float32"
+    assert stored_dtype(stored((6, np.float16))) == "float32"
 
 
 @pytest.mark.slow
@@ -103,6 +118,9 @@ def test_a_file_is_completed_in_its_order_and_continued_where_it_was_stopped(mod
         ('{"prompt": [1]}', "it has no prompt"),
         ("{", "not JSON"),
         (json.dumps({"prompt": "long " * 200}), "tokens, which leaves no room for a completion"),
+        ('{"prompt": "b", "completions": []}', "it has a column `completions`, which --out writes: rename or remove"),
+        ('{"prompt": "b", "note": "\\ud800"}', 'its column "note" has half of a surrogate pair'),
+        ('{"prompt": "b", "notes": {"\\udc00": 1}}', 'its column "notes" has half of a surrogate pair'),
     ],
 )
 def test_a_record_that_cannot_be_completed_is_named_by_its_line(loaded, tmp_path, line, told, capsys):
@@ -121,6 +139,40 @@ def test_completions_of_other_prompts_are_not_continued(loaded, tmp_path, capsys
     before = target.read_bytes()
     assert cli.run(["generate", "somewhere", "--file", str(source), "--out", str(target)]) == DATA
     assert "line 1 does not hold 1 completions of prompts.jsonl:1" in capsys.readouterr().err
+    assert target.read_bytes() == before
+
+
+def test_numbers_that_do_not_equal_themselves_are_continued(loaded, model, tmp_path):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "score": NaN}\n{"prompt": "b", "scores": [NaN, Infinity]}\n')
+    target.write_text(
+        '{"prompt": "a", "score": NaN, "completions": [{}]}\n'
+        '{"prompt": "b", "scores": [NaN, Infinity], "completions": [{}]}\n'
+    )
+    before = target.read_bytes()
+    complete_file(model, source, target, SETTINGS, 1)  # nothing is left to do
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[1, 2]", "line 2 is no line of completions: [1, 2] is no object"),
+        ("hello", "line 2 is no line of completions: not JSON"),
+        ("", "line 2 is no line of completions: not JSON"),
+        ('{"prompt": "b", "completions": 1}', "line 2 does not hold 1 completions of prompts.jsonl:2"),
+        ('{"prompt": "b"}', "line 2 does not hold 1 completions of prompts.jsonl:2"),
+        ('{"completions": [{}]}', "line 2 does not hold 1 completions of prompts.jsonl:2"),
+    ],
+)
+def test_a_file_that_holds_no_completions_is_named_with_the_line(loaded, tmp_path, line, told, capsys):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    target.write_text('{"prompt": "a", "completions": [{}]}\n' + line + "\n")
+    before = target.read_bytes()
+    assert cli.run(["generate", "somewhere", "--file", str(source), "--out", str(target)]) == DATA
+    error = capsys.readouterr().err
+    assert f"--out {target}: {told}" in error and "name another file, or remove this one" in error
     assert target.read_bytes() == before
 
 

@@ -304,11 +304,12 @@ class TextServer:
         if count > most:
             raise invalid(f"the request asks for {count} completions; the most are {most} (--max-queue)", "n")
         prompts = [self._tokens_of(prompt, request) for prompt in request.prompts]
-        rows = []
+        rows: list[AskedRow] = []
         for tokens in prompts:
             settings = self._settings(tokens, request)
+            # Numbered through the whole request: equal prompts have their own random numbers.
             rows += [
-                AskedRow(prompt=tokens, settings=settings, row=number, num_top=request.num_top or 0)
+                AskedRow(prompt=tokens, settings=settings, row=len(rows) + number, num_top=request.num_top or 0)
                 for number in range(request.num_choices)
             ]
         if request.num_top is not None:
@@ -352,7 +353,7 @@ class TextServer:
             more = "" if wanted is None else f" and {wanted} in the completion"
             raise self._too_long(f"your request has {len(tokens)} tokens in the prompt{more}")
         settings = dataclasses.replace(request.settings, max_new_tokens=room if wanted is None else wanted)
-        if problems := self._texts.generator.check(tokens, settings):
+        if problems := self._texts.check(tokens, settings):
             raise invalid("; ".join(problems))
         return settings
 
