@@ -1,6 +1,6 @@
 """Small runs on the embedded arithmetic task (`data/text/arithmetic.py`), written at first use: no download, no GPU.
 
-Supervised training imitates demonstrations of which most forget the carry; the reward model and DPO start from its
+Supervised training imitates demonstrations of which most forget the carry; the reward model, DPO and KTO start from its
 result and learn from pairs of a right and a wrong answer. docs/language_runs.md has the commands in order.
 """
 
@@ -16,6 +16,7 @@ from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
+from openpi_train.objectives.judged_completions import JudgedCompletions
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
@@ -117,5 +118,13 @@ arithmetic_dpo_lora = dataclasses.replace(
 """The same with low-rank adapters: only these train, and the reference is the model without them.
 
 Command: python -m openpi_train arithmetic_dpo_lora --exp-name x  (start weights as for arithmetic_dpo)
+Hardware: 2 CPU cores. Time and result: not yet measured.
+"""
+
+arithmetic_kto = dataclasses.replace(arithmetic_dpo, objective=JudgedCompletions())
+"""KTO on the same answers, each judged by itself: the right ones are desirable, the wrong ones are not.
+
+Labelled completions without a partner: --data.kind unpaired --data.datasets.0.path FILE.
+Command: python -m openpi_train arithmetic_kto --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """

@@ -1,4 +1,4 @@
-"""Published language models on GSM8K: supervised training, reward models and DPO, whole or with low-rank adapters.
+"""Published language models on GSM8K: supervised training, reward models, DPO (also with adapters) and KTO.
 
 Each experiment exists for the four models of `published_models.py`; --model.path names another. Another dataset of
 TRL's types: --data.datasets.0.path PATH, with --data.datasets.0.columns for other names of columns, and --data.kind.
@@ -17,6 +17,7 @@ from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
+from openpi_train.objectives.judged_completions import JudgedCompletions
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
@@ -132,6 +133,16 @@ gsm8k_dpo_lora_smollm2_135m, gsm8k_dpo_lora_qwen25_05b, gsm8k_dpo_lora_llama32_1
 )
 """The same with low-rank adapters: only these train, and the reference is the model without them.
 
+Command: python -m openpi_train NAME --exp-name x --weight-loader.params-path <a run of gsm8k_sft>
+Hardware: one GPU. Time and result: not yet measured.
+"""
+
+gsm8k_kto_smollm2_135m, gsm8k_kto_qwen25_05b, gsm8k_kto_llama32_1b, gsm8k_kto_gemma3_1b = (
+    dataclasses.replace(dpo, objective=JudgedCompletions()) for dpo in _DPO
+)
+"""KTO on the same solutions, each judged by itself: the right ones are desirable, the wrong ones are not.
+
+Labelled completions without a partner: --data.kind unpaired --data.datasets.0.path FILE --data.datasets.0.columns
 Command: python -m openpi_train NAME --exp-name x --weight-loader.params-path <a run of gsm8k_sft>
 Hardware: one GPU. Time and result: not yet measured.
 """

@@ -209,7 +209,7 @@ class Experiment:
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
-        problems += self._check_practice()
+        problems += [*self._check_reference(), *self._check_practice()]
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))
@@ -247,6 +247,15 @@ class Experiment:
                 f"--batch-size {self.batch_size}; change one of them"
             ]
         return []
+
+    def _check_reference(self) -> list[str]:
+        """Why the data lack what the objective compares with."""
+        if not self.objective.reads_reference or getattr(self.data, "reference_log_probs", False):
+            return []
+        return [
+            "--objective.reference precomputed needs the reference's log-probabilities, and the data do not read any: "
+            "give --data.reference-log-probs, or --objective.reference model"
+        ]
 
     def _check_practice(self) -> list[str]:
         """Why the run cannot learn from own attempts as it should."""

@@ -30,6 +30,7 @@ NAMES += (
     "metaworld_rloo",
     "arithmetic_reward",
     "arithmetic_dpo_lora",
+    "arithmetic_kto",
     "gsm8k_sft_qwen25_05b",
     "gsm8k_dpo_gemma3_1b",
     "gsm8k_grpo_qwen25_05b",

@@ -13,6 +13,8 @@ from openpi_train.models.hf_config import hf_config, sizes_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
+from openpi_train.objectives.judged_completions import JudgedCompletions
+from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.runtime.exits import UsageError
 
 # What the models' config.json files on the hub say of sizes and kinds (read 2026-11-23), and their numbers of
@@ -111,7 +113,7 @@ PUBLISHED = {
     ),
 }
 MODELS = dict(zip(PUBLISHED, published_models.MODELS, strict=True))
-KINDS = ("sft", "sft_lora", "reward", "dpo", "dpo_lora")
+KINDS = ("sft", "sft_lora", "reward", "dpo", "dpo_lora", "kto")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -133,7 +135,7 @@ def test_every_model_has_every_kind_of_run(model):
         "reward": RewardConfig(language=published),
         "dpo": ReferencedConfig(policy=published),
     }
-    forms["dpo_lora"] = forms["sft_lora"]
+    forms["dpo_lora"], forms["kto"] = forms["sft_lora"], forms["dpo"]
     assert forms["sft_lora"].adapter.enabled
     for kind in KINDS:
         experiment = registry.load(f"gsm8k_{kind}_{model}")
@@ -151,6 +153,30 @@ def test_data_that_an_objective_cannot_be_trained_on_are_refused():
         wrong = dataclasses.replace(experiment, exp_name="x", data=dataclasses.replace(experiment.data, kind=kind))
         with pytest.raises(UsageError, match=f"is trained on --data.kind {takes}, not on {kind}"):
             wrong.check(1)
+
+
+def test_kto_judges_pairs_and_labelled_completions():
+    experiment = dataclasses.replace(arithmetic_runs.arithmetic_kto, exp_name="x")
+    assert experiment.objective == JudgedCompletions() and experiment.data.kind == "preferences"
+    for kind in ("preferences", "unpaired"):
+        dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, kind=kind)).check(1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "reads"),
+    [
+        (PreferencePairs(reference="precomputed"), True),
+        (JudgedCompletions(reference="precomputed", baseline="zero"), True),
+        (PreferencePairs(variant="simpo", reference="precomputed"), False),  # simpo has no reference
+    ],
+)
+def test_a_precomputed_reference_must_be_among_the_data(objective, reads):
+    without = dataclasses.replace(arithmetic_runs.arithmetic_dpo, exp_name="x", objective=objective)
+    data = dataclasses.replace(without.data, reference_log_probs=True)
+    dataclasses.replace(without, model=without.model.policy, data=data).check(1)
+    if reads:
+        with pytest.raises(UsageError, match=r"--objective\.reference precomputed needs .*--data\.reference-log-probs"):
+            without.check(1)
 
 
 def test_the_small_model_has_the_size_that_its_description_says():

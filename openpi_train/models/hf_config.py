@@ -190,9 +190,12 @@ def _refuse_others(said: Mapping[str, Any], where: str) -> None:
 
 
 def _number(said: Mapping[str, Any], key: str, where: str) -> int:
-    if not isinstance(said.get(key), int):
+    value = said.get(key)
+    if value is None:
         raise CheckpointError(f"{where} says no {key}, which a model of type {said['model_type']} has; fetch it again")
-    return said[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(f"{where}: {key} is {value!r}; needed is a whole number: correct it, or fetch it again")
+    return value
 
 
 def _float(value: Any) -> float | None:

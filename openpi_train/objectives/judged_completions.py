@@ -88,6 +88,11 @@ class JudgedCompletions(Objective):
         """`needs`, and a reference if it is not precomputed."""
         return self.needs | ({"reference"} if self.reference == "model" else frozenset())
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the reference is precomputed."""
+        return self.reference == "precomputed"
+
     def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
         """A warning if the chosen completions lose likelihood."""
         return displacement(metrics)

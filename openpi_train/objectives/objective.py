@@ -49,6 +49,11 @@ class Objective(abc.ABC):
         return self.needs
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether it reads the reference's log-probabilities from the batches."""
+        return False
+
+    @property
     def draws_per_row(self) -> int:
         """How many times the action part of the model runs for one row (for cost forecasts)."""
         return 1

@@ -106,6 +106,11 @@ class PreferencePairs(Objective):
         asks = self._used.has_reference and self.reference == "model"
         return self.needs | ({"reference"} if asks else frozenset())
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss has a reference that is precomputed."""
+        return self._used.has_reference and self.reference == "precomputed"
+
     def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
         """A warning if the chosen completions lose likelihood."""
         return displacement(metrics)

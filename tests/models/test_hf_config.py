@@ -116,6 +116,8 @@ def test_sizes_that_a_family_cannot_have_are_not_written():
         ({"mlp_bias": True}, r"mlp_bias True is not computed here"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config .* is not computed here; allowed: None"),
         ({"num_hidden_layers": None}, r"says no num_hidden_layers"),
+        ({"num_attention_heads": "four"}, r"num_attention_heads is 'four'; needed is a whole number"),
+        ({"hidden_size": True}, r"hidden_size is True; needed is a whole number"),
         ({"num_key_value_heads": 5}, r"num_heads 32 is not a multiple of num_kv_heads 5"),
     ],
 )
