@@ -67,9 +67,13 @@ _OTHER_SIZES = ["it is an adapter of a model of other sizes: give its base model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An opened adapter: its settings, and its leaves by published name; a reward model's has its score, too."""
+    """An opened adapter: its settings, and its leaves by published name; a reward model's has its score, too.
+
+    `base` is the model that it says it was trained on, a name on the hub or a path; None: it does not say.
+    """
 
     where: str
+    base: str | None
     settings: AdapterConfig
     leaves: Leaves
 
@@ -93,6 +97,17 @@ class Adapter:
         merged = merged_lora(adapted, wide | factors)
         weights = {path.replace("/lora_a", "/weight") for path in factors}
         return {path: leaf if path in weights or path == SCORE else params[path] for path, leaf in merged.items()}
+
+    def warn_of_another_base(self, where: str) -> None:
+        """Log a warning if the weights at `where`, a path or an address, have another name than the adapter's base."""
+        if self.base and _last_name(self.base) != _last_name(where):
+            logger.warning(
+                "the adapter %s says that it was trained on %s, and is added to %s: give its base model as "
+                "--weight-loader.params-path, unless both are the same model",
+                self.where,
+                self.base,
+                where,
+            )
 
     def _check(self, ours: AdapterConfig) -> None:
         theirs = self.settings
@@ -145,6 +160,7 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
     }
     if alone := sorted(partners - found.keys()):
         raise CheckpointError(f"{place}/{FILE} lacks {alone[0]}, the other factor of one that it holds; fetch it again")
+    _check_rank(place, found, rank)
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in expected.items()}
     account(
         found, wanted, where=f"{place}/{FILE}", may_miss=".*", explain=lambda *names: _OTHER_SIZES if names[-1] else []
@@ -161,7 +177,8 @@ def open_adapter(place: Place, model: ModelConfig) -> Adapter:
         if there or (name != SCORE and own.enabled and in_part):
             zeros = in_memory(np.zeros(one.tensor_shape, np.float32))
             leaves[name] = one.joined({**dict.fromkeys(one.tensors.values(), zeros), **found})
-    return Adapter(where=str(place), settings=settings, leaves=leaves)
+    base = said.get("base_model_name_or_path")
+    return Adapter(where=str(place), base=base if isinstance(base, str) else None, settings=settings, leaves=leaves)
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
@@ -240,6 +257,22 @@ def _tell_absent(place: Place, found: Leaves, expected: Mapping[str, Any], ours:
     if absent:
         names = ", ".join(sorted(absent))
         logger.warning("%s leaves out %s, in some layers or in all: they get no addition in this run", place, names)
+
+
+def _check_rank(place: Place, found: Leaves, rank: int) -> None:
+    """Raise CheckpointError if factors have another rank than the adapter's config says."""
+    dims = (("lora_A", 0), ("lora_B", -1))
+    ranks = {leaf.shape[dim] for name, leaf in found.items() for kind, dim in dims if kind in name and leaf.shape}
+    if others := sorted(ranks - {rank}):
+        raise CheckpointError(
+            f"{place}/{CONFIG} says r {rank}, and {FILE} has factors of rank {', '.join(map(str, others))}: both are "
+            "not of one adapter; correct r, or fetch the adapter again"
+        )
+
+
+def _last_name(where: str) -> str:
+    """The last part of a path or an address, without scheme and revision."""
+    return where.rstrip("/").rpartition("/")[2].removeprefix(SCHEME).partition("@")[0].lower()
 
 
 def _module(tensor: str) -> str:

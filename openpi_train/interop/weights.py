@@ -107,6 +107,7 @@ class CheckpointWeightLoader(WeightLoader):
                 "policy, and an adapter is added to a language model: convert it with --to huggingface first"
             )
         adapter = peft_adapter.open_adapter(open_place(self.adapter_path), model)
+        adapter.warn_of_another_base(self.params_path)
         found = adapter.onto(part, params)
         logger.info("start weights: with the adapter %s of rank %d", adapter.where, adapter.settings.rank)
         if part is model:

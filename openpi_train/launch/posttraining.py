@@ -11,6 +11,8 @@ from openpi_train.launch import forms
 from openpi_train.launch.spec import DEFAULT_PORT
 from openpi_train.launch.this_host import this_host
 
+# Options of `posttrain` that replace the config's values.
+_REPLACING = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
 
 
@@ -26,7 +28,8 @@ def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
     """
     given = _parser().parse_args(list(options))
     words = ["posttrain", "--config", given.config, "--mode", "train"]
-    words += ["--algorithm", given.algorithm] if given.algorithm else []
+    for name in ("algorithm", *_REPLACING):
+        words += [f"--{name}", value] if (value := getattr(given, name)) is not None else []
     return forms.main([*_started(given), "--", *words, *shlex.split(given.extra_args), *arguments])
 
 
@@ -52,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, help="the YAML config")
     parser.add_argument("--algorithm", help="sft, rm, dpo, ppo or grpo (default: as the config says)")
+    for name in _REPLACING:
+        _add(parser, name, help="replaces the config's value")
     _add(parser, "nproc_per_node", type=int, help="processes on this host, a GPU each (default: one with all GPUs)")
     _add(parser, "nnodes", type=int, default=1, help="number of hosts (%(default)s)")
     _add(parser, "node_rank", type=int, default=0, help="this host (%(default)s)")

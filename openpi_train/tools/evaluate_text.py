@@ -5,6 +5,7 @@ All devices of all processes compute together, as in training. Read next: `evalu
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 
 import jax
@@ -105,7 +106,10 @@ def run(
         # Rounded up to whole rows on every device.
         batch_size=-(-request.batch_size * jax.process_count() // jax.device_count()) * jax.device_count(),
     )
-    data = open_in_turn(experiment)
+    try:
+        data = open_in_turn(experiment)
+    except DataError as error:
+        raise DataError(in_flags_of_eval(str(error))) from error
     assert isinstance(data, OpenedText)
     if data.validation is None:
         raise DataError("the run holds no text out (--data.validation-fraction): give texts with --data")
@@ -183,6 +187,14 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
         flags = [problem.replace("--eval.sampling.", "--").replace("--eval.", "--") for problem in problems]
         raise UsageError("\n".join(flags))
     return config
+
+
+def in_flags_of_eval(told: str) -> str:
+    """A message about texts with the flags of `eval` in place of those of runs."""
+    told = told.replace("set --data.kind, or name other columns", "name other columns")  # the model says the kind
+    told = re.sub(r"--data\.datasets\.(?:N|\d+)\.(columns|split)", r"--\1", told)
+    told = re.sub(r"--data\.datasets(?:\.(?:N|\d+)\.(?:path|validation))?(?![.\w-])", "--data", told)
+    return told.replace("--data.targets", "--targets")
 
 
 def _no_completions(

@@ -87,6 +87,12 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
     logger.info("%s, key by key:\n%s", request.config, translated.report())
     if translated.algorithm in PRACTISING and not translated.rewards and request.mode == "train":
         raise NoRewardError(translated.algorithm)
+    if translated.resumed is not None and not translated.resumed.is_dir() and request.mode == "train":
+        raise UsageError(
+            f"resume_from_checkpoint names this run, and there is no folder {translated.resumed} to continue from: "
+            "correct output_dir, experiment_name or the algorithm, or give `true`, which starts a run that is not "
+            "there yet"
+        )
     experiment, prefix = _built(translated)
     names = {word.partition("=")[0].replace("_", "-") for word in given}
     left_out = {flag for name in names for flag in _REPLACED.get(name, ())}

@@ -165,7 +165,7 @@ def start(folder, base="qwen2", adapter=ADAPTERS["everything"][1]):
         ({"init_lora_weights": "pissa"}, r"init_lora_weights 'pissa' is not computed here"),
         ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save \['embed_tokens'\] is not computed here"),
         ({"r": None}, r"needs r and lora_alpha, and says None and 5; fetch it again"),
-        ({"r": 4}, r"(?s)of another shape.*lora_A.weight is \(3, 16\), the model wants \(4, 16\)"),
+        ({"r": 4}, r"adapter_config.json says r 4, and adapter_model.safetensors has factors of rank 3: .*correct r"),
         ({"lora_alpha": 7}, r"is another adapter than the experiment's; give its settings: --model.adapter.alpha 7.0$"),
         ({"use_rslora": True}, r"give its settings: --model.adapter.rslora True$"),
     ],
@@ -180,6 +180,17 @@ def test_settings_that_differ_are_named(folder, changed, says):
 def test_parts_that_the_run_does_not_adapt_are_named(folder):
     with pytest.raises(CheckpointError, match=r"give its settings: --model.adapter.mlp True"):
         start(folder, adapter=AdapterConfig(rank=3, alpha=5.0, mlp=False))
+
+
+@pytest.mark.parametrize(
+    ("base", "warns"),
+    [("other/base", True), ("user/QWEN2", False), ("/models/qwen2/", False), ("hub:a/qwen2@v1", False), (None, False)],
+)
+def test_another_base_than_the_adapters_is_told(folder, caplog, base, warns):
+    file = folder / peft_adapter.CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": base}))
+    start(folder)
+    assert (f"says that it was trained on {base}, and is added to {GENUINE / 'qwen2'}" in caplog.text) == warns
 
 
 def test_weights_without_an_addition_are_logged(caplog):

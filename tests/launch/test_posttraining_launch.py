@@ -41,6 +41,11 @@ HOSTS = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr 192.168.1.100
             "-- posttrain --config c.yaml --mode train --output_dir o --batch-size 8",
         ),
         (
+            "--config c.yaml --experiment_name d1 --output-dir o --resume_from_checkpoint o/d1/checkpoints/latest",
+            "local --processes 1 -- posttrain --config c.yaml --mode train --output_dir o --experiment_name d1 "
+            "--resume_from_checkpoint o/d1/checkpoints/latest",
+        ),
+        (
             "--nproc_per_node 2 --devices_per_process 3 --config c.yaml --dry_run",
             "local --processes 2 --devices-per-process 3 --dry-run -- posttrain --config c.yaml --mode train",
         ),

@@ -9,7 +9,7 @@ from command import ROOT, check, copy_without, losses, openpi_train, train
 from text_models import write_model
 
 from openpi_train.runtime.exits import DataError, UsageError
-from openpi_train.tools import evaluate_policy, report
+from openpi_train.tools import evaluate_policy, evaluate_text, report
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, ReportRequest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -134,8 +134,24 @@ def test_a_folder_of_hugging_face_is_evaluated_on_any_texts(base, tmp_path, monk
             evaluated(folder, tmp_path / "none", **given)
     with pytest.raises(DataError, match="absent"):
         evaluated(folder, tmp_path / "none", data=str(tmp_path / "absent.jsonl"))
+    texts.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    with pytest.raises(DataError, match=r"this run takes [^;:]*: name other columns \(--columns\)$"):
+        evaluated(folder, tmp_path / "none", data=str(texts))
     with pytest.raises(UsageError, match="lies in no run's directory"):
         evaluate_policy.run(EvaluateRequest(checkpoint=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("told", "here"),
+    [
+        ("set --data.kind, or name other columns (--data.datasets.N.columns)", "name other columns (--columns)"),
+        ("--data.datasets.0.split x; give --data.datasets.0.path", "--split x; give --data"),
+        ("--data.targets all; --data.max-length 8", "--targets all; --data.max-length 8"),
+        ("give --data.datasets", "give --data"),
+    ],
+)
+def test_messages_name_the_flags_of_eval(told, here):
+    assert evaluate_text.in_flags_of_eval(told) == here
 
 
 def test_preferences_have_a_pair_accuracy(base, tmp_path):

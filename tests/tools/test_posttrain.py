@@ -185,7 +185,7 @@ def test_absent_keys_have_the_values_of_the_tools_example(started, project):
     found.check(1)
 
 
-def test_what_is_given_on_the_command_line_goes_first(started):
+def test_what_is_given_on_the_command_line_goes_first(started, capsys):
     words = ("--config", "config.yaml", "--algorithm", "dpo", "--output_dir", "o", "--experiment_name", "e")
     found = run(started, *words, "--local_rank=0", "--num-train-steps", "7", "--model.policy.dtype", "bfloat16")
     assert (found.checkpoint_base_dir, found.exp_name) == ("o", "e")
@@ -194,7 +194,13 @@ def test_what_is_given_on_the_command_line_goes_first(started):
     fitted, _ = adapt(rows, 4, None)
     fitted.check(4)
     assert (fitted.batch_size, fitted.micro_batch_size, fitted.grad_accum) == (32, 4, 2)
-    found = run(started, *words, "--resume_from_checkpoint", "o/e/checkpoints/latest")
+    latest = ("--resume_from_checkpoint", "o/e/checkpoints/latest")
+    assert cli.run(["posttrain", *words, *latest]) == USAGE
+    told = capsys.readouterr().err
+    assert f"there is no folder {Path('o/dpo/e').absolute()} to continue from" in told and "give `true`" in told
+    assert run(started, *words, "--resume_from_checkpoint", "true").resume
+    Path("o/dpo/e").mkdir(parents=True)
+    found = run(started, *words, *latest)
     assert found.resume and found.weight_loader.params_path == "./model"
     found = run(started, *words, "--optimizer", "lion", "--optimizer.b1", "0.8")
     assert found.optimizer == Lion(b1=0.8, weight_decay=0.0)

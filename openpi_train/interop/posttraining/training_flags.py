@@ -38,7 +38,8 @@ class TranslatedConfig:
     """A translated file: what is trained on what, flags of an experiment, a line per key.
 
     `model` is a folder or an address; flags of the model are those of the language model itself. `rewards` are the name
-    and the weight of each; `with_reference` says whether own completions are compared with the start weights.
+    and the weight of each; `with_reference` says whether own completions are compared with the start weights. `resumed`
+    is this run's folder if the file names it, or a checkpoint in it, to continue from.
     """
 
     algorithm: Algorithm
@@ -48,6 +49,7 @@ class TranslatedConfig:
     lines: tuple[str, ...]
     rewards: tuple[tuple[str, float], ...] = ()
     with_reference: bool = False
+    resumed: Path | None = None
 
     def report(self) -> str:
         """A report of every key and its result."""
@@ -82,7 +84,7 @@ def translate_config(
     _objective(file)
     sources, model = text_sources(file), start_model(file)
     rewards = rewards_of(file) if file.practises else ()
-    _resume(file)
+    resumed = _resume(file)
     file.leave_others()
     lines = file.lines()
     if model is None:
@@ -98,6 +100,7 @@ def translate_config(
         lines=lines,
         rewards=rewards,
         with_reference=with_reference,
+        resumed=resumed,
     )
 
 
@@ -264,30 +267,34 @@ def _objective(file: YamlConfig) -> None:
         file.note("the score head trains", *freezes)
 
 
-def _resume(file: YamlConfig) -> None:
-    """Continue the run itself from its newest checkpoint, or start a new run from the state of another one."""
+def _resume(file: YamlConfig) -> Path | None:
+    """Continue the run itself from its newest checkpoint, or start a new run from the state of another one.
+
+    Returns the run's folder if a path says that it is continued.
+    """
     key = "resume_from_checkpoint"
     value = file.values.get(key)
     if value in (None, False, ""):
         file.note("a new run", key)
-        return
+        return None
     if value in (True, "true", "latest", "auto"):
         file.flag("resume", True, key)
-        return
+        return None
     path = Path(file.text(key))
     while path.name in ("latest", "checkpoints"):
         path = path.parent
     whole, folders = Path(os.path.abspath(path.expanduser())), _own_folders(file)
     if whole in folders:
         file.flag("resume", True, key)
-    elif any(folder in whole.parents for folder in folders):
+        return folders[0]
+    if any(folder in whole.parents for folder in folders):
         raise UsageError(
             f"{key} is {value}: a run continues from its newest good checkpoint (give {folders[0]}/latest); to go back "
             f"to an older one, start another run from it: change {_NAME}"
         )
-    else:
-        file.flag("weight-loader.params-path", str(path), key)
-        file.flag("weight-loader.continue-training", True, key)
+    file.flag("weight-loader.params-path", str(path), key)
+    file.flag("weight-loader.continue-training", True, key)
+    return None
 
 
 def _own_folders(file: YamlConfig) -> list[Path]:
