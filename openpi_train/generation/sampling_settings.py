@@ -8,7 +8,7 @@ from openpi_train.fields import at_least
 MAX_STOP_IDS = 8
 _SEEDS = 2**32
 # Programs hold tokens and top-k as int32.
-_LARGEST = 2**31 - 1
+LARGEST_INT32 = 2**31 - 1
 # Logits divided by less could overflow float32.
 LEAST_TEMPERATURE = 1e-6
 
@@ -42,7 +42,7 @@ class SamplingSettings:
         # Not a number is in no range.
         ranges = {
             "temperature": (self.temperature, 0, float("inf")),
-            "top_k": (self.top_k, 0, _LARGEST),
+            "top_k": (self.top_k, 0, LARGEST_INT32),
             "min_p": (self.min_p, 0, 1),
             "max_new_tokens": (self.max_new_tokens, 1, float("inf")),
             "seed": (self.seed, 0, _SEEDS - 1),
@@ -63,8 +63,8 @@ class SamplingSettings:
             problems.append(f"top_p {self.top_p} must be above 0 and at most 1")
         if len(self.stop_ids) > MAX_STOP_IDS:
             problems.append(f"stop_ids has {len(self.stop_ids)} tokens; the most are {MAX_STOP_IDS}")
-        if not all(0 <= token <= _LARGEST for token in self.stop_ids):
-            problems.append(f"stop_ids {list(self.stop_ids)} must be tokens, which are from 0 to {_LARGEST}")
+        if not all(0 <= token <= LARGEST_INT32 for token in self.stop_ids):
+            problems.append(f"stop_ids {list(self.stop_ids)} must be tokens, which are from 0 to {LARGEST_INT32}")
         if "" in self.stop:
             problems.append("stop has an empty text, at which every completion would end before its first token")
         return problems

@@ -65,7 +65,8 @@ class TextGenerator:
         """Why a prompt cannot be completed, as sentences."""
         problems = self.generator.check(prompt, self._by_token(settings))
         for stop in settings.stop:
-            if (inner := self._special_tokens(stop)) and inner != [stop]:
+            inner = [self.tokenizer.piece(token) for token in self._special_tokens(stop)]
+            if inner and inner != [stop]:
                 problems.append(
                     f"stop {stop!r} has the special token {inner[0]!r} in it, which the texts of completions leave "
                     f"out: give {inner[0]!r} by itself, or a text without it"
@@ -74,24 +75,23 @@ class TextGenerator:
 
     def _by_token(self, settings: SamplingSettings) -> SamplingSettings:
         """The settings with each stop that is a special token among `stop_ids`: no text of a completion has it."""
-        special = [stop for stop in settings.stop if self._special_tokens(stop) == [stop]]
-        if not special:
-            return settings
-        ids = [self.tokenizer.encode([stop])[0].tokens[0] for stop in special]
-        texts = tuple(stop for stop in settings.stop if stop not in special)
-        return dataclasses.replace(settings, stop=texts, stop_ids=tuple(dict.fromkeys((*settings.stop_ids, *ids))))
+        texts, ids = [], list(settings.stop_ids)
+        for stop in settings.stop:
+            inner = self._special_tokens(stop)
+            if len(inner) == 1 and self.tokenizer.piece(inner[0]) == stop:
+                ids += inner
+            else:
+                texts.append(stop)
+        return dataclasses.replace(settings, stop=tuple(texts), stop_ids=tuple(dict.fromkeys(ids)))
 
-    def _special_tokens(self, text: str) -> list[str]:
+    def _special_tokens(self, text: str) -> list[int]:
         """The special tokens in a text."""
         try:
             tokens = self.tokenizer.encode([text])[0].tokens
         except UnicodeEncodeError:  # half of a surrogate pair, which is in no completion
             return []
-        return [
-            self.tokenizer.piece(token)
-            for token in tokens
-            if self.tokenizer.decode([token]) and not self.tokenizer.decode([token], skip_special_tokens=True)
-        ]
+        decode = self.tokenizer.decode
+        return [token for token in tokens if decode([token]) and not decode([token], skip_special_tokens=True)]
 
     def submit(
         self, id: Hashable, prompt: Sequence[int], settings: SamplingSettings, *, row: int = 0, num_top: int = 0
