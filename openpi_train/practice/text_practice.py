@@ -14,7 +14,7 @@ from openpi_train.data.text.text_rows import row_spec_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
-from openpi_train.generation.sampling_settings import MAX_STOP_IDS
+from openpi_train.generation.sampling_settings import LARGEST_INT32, LEAST_TEMPERATURE, MAX_STOP_IDS
 from openpi_train.models.accompanied import policy_of
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.practice.prompt_source import PromptSource
@@ -54,8 +54,13 @@ class TextPractice(Practice):
                 *problems,
                 f"TextPractice completes the prompts of TextData; the run's data are {type(data).__name__}",
             ]
-        if not isinstance(getattr(objective, "law", None), TokenLaw):
+        law = getattr(objective, "law", None)
+        if not isinstance(law, TokenLaw):
             problems.append("TextPractice needs an objective whose law is a TokenLaw (--objective.law)")
+        elif 0 < law.temperature < LEAST_TEMPERATURE:
+            problems.append(f"--objective.law.temperature {law.temperature} must be at least {LEAST_TEMPERATURE}")
+        elif law.top_k > LARGEST_INT32:
+            problems.append(f"--objective.law.top-k {law.top_k} must be at most {LARGEST_INT32}")
         if data.kind not in ("texts", "prompts"):
             problems.append(f"--data.kind {data.kind}: prompts are those of texts (prompt/completion) or prompts")
         if data.kind == "prompts" and (comparing := [one.name for one in self.rewards if one.compares]):
@@ -72,10 +77,9 @@ class TextPractice(Practice):
             )
         if len(self.stop_ids) > MAX_STOP_IDS:
             problems.append(f"--practice.stop-ids has {len(self.stop_ids)} tokens; the most are {MAX_STOP_IDS}")
-        if not all(0 <= token < 2**31 for token in self.stop_ids):
-            problems.append(
-                f"--practice.stop-ids {list(self.stop_ids)} must be tokens, which are from 0 to {2**31 - 1}"
-            )
+        if not all(0 <= token <= LARGEST_INT32 for token in self.stop_ids):
+            given = " ".join(map(str, self.stop_ids))
+            problems.append(f"--practice.stop-ids {given} must be tokens, which are from 0 to {LARGEST_INT32}")
         if not self.rewards:
             problems.append("--practice.rewards is empty: there is nothing to learn from")
         if self.reward_timeout_s <= 0:

@@ -242,6 +242,9 @@ def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_token
         ({"num_train_steps": 10}, "--num-train-steps 10 is not a multiple of the 4"),
         ({"objective": PolicyGradient(kl_weight=0.1)}, "compares with a reference"),
         ({"objective": PolicyGradient(law=TokenLaw(temperature=0.0))}, "temperature 0.0 must be above 0"),
+        ({"objective": PolicyGradient(law=TokenLaw(temperature=1e-9))}, "law.temperature 1e-09 must be at least 1e-06"),
+        ({"objective": PolicyGradient(law=TokenLaw(top_k=2**31))}, "law.top-k 2147483648 must be at most 2147483647"),
+        ({"practice": dataclasses.replace(PRACTICE, stop_ids=(2**31,))}, "--practice.stop-ids 2147483648 must be"),
         ({"practice": dataclasses.replace(PRACTICE, max_new_tokens=16)}, "leave none for the prompt"),
         ({"practice": dataclasses.replace(PRACTICE, rewards=())}, "--practice.rewards is empty"),
         (
