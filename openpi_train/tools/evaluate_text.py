@@ -30,7 +30,7 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.policy.restore import open_run, restored
-from openpi_train.policy.text_model import MAX_LENGTH
+from openpi_train.policy.text_model import MAX_LENGTH, stored_dtype
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sharding.strategy import Plan
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
@@ -74,7 +74,8 @@ def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:
     place = checkpoint_formats.open_place(where)
     if experiment is not None or not huggingface.recognises(place):
         return open_run(where, experiment)
-    stored, language = checkpoint_formats.open_checkpoint(where), huggingface.read_model(place)
+    stored = checkpoint_formats.open_checkpoint(where)
+    language = huggingface.read_model(place, dtype=stored_dtype(stored))
     is_reward = SCORE in stored.params
     data = TextData(
         datasets=(),
