@@ -68,8 +68,8 @@ def load_text_model(
         UsageError: an argument is missing or invalid, or the model gives no texts.
     """
     stored, model, run = open_language_model(where, experiment)
-    dtype = dtype or (model.dtype if run is not None else stored_dtype(stored))
-    model = dataclasses.replace(model, remat="none", dtype=dtype)
+    of_weights = model.dtype if run is not None else stored_dtype(stored)
+    model = dataclasses.replace(model, remat="none", dtype=dtype or of_weights)
     words = _tokenizer(stored, tokenizer)
     if beyond := words.beyond(model.sizes.vocab_size):
         raise CheckpointError(
