@@ -16,6 +16,7 @@ Of several types that fit, the one furthest down the table is taken. Read next: 
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -191,11 +192,23 @@ def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
     if taken := sorted(extra.keys() & _TAKEN):
         raise ValueError(f"chat_template_kwargs has {', '.join(taken)}, which the run sets itself")
     found = dict(extra) | ({"tools": given["tools"]} if given.get("tools") else {})
-    tools = found.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        told = _what(tools) if not isinstance(tools, list) else "a list with other entries than objects"
-        raise ValueError(f"tools is {told}; needed is a list of objects, not written as a string")
-    return found
+    return found | ({"tools": _tools(found["tools"])} if "tools" in found else {})
+
+
+def _tools(given: Any) -> Any:
+    """A list of objects, or JSON of one: tables whose columns have one type hold it as a string (TRL)."""
+    needed = "needed is a list of objects, or JSON of such a list"
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"tools is a string that is no JSON ({error}); {needed}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"tools is {_what(tools)}; {needed}")
+    if not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise ValueError(f"tools is a list with other entries than objects; {needed}")
+    return tools
 
 
 def _label(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Which dataset type a record is, and what is wrong with records of none."""
 
+import json
+
 import chats
 import pytest
 
@@ -62,6 +64,8 @@ def test_further_columns_have_their_meaning_and_others_none():
     assert (found.margin, found.reference) == (2.0, (-1.0, -2.5))
     found = example_of({"messages": chats.ONE, "tools": chats.TOOLS, "chat_template_kwargs": {"x": 1}, "source": "web"})
     assert found.variables == {"x": 1, "tools": chats.TOOLS}
+    # Tables hold them as JSON.
+    assert example_of({"messages": chats.ONE, "tools": json.dumps(chats.TOOLS)}).variables == {"tools": chats.TOOLS}
     message = {"role": "user", "content": "a", "tool_calls": None}  # as parquet gives it
     assert example_of({"messages": [message]}).completions == ([{"role": "user", "content": "a"}],)
     found = example_of({"prompt": "a", "completion": "b", "label": 1, "reference_logps": -3})
@@ -91,9 +95,13 @@ def test_further_columns_have_their_meaning_and_others_none():
             {"prompt": USER, "chosen": "b", "rejected": "c"},
             "prompt is a list, chosen is a string, rejected is a string: all texts of a record must be strings",
         ),
-        ({"messages": chats.ONE, "tools": "[{}]"}, "tools is a string; needed is a list of objects"),
+        ({"messages": chats.ONE, "tools": "[{]"}, "tools is a string that is no JSON"),
+        (
+            {"messages": chats.ONE, "tools": "{}"},
+            "tools is an object; needed is a list of objects, or JSON of such a list",
+        ),
         ({"messages": chats.ONE, "tools": ["{}"]}, "tools is a list with other entries than objects"),
-        ({"messages": chats.ONE, "chat_template_kwargs": {"tools": "[]"}}, "tools is a string"),
+        ({"messages": chats.ONE, "chat_template_kwargs": {"tools": "[1]"}}, "tools is a list with other entries"),
         ({"prompt": USER, "completion": "b"}, "prompt is a list, completion is a string"),
         ({"text": chats.ONE}, "text is a list"),
         ({"messages": "a"}, "messages is a string"),
