@@ -46,9 +46,11 @@ def at_least(least: float, default: Any, on_resume: OnResume | None = None) -> A
 def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
     """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
-    `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it.
+    `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it. So is
+    a switch that is off, as by default, and that the saved run's version had not.
     """
     rule: OnResume = "warn"
+    default: Any = None
     names = path.split(".")
     for name in names[:-1] if names[-1] == "__class__" else names:
         if dataclasses.is_dataclass(config):
@@ -56,11 +58,14 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
             if name in retired(type(config)):
                 return "retired"
             rule = fields[name].metadata.get(_ON_RESUME, rule) if name in fields else rule
+            default = fields[name].default if name in fields else None
             config = getattr(config, name, None)
         elif isinstance(config, Sequence) and name.isdecimal() and int(name) < len(config):
             config = config[int(name)]
         else:
             config = None
+    if saved is None and given is False and default is False:
+        return "retired"
     if rule == "refuse_class":
         return "refuse" if names[-1] == "__class__" else "warn"
     if rule == "refuse_switch":

@@ -6,7 +6,7 @@ import functools
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.fields import too_small
+from openpi_train.fields import resume_verdict, setting, too_small
 
 LEAST_1 = (
     "batch_size grad_accum num_train_steps fsdp_devices log_interval save_interval keep_last keep_period num_epochs "
@@ -38,3 +38,17 @@ def test_every_number_has_its_least_value(least, name):
 
 def test_what_is_no_number_is_not_compared():
     assert not too_small(dataclasses.replace(debug, num_workers="auto", keep_period=None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Switched:
+    """A config with a switch that older runs have not."""
+
+    new: bool = setting(False, on_resume="refuse")
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "verdict"), [(None, False, "retired"), (None, True, "refuse"), (True, False, "refuse")]
+)
+def test_a_switch_that_the_runs_version_had_not_is_off_in_it(saved, given, verdict):
+    assert resume_verdict(Switched(new=given), "new", saved, given) == verdict

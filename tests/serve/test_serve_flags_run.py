@@ -144,7 +144,7 @@ def test_a_certificate_makes_it_wss_and_nothing_goes_in_the_clear(pairs):
         served = ssl.get_server_certificate((server.host, server.port), timeout=10)
         assert ssl.PEM_cert_to_DER_cert(served) == ssl.PEM_cert_to_DER_cert((own / "cert.pem").read_text())
         server.scheme = "ws"
-        with pytest.raises((InvalidMessage, ConnectionError, EOFError)):
+        with pytest.raises((InvalidMessage, ConnectionError, EOFError, TimeoutError)):
             server.connect()
 
     words = ("--tls-cert", own / "cert.pem", "--tls-key", own / "key.pem")
