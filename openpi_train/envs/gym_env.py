@@ -5,28 +5,24 @@ uint8 arrays [height, width, 3] are pictures, their names the cameras. Simulator
 states of a batch can be stepped. Read next: `in_processes.py`, which runs simulators in processes.
 """
 
-import collections
 import dataclasses
 import functools
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs import maniskill
 from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.envs.leased import Leased, add_idle, numbers_of
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.own_file import import_file
 
 # What the source of a task of ManiSkill begins with.
 MANISKILL = "maniskill:"
-# Idle simulators by name: making one may take longer than an episode.
-_IDLE: dict[str, list[Any]] = collections.defaultdict(list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +76,10 @@ class GymEnv(Env):
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> "GymEpisodes":
         """New episodes, each seeded by its key. Raises UsageError if there is none that fits."""
-        simulators = _Leased(self.source, len(tasks))
+        simulators = Leased(_made, [(self.source,)] * len(tasks))
+        pairs = zip(simulators, numbers_of(keys), strict=True)
         # Gymnasium's seeds are below 2**32.
-        seeds = np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
-        seen = [one.reset(seed=int(seed % 2**32))[0] for one, seed in zip(simulators, seeds, strict=True)]
+        seen = [one.reset(seed=int(seed % 2**32))[0] for one, seed in pairs]
         no = np.zeros(len(seen), bool)
         return GymEpisodes(simulators, seen, no, no, np.zeros(len(seen)), 0)
 
@@ -92,7 +88,7 @@ class GymEnv(Env):
 
         Raises RuntimeError for states that were already stepped, UsageError if nothing says whether it succeeded.
         """
-        states.check_newest()
+        states.simulators.check_newest(states.num_steps)
         seen = list(states.observations)
         success, over, rewards = states.success.copy(), states.over.copy(), np.zeros(len(seen))
         clipped = self.executed(actions)
@@ -141,20 +137,12 @@ class GymEnv(Env):
 class GymEpisodes:
     """A batch of episodes after `num_steps` control steps: what each simulator said last."""
 
-    simulators: "_Leased"
+    simulators: Leased
     observations: list[Any]
     success: np.ndarray
     over: np.ndarray
     rewards: np.ndarray
     num_steps: int
-
-    def check_newest(self) -> None:
-        """Raise RuntimeError if they were already stepped."""
-        if self.num_steps != self.simulators.num_steps:
-            raise RuntimeError(
-                f"these states are those after {self.num_steps} control steps of {self.simulators.num_steps}, and a "
-                "simulator cannot go back: keep the newest states"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,16 +154,6 @@ class _Sizes:
     state_dim: int
     vectors: tuple[str, ...]
     cameras: tuple[str, ...]
-
-
-class _Leased(list[Any]):
-    """The simulators of a batch of episodes, idle again once no states of the batch are referenced."""
-
-    def __init__(self, source: str, count: int):
-        idle = _IDLE[source]
-        super().__init__(idle.pop() if idle else _made(source) for _ in range(count))
-        self.num_steps = 0
-        weakref.finalize(self, idle.extend, tuple(self)).atexit = False
 
 
 def as_dictionary(observation: Any) -> Mapping[str, np.ndarray]:
@@ -218,6 +196,6 @@ def _sizes(source: str) -> _Sizes:
     if not vectors:
         shapes = ", ".join(f"{name} {np.shape(one)}" for name, one in seen.items())
         raise UsageError(f"gym:{source}: its observation has no vector for the state: {shapes}")
-    _IDLE[source].append(simulator)
+    add_idle(_made, (source,), simulator)
     dims = sum(np.size(seen[name]) for name in vectors)
     return _Sizes(low=low, high=high, state_dim=dims, vectors=vectors, cameras=tuple(sorted(pictures)))

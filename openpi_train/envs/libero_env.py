@@ -9,22 +9,20 @@ An evaluation begins in one of the initial states that LIBERO publishes for a ta
 begins in states that LIBERO draws anew. An episode ends with its first success.
 """
 
-import collections
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import os
 import pickle
-import weakref
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.envs.leased import Leased, numbers_of
 from openpi_train.runtime.exits import UsageError
 
 # Control steps of each suite, somewhat more than its longest demonstration has.
@@ -33,8 +31,6 @@ SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libe
 _PICTURES = {"image": "agentview_image", "wrist_image": "robot0_eye_in_hand_image"}
 # At first objects fall: nothing is moved for so many control steps, and the gripper is open.
 _WAITING_STEPS, _NO_MOTION = 10, np.array([0.0] * 6 + [-1.0])
-# Idle simulators by suite, task and size of pictures: making one takes seconds.
-_IDLE: dict[tuple[str, int, int], list[Any]] = collections.defaultdict(list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,18 +67,18 @@ class LiberoEnv(Env):
 
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> "LiberoEpisodes":
         """New episodes, after the control steps in which objects fall."""
-        numbers = np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
-        simulators = _LeasedSimulators(self, np.asarray(tasks))
-        pairs = zip(simulators, numbers.tolist(), np.asarray(tasks).tolist(), strict=True)
+        tasks = np.asarray(tasks, np.int32)
+        simulators = Leased(_simulator, [(self.suite, int(task), self.image_size) for task in tasks])
+        pairs = zip(simulators, numbers_of(keys).tolist(), tasks.tolist(), strict=True)
         seen = [self._begun(simulator, int(number), int(task)) for simulator, number, task in pairs]
-        return LiberoEpisodes(simulators, seen, np.zeros(len(seen), bool), np.asarray(tasks, np.int32), 0)
+        return LiberoEpisodes(simulators, seen, np.zeros(len(seen), bool), tasks, 0)
 
     def step(self, states: "LiberoEpisodes", actions: Float[Array | np.ndarray, "b 7"]) -> "LiberoEpisodes":
         """The states one control step later; episodes that have succeeded stay as they are.
 
         Raises RuntimeError for states that were already stepped.
         """
-        states.check_newest()
+        states.simulators.check_newest(states.num_steps)
         executed, seen, success = self.executed(actions), list(states.seen), states.success.copy()
         for row in np.flatnonzero(~success):
             seen[row] = states.simulators[row].step(executed[row])[0]
@@ -133,34 +129,11 @@ class LiberoEnv(Env):
 class LiberoEpisodes:
     """A batch of episodes after `num_steps` control steps: what each simulator said last."""
 
-    simulators: "_LeasedSimulators"
+    simulators: Leased
     seen: list[Any]
     success: np.ndarray
     tasks: np.ndarray
     num_steps: int
-
-    def check_newest(self) -> None:
-        """Raise RuntimeError if they were already stepped."""
-        if self.num_steps != self.simulators.num_steps:
-            raise RuntimeError(
-                f"these states are those after {self.num_steps} control steps of {self.simulators.num_steps}, and a "
-                "simulator cannot go back: keep the newest states"
-            )
-
-
-class _LeasedSimulators(list[Any]):
-    """The simulators of a batch of episodes, idle again once no states of the batch are referenced."""
-
-    def __init__(self, env: LiberoEnv, tasks: np.ndarray):
-        keys = [(env.suite, int(task), env.image_size) for task in tasks]
-        super().__init__(_IDLE[key].pop() if _IDLE[key] else _simulator(*key) for key in keys)
-        self.num_steps = 0
-        weakref.finalize(self, _give_back, keys, tuple(self)).atexit = False
-
-
-def _give_back(keys: list[tuple[str, int, int]], simulators: tuple[Any, ...]) -> None:
-    for key, simulator in zip(keys, simulators, strict=True):
-        _IDLE[key].append(simulator)
 
 
 def _proprioception(seen: Any) -> Float[np.ndarray, "8"]:

@@ -8,14 +8,12 @@ metaworld 3.1.1), so only the newest states of a batch can be stepped. From `res
 functions of their keys and actions, bit for bit.
 """
 
-import collections
 import dataclasses
 import functools
 import importlib
 import logging
 import warnings
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -23,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.envs.leased import Leased
 from openpi_train.envs.metaworld_tasks import INSTRUCTIONS
 
 logger = logging.getLogger(__name__)
@@ -32,8 +31,6 @@ CAMERA = "corner2"
 SHOWN_PX = 240
 # Noise on an expert's actions, in units of the action's range: disturbances that its commands correct.
 _NOISE = np.array([0.1, 0.1, 0.1, 0.0])
-# Idle simulators by task: creating one takes ten times as long as a reset.
-_IDLE: dict[str, list["_Simulator"]] = collections.defaultdict(list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Episodes:
     last one was rewarded with.
     """
 
-    simulators: "_Lease"
+    simulators: Leased
     observations: np.ndarray
     success: np.ndarray
     num_steps: np.ndarray
@@ -88,7 +85,7 @@ class MetaWorldEnv(Env):
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Episodes:
         """New episodes. Raises ImportError if Meta-World is not installed."""
         numbers = np.asarray(jax.random.key_data(keys))
-        simulators = _Lease(self.task_list[int(task)] for task in np.asarray(tasks))
+        simulators = Leased(_Simulator, [(self.task_list[int(task)],) for task in np.asarray(tasks)])
         side = ("train", "held_out").index(self.split)
         pairs = zip(simulators, numbers.tolist(), strict=True)
         observations = np.stack([simulator.reset([*number, side]) for simulator, number in pairs])
@@ -193,19 +190,6 @@ class _Simulator:
 
             self.view = View(self.env.model, CAMERA, size)
         return self.view.picture(self.env.data)
-
-
-class _Lease(list[_Simulator]):
-    """The simulators of a batch of episodes, returned to the idle ones once no states of the batch are referenced."""
-
-    def __init__(self, names: Iterable[str]):
-        super().__init__(_IDLE[name].pop() if _IDLE[name] else _Simulator(name) for name in names)
-        weakref.finalize(self, _give_back, tuple(self)).atexit = False
-
-
-def _give_back(simulators: tuple[_Simulator, ...]) -> None:
-    for simulator in simulators:
-        _IDLE[simulator.name].append(simulator)
 
 
 @functools.cache

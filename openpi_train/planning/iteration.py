@@ -11,7 +11,7 @@ from openpi_train.planning.memory import GIB
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
 
 # Share of the memory's nominal rate at which parameters and cache are read to make a token.
-MEMORY_SHARE = 0.6
+DECODING_MEMORY_SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,6 @@ def _making_tokens_s(tokens: TokenSteps, num_attempts: int, machine: Machine, te
     """Seconds for the tokens of all attempts: each step reads parameters and cache, and computes."""
     groups = machine.num_devices // tensor_devices
     rounds = -(-num_attempts // (groups * tokens.rows))
-    reading_s = tokens.bytes_per_step / (machine.kind.memory_gb_s * 1e9 * MEMORY_SHARE)
+    reading_s = tokens.bytes_per_step / (machine.kind.memory_gb_s * 1e9 * DECODING_MEMORY_SHARE)
     computing_s = tokens.flops_per_row * tokens.rows / (machine.kind.peak_flops * machine.efficiency * tensor_devices)
     return rounds * tokens.steps_per_attempt * max(reading_s, computing_s)

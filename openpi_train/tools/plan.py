@@ -19,7 +19,7 @@ from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recomm
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import has_target, target_of
-from openpi_train.planning.iteration import MEMORY_SHARE, Iteration, forecast_iteration
+from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
 from openpi_train.planning.kinds import find_kind
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
@@ -181,7 +181,7 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         lines.append(f"host memory: {HOST_LINK_GB_S} GB/s each way (PCIe 4.0 x16), beside nothing but the update")
     if experiment.practice is not None:
         lines.append(
-            f"own attempts: as long as is allowed; parameters and cache are read at {MEMORY_SHARE:.0%} of "
+            f"own attempts: as long as is allowed; parameters and cache are read at {DECODING_MEMORY_SHARE:.0%} of "
             f"{kind.memory_gb_s:g} GB/s to make a token; simulators and reward functions take no time"
         )
     return [

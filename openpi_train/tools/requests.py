@@ -62,19 +62,14 @@ class DoctorRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRequest(Request):
-    """Forecast the memory and speed of an experiment on other devices, and list the assumptions.
-
-    Plans every strategy and rematerialisation policy, or only the given one. Nothing is allocated.
-    Exit code 2: nothing fits. Any field of the experiment may be set as in training: plan debug --devices 8
-    --device-kind h100 --batch-size 64
-    """
+class AheadRequest(Request):
+    """An experiment on devices that need not be present."""
 
     # A name from `list`, or file.py:name.
     experiment: ExperimentName
     # Devices of the run, over all hosts.
     devices: int = at_least(1, dataclasses.MISSING)
-    # h200, h100, a100, a100-40gb, rtx4090, ...
+    # b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada, rtx4090, ...
     device_kind: str
     # Hosts, with equally many devices each.
     hosts: int = at_least(1, 1)
@@ -82,6 +77,17 @@ class PlanRequest(Request):
     device_gib: float | None = None
     # GB/s out of one host. The default is one port of 400 gigabits per second, by its data sheet.
     network_gb_s: float = 50.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest(AheadRequest):
+    """Forecast the memory and speed of an experiment on other devices, and list the assumptions.
+
+    Plans every strategy and rematerialisation policy, or only the given one. Nothing is allocated.
+    Exit code 2: nothing fits. Any field of the experiment may be set as in training: plan debug --devices 8
+    --device-kind h100 --batch-size 64
+    """
+
     # Share of the peak FLOP/s while computing.
     efficiency: float = 0.5
     # Also compile the recommended step and print what the compiler says.
@@ -101,7 +107,7 @@ class PlanRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileRequest(Request):
+class CompileRequest(AheadRequest):
     """Compile a training step by XLA's GPU compiler for GPUs that need not be present: memory, kernels, traffic.
 
     Needs jax's CUDA plugin, but no GPU; nothing is run. Strategy and rematerialisation are chosen as in training unless
@@ -109,18 +115,6 @@ class CompileRequest(Request):
     --device-kind h100 --model.remat dots
     """
 
-    # A name from `list`, or file.py:name.
-    experiment: ExperimentName
-    # Devices of the run, over all hosts.
-    devices: int = at_least(1, dataclasses.MISSING)
-    # b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada or rtx4090.
-    device_kind: str
-    # Hosts, with equally many devices each.
-    hosts: int = at_least(1, 1)
-    # Memory of a device; None: the kind's.
-    device_gib: float | None = None
-    # GB/s out of one host. The default is one port of 400 gigabits per second, by its data sheet.
-    network_gb_s: float = 50.0
     # Camera slots that the rows fill; none: those of the data.
     cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
     # Write the compiled program (HLO) to this file.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from openpi_train.envs import libero_env
+from openpi_train.envs import leased, libero_env
 from openpi_train.envs.libero_env import LiberoEnv, axis_angle
 from openpi_train.envs.named import environment
 from openpi_train.robots.libero import Libero
@@ -21,7 +21,7 @@ KEYS, TASKS = jax.random.split(jax.random.key(0), 8), np.array([0, 1] * 4)
 def forget():
     for cached in (libero_env._tasks, libero_env._benchmark, libero_env._published_states):
         cached.cache_clear()
-    libero_env._IDLE.clear()
+    leased.forget_idle()
     for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
         del sys.modules[name]
 

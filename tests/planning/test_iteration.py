@@ -13,7 +13,7 @@ from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.planning.forecast import forecast
 from openpi_train.planning.generation import token_flops, token_step_bytes
-from openpi_train.planning.iteration import MEMORY_SHARE, forecast_iteration
+from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, forecast_iteration
 from openpi_train.planning.memory import GIB, DoesNotFit, Memory, require
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
 from openpi_train.sharding.mesh import planned_mesh
@@ -63,7 +63,7 @@ def test_tokens_are_made_as_fast_as_parameters_are_read_or_multiplied(bytes_per_
     """64 attempts on four devices, six at a time: three rounds, of which the last is not full."""
     tokens = TokenSteps(rows=6, steps_per_attempt=100, bytes_per_step=bytes_per_step, flops_per_row=flops)
     found = iteration(dataclasses.replace(TEXTS, tokens=tokens))
-    of_step = {"reading": bytes_per_step / (3350e9 * MEMORY_SHARE), "computing": 6 * flops / (989e12 * 0.5)}
+    of_step = {"reading": bytes_per_step / (3350e9 * DECODING_MEMORY_SHARE), "computing": 6 * flops / (989e12 * 0.5)}
     assert max(of_step, key=of_step.__getitem__) == bound
     assert found.acting_s == pytest.approx(64 * 2e12 / RATE + 300 * of_step[bound])
 

@@ -6,13 +6,13 @@ and bandwidth what its scheduler believes that fits and how long a kernel takes.
 
 import dataclasses
 
-from openpi_train.planning.kinds import DeviceKind
+from openpi_train.planning.kinds import DeviceKind, find_kind
 from openpi_train.runtime.exits import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """A kind of GPU (`kind` is the name in `kinds.py`) as the compiler sees it. Bytes, bytes/s and GHz.
+    """A kind of GPU (`kind` is the name in `kinds.py`) as the compiler sees it. Bytes and GHz.
 
     A core is a streaming multiprocessor. `shared_bytes` is the shared memory of a core, of which one block may ask for
     `block_shared_bytes`.
@@ -27,11 +27,15 @@ class GpuTarget:
     shared_bytes: int
     block_shared_bytes: int
     cache_bytes: int
-    bandwidth: float
     clock_ghz: float
     source: str
     platform: str = "cuda"
     """As a jax device has it: `nn/attention.py` asks such a device."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of the device memory, as `kinds.py` has them."""
+        return find_kind(self.kind).memory_gb_s * 1e9
 
     def text(self, memory_bytes: int) -> str:
         """The description of such a GPU with this much memory."""
@@ -106,21 +110,15 @@ TARGETS = (
     GpuTarget(
         kind="b200",
         device_kind="NVIDIA B200",
-        bandwidth=7.67232e12,
         source=_sxm("b200"),
         **{**_HOPPER, "compute_capability": "10.0", "num_cores": 148, "cache_bytes": 132644864, "clock_ghz": 1.965},
     ),
-    GpuTarget(kind="h200", device_kind="NVIDIA H200", bandwidth=4.8e12, source=_sxm("h200"), **_HOPPER),
-    GpuTarget(
-        kind="h100", device_kind="NVIDIA H100 80GB HBM3", bandwidth=3.35232e12, source=_sxm("h100_sxm"), **_HOPPER
-    ),
-    GpuTarget(
-        kind="a100", device_kind="NVIDIA A100-SXM4-80GB", bandwidth=2.03904e12, source=_sxm("a100_sxm_80"), **_AMPERE
-    ),
+    GpuTarget(kind="h200", device_kind="NVIDIA H200", source=_sxm("h200"), **_HOPPER),
+    GpuTarget(kind="h100", device_kind="NVIDIA H100 80GB HBM3", source=_sxm("h100_sxm"), **_HOPPER),
+    GpuTarget(kind="a100", device_kind="NVIDIA A100-SXM4-80GB", source=_sxm("a100_sxm_80"), **_AMPERE),
     GpuTarget(
         kind="a100-40gb",
         device_kind="NVIDIA A100-SXM4-40GB",
-        bandwidth=1.5552e12,
         source=_sxm("a100_sxm_40"),
         **_AMPERE,
     ),
@@ -129,7 +127,6 @@ TARGETS = (
         device_kind="NVIDIA L40S",
         num_cores=142,
         cache_bytes=96 * 2**20,
-        bandwidth=0.864e12,
         clock_ghz=2.52,
         source="L40S data sheet; Ada GPU Architecture v2, appendix",
         **_ADA,
@@ -139,7 +136,6 @@ TARGETS = (
         device_kind="NVIDIA RTX 6000 Ada Generation",
         num_cores=142,
         cache_bytes=96 * 2**20,
-        bandwidth=0.96e12,
         clock_ghz=2.505,
         source="RTX 6000 Ada Generation data sheet; Ada GPU Architecture v2, appendix",
         **_ADA,
@@ -149,7 +145,6 @@ TARGETS = (
         device_kind="NVIDIA GeForce RTX 4090",
         num_cores=128,
         cache_bytes=72 * 2**20,
-        bandwidth=1.008e12,
         clock_ghz=2.52,
         source="Ada GPU Architecture v2, appendix A",
         **_ADA,

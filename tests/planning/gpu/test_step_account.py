@@ -78,9 +78,9 @@ def test_attention_by_cudnn_computes_two_products_forward_and_five_backward():
     [
         (KernelWork(flops=989e12), 1 / 0.81),
         (KernelWork(flops=989e12, item_bytes=4), 2 / 0.81),
-        (KernelWork(read=3.35232e12 / 2, written=3.35232e12 / 2), 1 / 0.9),
+        (KernelWork(read=3.35e12 / 2, written=3.35e12 / 2), 1 / 0.9),
         # The longer of the two.
-        (KernelWork(flops=989e12, read=2 * 3.35232e12), 2 / 0.9),
+        (KernelWork(flops=989e12, read=2 * 3.35e12), 2 / 0.9),
     ],
 )
 def test_a_kernel_is_bound_by_its_products_or_by_its_traffic(work, seconds):
