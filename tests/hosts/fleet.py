@@ -22,6 +22,7 @@ class Fleet:
     variables = (
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT",
         "XLA_FLAGS",
         "JAX_PLATFORMS",
     )

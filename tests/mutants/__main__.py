@@ -64,6 +64,7 @@ class Copy:
             # One compilation cache for all: most of a program does not change.
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache")),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
             "OPENPI_TRAIN_GOLDEN": os.environ.get("OPENPI_TRAIN_GOLDEN", str(ROOT.parent / "shared" / "golden")),
             "OPENPI_TRAIN_DATA": os.environ.get("OPENPI_TRAIN_DATA", str(ROOT.parent / "shared" / "data")),
         }
