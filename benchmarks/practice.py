@@ -1,96 +1,44 @@
 """What policies gain by practice: success before, during and after, over several seeds, with intervals.
 
 Uses the commands of a user: each study imitates first, and practises from these weights. Initial states and problems
-that are counted are in no training data. Read next: `docs/practice.md`, `configs/tabletop_practice.py`.
+that are counted are in no training data. Read next: `practice_studies.py`, `docs/practice.md`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Spread, Table, number
+from benchmarks.practice_studies import STUDIES, Practised, Study, mean_interval, problems
+from benchmarks.report import ROOT, Spread, Table
 from openpi_train.cli import parse_experiment
 from openpi_train.envs.score import wilson
 from openpi_train.experiment import Experiment
 from openpi_train.runtime.exits import UsageError
 
 SEEDS = (42, 43, 44)
-# A larger share of clipped units says that the learning rate is too high.
-MOST_CLIPPED = 0.2
 COLUMNS = ("study", "step", "episodes", "CPU s", "success (lowest to highest seed)", "95 % interval", "success")
-_SUCCESS, _SOLVED = "success/all", "val/exact_match"
+GAINS = ("study", "what", "CPU s", "gain (lowest to highest seed)", "95 % interval of the mean", "mean gain")
+_QUICK_STUDY = "arithmetic_grpo"
+# Steps of more imitation are a multiple of this.
+_MORE = 50
 # Added by --quick, which only checks that everything runs.
 _QUICK = ("--batch-size", "8", "--eval.num-rows", "8", "--eval.num-prompts", "8", "--eval.completions-per-device", "8")
 _QUICK += ("--lr-schedule.warmup-steps", "0", "--model.sizes.width", "16", "--model.sizes.mlp-dim", "16")
 _QUICK_START = ("--num-train-steps", "1", "--save-interval", "1", "--eval.interval", "0")
 _QUICK_PRACTICE = ("--num-train-steps", "1", "--save-interval", "1", "--eval.interval", "1", "--log-interval", "1")
 _QUICK_PRACTICE += ("--practice.num-groups", "4", "--practice.group-size", "2")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Study:
-    """An experiment that imitates, with its flags, and one that practises from its weights.
-
-    `before` are commands that make its data, which all its runs take by `flags`. `{out}` is the output folder.
-    """
-
-    start: str
-    practice: str
-    start_flags: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    before: tuple[tuple[str, ...], ...] = ()
-    package: str | None = None
-
-    @property
-    def measured(self) -> str:
-        """The metric that counts."""
-        return _SOLVED if self.practice.startswith("arithmetic") else _SUCCESS
-
-
-STUDIES: Mapping[str, Study] = {
-    "tabletop_pi0": Study(start="tabletop_few", practice="tabletop_few_rloo"),
-    # Half trained: it succeeds in nearly all episodes in the end.
-    "tabletop_dp": Study(
-        start="tabletop_dp",
-        practice="tabletop_dp_rloo",
-        start_flags=("--num-train-steps", "200", "--save-interval", "200", "--eval.interval", "0",
-                     "--eval.closed-loop.interval", "0"),
-    ),
-    "tabletop_fast": Study(
-        start="tabletop_fast",
-        practice="tabletop_fast_rloo",
-        flags=("--model.fast-tokenizer", "{out}/fast"),
-        before=(("data", "fit-fast", "tabletop_fast", "--vocab-size", "384", "--out", "{out}/fast"),),
-    ),
-    "metaworld": Study(
-        start="metaworld_reach",
-        practice="metaworld_rloo",
-        flags=("--dataset", "{out}/metaworld_reach.zarr"),
-        before=(("data", "collect", "metaworld", "--tasks", "reach", "--out", "{out}/metaworld_reach.zarr"),),
-        package="metaworld",
-    ),
-    "arithmetic_grpo": Study(start="arithmetic_sft", practice="arithmetic_grpo"),
-    "arithmetic_rloo": Study(start="arithmetic_sft", practice="arithmetic_rloo"),
-    "arithmetic_ppo": Study(start="arithmetic_sft", practice="arithmetic_ppo"),
-}  # fmt: skip
-_QUICK_STUDY = "arithmetic_grpo"
-
-
-@dataclasses.dataclass(frozen=True)
-class Practised:
-    """One seed's run: its evaluations by step, the largest share of clipped units, and the CPU seconds of all of it."""
-
-    evaluations: Mapping[int, float]
-    clipped: float
-    cpu_s: float
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,8 +55,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> list[Table]:
-    """Run all studies, seed by seed, and return the table of their curves."""
-    flags, rows, notes, failures = parse(argv), [], [], []
+    """Run all studies, seed by seed, and return the tables of their curves and gains."""
+    flags, rows, gains, notes, failures = parse(argv), [], [], [], []
     names = flags.only or list(STUDIES)
     for name in names:
         checked(STUDIES[name])
@@ -120,25 +68,30 @@ def main(argv: Sequence[str]) -> list[Table]:
                 notes.append(f"{name}: not measured, without {study.package} (pip install 'openpi_train[sim]').")
                 continue
             found = [practised(study, seed, out, quick=flags.quick) for seed in flags.seeds]
-            rows += curve(name, found, 8 if flags.quick else counted(checked(study)))
-            failures += [] if flags.quick else problems(name, found)
+            rows += curve(name, found, 8 if flags.quick else counted(study))
+            gains += gained(name, found)
+            failures += [] if flags.quick else problems(name, study, found)
             seeds = ", ".join(map(str, flags.seeds))
             notes.append(f"{name}: {study.practice} from {study.start}, seeds {seeds}.")
     notes.append("CPU s are those of practice, with start, compilation and evaluations.")
     notes.append("Intervals are of all seeds' episodes, or problems, together; their policies differ, too.")
-    return [Table("Practice: success before and after", COLUMNS, rows, notes, failure="; ".join(failures))]
+    return [
+        Table("Practice: success before and after", COLUMNS, rows, notes, failure="; ".join(failures)),
+        Table("Gains of practice", GAINS, gains, ["Intervals are Student's, of the mean over seeds."]),
+    ]
 
 
 def checked(study: Study) -> Experiment:
     """The experiment that practises. Raises UsageError if a command of the study is not understood."""
-    for name, more in ((study.start, study.start_flags), (study.practice, ())):
+    for name, more in ((study.start, study.start_flags), (study.practice, study.flags)):
         experiment = parse_experiment(name, ["--exp-name", "benchmark", *more])
         experiment.check(1)
     return experiment
 
 
-def counted(experiment: Experiment) -> int:
+def counted(study: Study) -> int:
     """The episodes, or problems, of an evaluation."""
+    experiment = checked(study)
     closed_loop = getattr(experiment.eval, "closed_loop", None)
     found = closed_loop.num_episodes if closed_loop is not None else getattr(experiment.eval, "num_prompts", 0)
     if not found:
@@ -147,25 +100,77 @@ def counted(experiment: Experiment) -> int:
 
 
 def practised(study: Study, seed: int, out: Path, *, quick: bool = False) -> Practised:
-    """Imitate, unless a run with this seed is there, and practise."""
-
-    def words(name: str, more: Sequence[str]) -> list[str]:
-        places = ["--checkpoint-base-dir", f"{out}/{seed}", "--assets-base-dir", f"{out}/assets"]
-        return [name, "--exp-name", "x", "--seed", str(seed), *places, *_filled(study.flags, out), *more]
-
+    """Imitate, practise and, where that is compared, imitate for as long; what is there already is not done again."""
+    runs = Runs(study, seed, out)
     out.mkdir(parents=True, exist_ok=True)
-    start = out / str(seed) / study.start / "x"
-    if not start.exists():
-        made = out / f"{study.start}.made"  # all seeds have the same data
-        for command in () if made.exists() else study.before:
+    made = out / f"{study.start}.made"  # all seeds have the same data
+    if not made.exists():
+        for command in study.before:
             _run(_filled(command, out))
         made.touch()
-        _run(words(study.start, (*_QUICK, *_QUICK_START) if quick else study.start_flags))
+    start_flags = (*_QUICK, *_QUICK_START) if quick else study.start_flags
+    start, start_s = runs.run(study.start, start_flags)
+    weights = ("--weight-loader.params-path", str(start))
+    practice, cpu_s = runs.run(study.practice, (*weights, *_QUICK, *_QUICK_PRACTICE) if quick else weights)
+    found = read(_lines(practice), study.measured, cpu_s)
+    if study.most_by_imitation is None:
+        return found
+    done = parse_experiment(study.start, ["--exp-name", "x", *start_flags]).num_train_steps
+    steps = done + num_more(cpu_s, start_s / done)
+    more = (*start_flags, "--num-train-steps", str(steps))
+    more += ("--eval.interval", str(steps), "--eval.closed-loop.interval", str(steps))
+    longer, longer_s = runs.run(study.start, more, place="longer", copied=start)
+    imitated = read(_lines(longer), study.measured, longer_s)
+    return dataclasses.replace(found, imitated=imitated.after, imitated_s=longer_s)
+
+
+def num_more(cpu_s: float, step_s: float) -> int:
+    """The steps of imitation, of `step_s` each, that take at least so many CPU seconds."""
+    return math.ceil(cpu_s / step_s / _MORE) * _MORE
+
+
+class Runs:
+    """The runs of a seed. One that was interrupted goes on; one that is over is not repeated."""
+
+    def __init__(self, study: Study, seed: int, out: Path):
+        self._study, self._seed, self._out = study, seed, out
+
+    def run(
+        self, name: str, flags: Sequence[str], *, place: str = "", copied: Path | None = None
+    ) -> tuple[Path, float]:
+        """The directory of the experiment's run below `place`, which goes on from a copy of `copied` if that is given,
+        and its CPU seconds.
+        """
+        base = self._out / str(self._seed) / place
+        directory, record = base / name / "x", base / f"{name}.json"
+        spent = json.loads(record.read_text()) if record.exists() else {"cpu_s": 0.0, "is_over": False}
+        if spent["is_over"]:
+            return directory, spent["cpu_s"]
+        if copied is not None and not directory.exists():
+            shutil.copytree(copied, directory)
+        begun = any(one.name.isdecimal() for one in directory.glob("*"))
+        words = [name, "--exp-name", "x", "--seed", str(self._seed), "--checkpoint-base-dir", str(base)]
+        words += ["--assets-base-dir", str(self._out / "assets"), *_filled(self._study.flags, self._out), *flags]
+        with _counted(record, spent):
+            _run([*words, "--resume" if begun else "--overwrite"])
+        return directory, spent["cpu_s"]
+
+
+@contextlib.contextmanager
+def _counted(record: Path, spent: dict[str, Any]) -> Iterator[None]:
+    """Adds the CPU seconds of processes that are started to `spent`, which is written to a file also on errors."""
     before = _children_s()
-    more = ("--overwrite", "--weight-loader.params-path", str(start))
-    _run(words(study.practice, (*more, *_QUICK, *_QUICK_PRACTICE) if quick else more))
-    lines = (out / str(seed) / study.practice / "x" / "metrics.jsonl").read_text().splitlines()
-    return read(map(json.loads, lines), study.measured, _children_s() - before)
+    try:
+        yield
+        spent["is_over"] = True
+    finally:
+        spent["cpu_s"] += _children_s() - before
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(spent))
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def read(lines: Any, measured: str, cpu_s: float) -> Practised:
@@ -192,15 +197,20 @@ def curve(name: str, found: Sequence[Practised], count: int) -> list[list[Any]]:
     return rows
 
 
-def problems(name: str, found: Sequence[Practised]) -> list[str]:
-    """What is not as required, as sentences: practice must help on average, without large steps."""
-    gains = [one.evaluations[max(one.evaluations)] - one.evaluations[min(one.evaluations)] for one in found]
-    said = []
-    if sum(gains) <= 0:
-        said.append(f"{name} gains {sum(gains) / len(gains):.1%} by practice; wanted: more than 0")
-    if (clipped := max(one.clipped for one in found)) > MOST_CLIPPED:
-        said.append(f"{name} clips {number(clipped)} of its units; wanted: at most {MOST_CLIPPED}")
-    return said
+def gained(name: str, found: Sequence[Practised]) -> list[list[Any]]:
+    """A row for practice, and one for more imitation where that was measured."""
+    arms = [("practice", [one.gain for one in found], [one.cpu_s for one in found])]
+    longer = [one for one in found if one.imitated is not None]
+    if longer:
+        arms.append(
+            ("more imitation", [one.imitated - one.before for one in longer], [one.imitated_s for one in longer])
+        )
+    rows = []
+    for what, gains, seconds in arms:
+        interval = mean_interval(gains)
+        shown = None if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"
+        rows.append([name, what, Spread(tuple(seconds)), Spread(tuple(gains)), shown, statistics.fmean(gains)])
+    return rows
 
 
 def _filled(words: Sequence[str], out: Path) -> list[str]:

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import closed_loop, faults, language, language_speed, practice, report, step_time, steps
+from benchmarks import (
+    closed_loop,
+    faults,
+    language,
+    language_speed,
+    practice,
+    practice_studies,
+    report,
+    step_time,
+    steps,
+)
 from benchmarks.__main__ import BENCHMARKS
 from openpi_train.planning.gpu import plugin
 
@@ -206,21 +216,97 @@ def test_practice_counts_problems_before_and_after(quick):
     assert found[0]["CPU s"] is None and found[1]["CPU s"][0] > 0
 
 
-def test_seeds_are_counted_together_and_what_does_not_help_is_a_failure():
+PI0 = practice_studies.STUDIES["tabletop_pi0"]
+METAWORLD = practice_studies.STUDIES["metaworld"]
+
+
+def practised_to(before, after, *, clipped=0.1, imitated=None):
+    return practice_studies.Practised({0: before, 4: 0.1, 8: after}, clipped, 9.0, imitated, imitated and 8.0)
+
+
+def test_seeds_are_counted_together():
     lines = [{"step": 0, "success/all": 0.5}, {"step": 4, "clip_fraction": 0.3}, {"step": 8, "success/all": 0.6}]
     one = practice.read(lines, "success/all", 7.0)
-    other = practice.Practised({0: 0.7, 8: 0.5}, 0.1, 9.0)
-    first, last = practice.curve("x", [one, other], 100)
+    assert (one.before, one.after, one.clipped) == (0.5, 0.6, 0.3) and one.gain == pytest.approx(0.1)
+    first, last = practice.curve("x", [one, practised_to(0.7, 0.5)], 100)
     # 110 of 200: Wilson's interval by hand.
     centre, half = (0.55 + 1.96**2 / 400) / (1 + 1.96**2 / 200), 1.96 / (1 + 1.96**2 / 200)
     half *= (0.55 * 0.45 / 200 + 1.96**2 / 160_000) ** 0.5
     assert last[:3] == ["x", "8", 200] and last[4].samples == (0.6, 0.5) and last[6] == pytest.approx(0.55)
     assert last[5] == f"{centre - half:.0%} to {centre + half:.0%}" and first[3] is None
-    assert practice.problems("x", [one, other]) == [
-        "x gains -5.0% by practice; wanted: more than 0",
-        "x clips 0.3 of its units; wanted: at most 0.2",
+
+
+def test_gains_have_students_interval_over_seeds():
+    found = [practised_to(0.5, 0.6, imitated=0.51), practised_to(0.5, 0.62, imitated=0.53), practised_to(0.5, 0.58)]
+    own, more = practice.gained("x", found)
+    # The quantile 0.975 for two degrees of freedom, from a table; the standard deviation is 2 points.
+    half = 4.3027 * 0.02 / 3**0.5
+    assert own[4] == f"{0.1 - half:.1%} to {0.1 + half:.1%}" and own[5] == pytest.approx(0.1)
+    assert more[1] == "more imitation" and more[2].samples == (8.0, 8.0) and more[5] == pytest.approx(0.02)
+    assert len(practice.gained("x", [practised_to(0.5, 0.6)])) == 1 and practice.gained("x", found[2:])[0][4] is None
+
+
+@pytest.mark.parametrize(
+    ("study", "found", "said"),
+    [
+        (PI0, [practised_to(0.5, 0.58, imitated=0.52), practised_to(0.6, 0.7, imitated=0.63)], []),
+        (
+            PI0,
+            [practised_to(0.5, 0.57, imitated=0.53), practised_to(0.6, 0.68, imitated=0.64)],
+            ["x gains 7.5% by practice; wanted: at least 8%", "x gains 3.5% by more imitation; wanted: less than 3%"],
+        ),
+        (PI0, [practised_to(0.5, 0.7)], ["x: more imitation is not measured"]),
+        (practice_studies.STUDIES["tabletop_dp"], [practised_to(0.4, 0.5)], []),
+        (
+            practice_studies.STUDIES["tabletop_weighted"],
+            [practised_to(0.5, 0.5, clipped=0.3)],
+            ["x gains 0.0% by practice; wanted: more than 0", "x clips 0.3 of its units; wanted: at most 0.2"],
+        ),
+        (METAWORLD, [practised_to(0.35, 0.7), practised_to(0.47, 0.92)], []),
+        (
+            METAWORLD,
+            [practised_to(0.35, 0.7), practised_to(0.43, 0.86)],
+            ["x begins at 39.0%; wanted: 40% to 60%", "x ends at 78.0%; wanted: at least 80%"],
+        ),
+        (
+            practice_studies.STUDIES["arithmetic_ppo"],
+            [practised_to(0.62, 0.84)],
+            ["x begins at 62.0%; wanted: 45% to 60%", "x ends at 84.0%; wanted: at least 85%"],
+        ),
+    ],
+)
+def test_what_practice_does_not_reach_is_a_failure(study, found, said):
+    assert practice_studies.problems("x", study, found) == said
+
+
+def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_not_repeated(tmp_path, monkeypatch):
+    """The second of three commands is interrupted."""
+    seen, seconds = [], iter(range(0, 1000, 5))
+
+    def run(words):
+        seen.append(words)
+        (tmp_path / "7" / words[0] / "x" / "20").mkdir(parents=True, exist_ok=True)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(practice, "_run", run)
+    monkeypatch.setattr(practice, "_children_s", lambda: next(seconds))
+    runs = practice.Runs(METAWORLD, 7, tmp_path)
+    assert runs.run("one", ["--a"]) == (tmp_path / "7" / "one" / "x", 5.0)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run("two", [])
+    again = practice.Runs(METAWORLD, 7, tmp_path)
+    assert again.run("one", ["--a"])[1] == 5.0 and again.run("two", [])[1] == 10.0
+    assert [(words[0], words[-1]) for words in seen] == [
+        ("one", "--overwrite"),
+        ("two", "--overwrite"),
+        ("two", "--resume"),
     ]
-    assert not practice.problems("x", [practice.Practised({0: 0.5, 8: 0.6}, 0.1, 9.0)])
+    assert f"{tmp_path}/metaworld_reach.zarr" in seen[0]
+    # More imitation begins with what is there.
+    directory, _ = again.run("one", [], place="longer", copied=tmp_path / "7" / "one" / "x")
+    assert directory == tmp_path / "7" / "longer" / "one" / "x" and (directory / "20").is_dir()
+    assert seen[-1][-1] == "--resume" and practice.num_more(100.0, 0.7) == 150
 
 
 @pytest.mark.slow
