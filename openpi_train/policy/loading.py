@@ -36,6 +36,7 @@ def load_policy(
     dtype: Literal["float32", "bfloat16"] | None = None,
     merge_lora: bool = True,
     num_sample_steps: int | None = None,
+    guidance: float | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     seed: int | None = None,
     tokenizer: str | None = None,
@@ -55,6 +56,8 @@ def load_policy(
         dtype: the dtype of the parameters in memory; None: as stored.
         merge_lora: merge low-rank factors into the weights, for speed.
         num_sample_steps: denoising steps; None: as in the run's evaluation.
+        guidance: guidance towards what is better than expected, of a policy that has an indicator (`IndicatorFlow`);
+            None: as in the run's evaluation.
         batch_sizes: batch sizes to compile; a batch is padded to the next one.
         seed: seed of all noise; None: the run's.
         tokenizer: another path of the run's tokenizer; None: the checkpoint's own, or the experiment's.
@@ -93,7 +96,9 @@ def load_policy(
         num_steps=num_sample_steps or run.robot_eval.num_sample_steps,
         batch_sizes=tuple(batch_sizes),
         text_lengths=lengths,
+        guidance=guidance,
     )
+    _ = sampler.action_sampler  # an invalid guidance is refused now
     return Policy(
         sampler=sampler,
         form=ObservationForm(

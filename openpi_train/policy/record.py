@@ -86,8 +86,8 @@ def replay(policy: Policy, path: str | Path) -> Replay:
     """
     header, batches = read_record(path)
     for name, value in _sampling(policy).items():
-        if header[name] != value:
-            raise UsageError(f"{path} was recorded with {name} {header[name]}, the policy has {value}: load it so")
+        if header.get(name) != value:
+            raise UsageError(f"{path} was recorded with {name} {header.get(name)}, the policy has {value}: load it so")
     count, different = 0, []
     for batch in batches:
         prepared = [policy.prepare(observation) for observation in batch["observations"]]
@@ -102,7 +102,9 @@ def replay(policy: Policy, path: str | Path) -> Replay:
 def _sampling(policy: Policy) -> dict[str, Any]:
     """The policy's sampling settings: what determines its answers besides the parameters."""
     sampler = policy.sampler
-    return {"batch_sizes": list(sampler.sizes), "seed": sampler.seed, "num_sample_steps": sampler.num_steps}
+    found = {"batch_sizes": list(sampler.sizes), "seed": sampler.seed, "num_sample_steps": sampler.num_steps}
+    # Records of policies with the run's own guidance have no entry, as those had that were made before it was a choice.
+    return found if sampler.guidance is None else {**found, "guidance": sampler.guidance}
 
 
 def _messages(path: Path) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.objective import Objective
 from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
-from openpi_train.sampling.flow import as_flow
+from openpi_train.sampling.flow import as_flow, with_guidance
 from openpi_train.sampling.real_time_chunking import Guide
 from openpi_train.sharding.mesh import FSDP, REPLICA
 from openpi_train.sharding.strategy import Plan
@@ -36,7 +36,8 @@ class Sampler:
     """Draws chunks with `params` (by path, laid out by `plan`). Thread-safe: one program runs at a time.
 
     `batch_sizes` are the compiled batch sizes, rounded up to multiples of the number of devices; `text_lengths` are the
-    compiled prompt lengths, None for a model that reads no text. Rows have the longest.
+    compiled prompt lengths, None for a model that reads no text. Rows have the longest. `guidance` replaces the
+    objective's (`sampling/indicator.py`).
     """
 
     model: PolicyConfig
@@ -48,8 +49,15 @@ class Sampler:
     num_steps: int
     batch_sizes: tuple[int, ...]
     text_lengths: tuple[int, ...] | None
+    guidance: float | None = None
     _programs: dict[tuple[int, int | None, bool], Any] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def action_sampler(self) -> ActionSampler:
+        """How chunks are drawn. Raises UsageError if `guidance` is given and the model has no indicator."""
+        own = self.objective.action_sampler
+        return own if self.guidance is None else with_guidance(own, self.guidance)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -133,7 +141,7 @@ class Sampler:
             seen, draws, *towards = batch
             keys = sample_keys(self.seed, draws)
             module = merge_module(graphdef, params)
-            sampler: ActionSampler = self.objective.action_sampler
+            sampler = self.action_sampler
             if towards:
                 guide = Guide(target=towards[0], weights=towards[1])
                 sampler = dataclasses.replace(as_flow(sampler), guide=guide)

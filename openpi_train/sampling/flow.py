@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_sampler import ActionSampler, Chain, FlowModel, walk
-from openpi_train.sampling.indicator import conditioned_velocity
+from openpi_train.sampling.indicator import check_guidance, conditioned_velocity
 from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity
 
 
@@ -55,6 +55,18 @@ def euler(velocity: Velocity, noise: Float[Array, "b h a"], num_steps: int, keep
 def flow_times(num_steps: int) -> Float[np.ndarray, " steps"]:
     """The time before each Euler step: 1, 1 - 1 / `num_steps`, ..., summed up in float32 as in openpi's sampler."""
     return np.cumsum([1.0] + [-1.0 / num_steps] * (num_steps - 1), dtype=np.float32)
+
+
+def with_guidance(sampler: ActionSampler, guidance: float) -> FlowSampler:
+    """`sampler` with another guidance by the model's indicator. Raises UsageError if its model has none."""
+    if not isinstance(sampler, FlowSampler) or sampler.guidance is None:
+        raise UsageError(
+            f"guidance {guidance:g} is for policies that are told how good a chunk was (objective IndicatorFlow), and "
+            "this one is not: leave --guidance out"
+        )
+    if problems := check_guidance("--guidance", guidance):
+        raise UsageError(problems[0])
+    return dataclasses.replace(sampler, guidance=guidance)
 
 
 def as_flow(sampler: ActionSampler) -> FlowSampler:

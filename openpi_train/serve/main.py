@@ -130,7 +130,9 @@ def replay(flags: ServeRequest, file: str) -> int:
     from openpi_train.policy.record import read_record
 
     header, _ = read_record(file)
-    flags = dataclasses.replace(flags, seed=header["seed"], num_sample_steps=header["num_sample_steps"])
+    flags = dataclasses.replace(
+        flags, seed=header["seed"], num_sample_steps=header["num_sample_steps"], guidance=header.get("guidance")
+    )
     found = _load(flags, batch_sizes=header["batch_sizes"]).replay(file)
     if found.different:
         shown = ", ".join(map(str, found.different[:10]))
@@ -156,6 +158,7 @@ def _load(flags: ServeRequest, batch_sizes: list[int]) -> Policy:
         dtype=flags.dtype,
         merge_lora=flags.merge_lora,
         num_sample_steps=flags.num_sample_steps,
+        guidance=flags.guidance,
         batch_sizes=batch_sizes,
         seed=flags.seed,
         tokenizer=flags.tokenizer,

@@ -13,7 +13,7 @@ from openpi_train.fields import at_least
 API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
 # Flags that only a robot policy has.
 _OF_ROBOTS = (
-    *("dataset", "prompt", "num_sample_steps", "seed", "cut_prompts"),
+    *("dataset", "prompt", "num_sample_steps", "guidance", "seed", "cut_prompts"),
     *("reset_pose", "batch_wait_ms", "record", "replay"),
 )
 
@@ -43,6 +43,9 @@ class ServeRequest(Request):
     prompt: str | None = None
     # Denoising steps; None: as in the run's evaluation.
     num_sample_steps: int | None = None
+    # Guidance towards what is better than expected, of a policy that was told so (IndicatorFlow); None: as in the run's
+    # evaluation.
+    guidance: float | None = None
     # dtype of the parameters; None: as stored. Language models also compute in it; None: a run's `model.dtype`, or that
     # of the folder's tensors.
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -80,6 +80,7 @@ def run(request: EvaluateRequest, texts: EvaluateTextRequest = _NOTHING_OF_TEXTS
         dataset=number,
         average=request.average,
         num_sample_steps=request.num_sample_steps,
+        guidance=request.guidance,
         batch_sizes=(request.batch_size,),
         devices=jax.local_devices(),
     )
@@ -196,7 +197,7 @@ def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Call
     if request.ensemble is not None and request.real_time_delay is not None:
         raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
     if request.real_time_delay is not None:
-        as_flow(policy.sampler.objective.action_sampler)
+        as_flow(policy.sampler.action_sampler)
         real_time = functools.partial(
             ActingInRealTime, policy, config.env, delay=request.real_time_delay, execute=execute
         )

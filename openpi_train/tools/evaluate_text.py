@@ -45,7 +45,7 @@ _NUM_PROMPTS = 64
 # Flags of `eval` that language models have no use for.
 _OF_POLICIES = (
     *("dataset", "env", "episodes", "held_out", "execute", "ensemble", "real_time_delay", "max_steps", "videos"),
-    "num_sample_steps",
+    *("num_sample_steps", "guidance"),
 )
 RESULTS = "texts.json"
 

@@ -213,6 +213,9 @@ class EvaluateRequest(Request):
     batch_size: int = at_least(1, 16)
     # Denoising steps.
     num_sample_steps: int | None = at_least(1, None)
+    # Guidance towards what is better than expected, of a policy that was told so (IndicatorFlow); None: as in the run's
+    # evaluation.
+    guidance: float | None = None
     # Use the average of the parameters (EMA) instead of the parameters.
     average: bool = True
     # Where the results go; None: eval/<step> in the run's directory.

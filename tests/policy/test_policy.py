@@ -147,6 +147,7 @@ def test_a_run_its_step_and_its_best_are_the_same_checkpoint(run, policy):
         ({"experiment": "nothing"}, registry.UnknownName, "unknown experiment 'nothing'"),
         ({"tokenizer": "/no/where.model"}, FileNotFoundError, "no tokenizer at /no/where.model"),
         ({"num_sample_steps": 0}, UsageError, "0 denoising steps are too few"),
+        ({"guidance": 2.0}, UsageError, "guidance 2 is for policies that are told how good a chunk was"),
         ({"directory": "assets"}, CheckpointError, "no checkpoint at"),
     ],
 )

@@ -6,9 +6,13 @@ import pytest
 from sampling.test_flow_law import nothing
 
 from openpi_train.keys import draw_noise, row_keys
-from openpi_train.sampling.flow import FlowSampler
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.denoising import DenoisingSampler
+from openpi_train.sampling.flow import FlowSampler, with_guidance
 from openpi_train.sampling.flow_law import FlowLaw
 from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_guidance, conditioned_velocity
+from openpi_train.sampling.noise_schedule import NoiseSchedule
+from openpi_train.sampling.real_time_chunking import Guide
 
 SHIFT = {NONE: 0.25, BETTER: -0.5, WORSE: 8.0}
 
@@ -57,6 +61,17 @@ def test_who_acts_and_who_evaluates_are_guided_alike():
     for time in (1.0, 0.8, 0.6, 0.4, 0.2):
         expected = expected - 0.2 * (0.5 * expected - 1.25 * time)
     np.testing.assert_allclose(sampled, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_guidance_may_be_another_than_the_runs():
+    guide = Guide(target=jnp.ones((1, 2, 3)), weights=jnp.ones((1, 2, 3)))
+    found = with_guidance(FlowSampler(guidance=2.0, guide=guide), 0.5)
+    assert (found.guidance, found.guide) == (0.5, guide)
+    for sampler in (FlowSampler(), DenoisingSampler(noise_schedule=NoiseSchedule(), kind="ddim")):
+        with pytest.raises(UsageError, match=r"guidance 0.5 is for policies .*leave --guidance out"):
+            with_guidance(sampler, 0.5)
+    with pytest.raises(UsageError, match=r"--guidance -0.5 must be at least 0"):
+        with_guidance(FlowSampler(guidance=2.0), -0.5)
 
 
 def test_guidance_away_from_what_is_better_is_refused():

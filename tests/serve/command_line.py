@@ -41,6 +41,7 @@ class LoadedStub(StubPolicy, Policy):
             sizes=tuple(options["batch_sizes"]),
             seed=42 if seed is None else seed,
             num_steps=10 if num_steps is None else num_steps,
+            guidance=options.get("guidance"),
         )
         object.__setattr__(self, "sampler", sampler)  # fields of a frozen dataclass
         object.__setattr__(self, "checkpoint", directory)

@@ -78,6 +78,7 @@ LOADED = {
     "dtype": None,
     "merge_lora": True,
     "num_sample_steps": None,
+    "guidance": None,
     "batch_sizes": [1, 4, 16],
     "seed": None,
     "tokenizer": None,
@@ -94,6 +95,7 @@ CHANGED = {
     "dtype": ("--dtype=bfloat16", {"dtype": "bfloat16"}),
     "no merge": ("--no-merge-lora", {"merge_lora": False}),
     "steps": ("--num-sample-steps=3", {"num_sample_steps": 3}),
+    "guidance": ("--guidance=1.5", {"guidance": 1.5}),
     "batch": ("--max-batch=4", {"batch_sizes": [1, 4]}),
     "seed": ("--seed=0", {"seed": 0}),
     "tokenizer": ("--tokenizer=/a.model", {"tokenizer": "/a.model"}),
@@ -227,7 +229,7 @@ def three_answers(server):
 def recorded(tmp_path):
     """A record of three answers of a server with flags of its own, and their actions."""
     path = tmp_path / "answers.rec"
-    words = ("--seed=9", "--num-sample-steps=4", "--max-batch=3", "--record", path)
+    words = ("--seed=9", "--num-sample-steps=4", "--guidance=1.5", "--max-batch=3", "--record", path)
     ended = serve("run", "--port=0", *words, talk=three_answers)
     assert ended.code == 0
     return path, ended.talked
@@ -238,6 +240,7 @@ def test_the_record_holds_every_request_and_answer_in_their_order(recorded):
     header, batches = read_record(path)
     batches = list(batches)
     assert (header["seed"], header["num_sample_steps"], header["batch_sizes"]) == (9, 4, [1, 3])
+    assert header["guidance"] == 1.5
     assert [batch["draws"] for batch in batches] == [[0], [1], [2]]
     assert [batch["observations"][0]["state"].tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
     assert [batch["actions"][0].tolist() for batch in batches] == actions == [[9, 9], [12, 12], [15, 15]]
@@ -264,6 +267,7 @@ def test_what_was_recorded_is_asked_again_as_it_was_sampled(recorded, capsys):
     assert ended.code == 0 and capsys.readouterr().out == "all 3 answers are equal, bit for bit\n"
     (options,) = loaded
     assert (options["seed"], options["num_sample_steps"], options["batch_sizes"]) == (9, 4, [1, 3])
+    assert options["guidance"] == 1.5
 
 
 def test_answers_that_differ_are_counted_and_named_and_the_code_says_so(recorded, capsys):
