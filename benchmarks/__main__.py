@@ -23,6 +23,7 @@ BENCHMARKS = {
     "demo": "the same for a small pi0 with prompts (`make demo`)",
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "practice": "success before and after learning from own attempts: robots and texts, three seeds, with intervals",
+    "practice_speed": "practice of robots: control steps per CPU second, where the time goes, overlap, memory",
     "language": "a language model on the arithmetic task: supervised, reward model, DPO; problems solved",
     "language_speed": "completions and SFT steps of language models, beside torch + transformers where installed",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",

@@ -309,6 +309,34 @@ def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_
     assert seen[-1][-1] == "--resume" and practice.num_more(100.0, 0.7) == 150
 
 
+def test_practice_speed_understands_its_runs(quick):
+    assert not rows(quick, "Practice: control steps") and "metaworld: not run." in quick[0]
+
+
+def test_practice_speed_divides_an_iteration():
+    """Two iterations of ten seconds, four of which act: three policy, two environment, one of them both."""
+    lines = []
+    for number in range(3):
+        arrays = {"arrays": 7 + number // 2, "resident_mb": 100.0 + 6 * (number // 2)}
+        lines.append({"when": "begin", "wall_s": 10.0 * number, "cpu_s": 30.0 * number, **arrays})
+        lines.append({"when": "end", "wall_s": 10.0 * number + 4, "cpu_s": 30.0 * number + 8, **arrays})
+    line = {"practice/attempts": 16, "practice/control_steps": 5.5, "practice/overlap": 0.25}
+    logged = [{**line, "time/policy_s": 3.0, "time/environment_s": 2.0}] * 3
+    name, episodes, rate, *parts, overlap, most = practice_speed.speed_row("x", lines, logged, skipped=1)
+    assert (name, episodes, rate.samples) == ("x", 16, (11.0,))
+    assert [part.samples for part in parts] == [(0.3,), (0.2,), (0.6,)]
+    assert overlap.samples == (0.25,) and most.median == pytest.approx(2 / 3)
+    # Of eight iterations the third and the fourth are compared with the last two.
+    begins = [{"arrays": 7 + number // 7, "resident_mb": 100.0 + 3 * number} for number in range(8)]
+    row = practice_speed.memory_row("x", [line for begin in begins for line in (begin, {})])
+    assert row == ["x", 8, 107.5, 119.5, 7, 7.5, 12.0]
+    assert practice_speed.grown(row) == [
+        "x: resident memory grows by 12.0 MB; wanted: at most 5",
+        "x: 0.5 more arrays are alive at the end",
+    ]
+    assert not practice_speed.grown(["x", 8, 100.0, 104.0, 7, 7, 4.0])
+
+
 @pytest.mark.slow
 def test_language_speed_says_how_to_have_torch_beside_it(quick):
     for kind in ("completions", "SFT step"):

@@ -28,6 +28,8 @@ def compiled(arguments: int, temporaries: int, on_host: int = 0):
     [
         (1100, 400, []),
         (1119, 400, []),
+        (981, 400, []),
+        (979, 400, ["the state takes 879 bytes on each device and not 1000"]),
         (1121, 400, ["the state takes 1021 bytes on each device and not 1000"]),
         (1100, 1000, ["may end for lack of memory"]),
         (1900, 400, ["the state takes 1800 bytes", "may end for lack of memory"]),
