@@ -20,6 +20,7 @@ from benchmarks import (
     language,
     language_speed,
     practice,
+    practice_speed,
     practice_studies,
     report,
     step_time,
