@@ -95,9 +95,16 @@ class RolloutEpisodes:
         self._chunk = _checked(given, self._env, len(self._tasks), self._execute)
 
     def execute(self) -> None:
-        """Carry out the chunk's first actions, and observe what the policy will see."""
+        """Carry out the chunk's first actions, and observe what the policy will see.
+
+        Once all of these episodes have succeeded the environment rests. The policy may still have to be queried, where
+        those of other processes go on; it then sees an earlier observation again.
+        """
         env, count = self._env, min(self._execute, self._limit - self._taken)
         for number in range(count):
+            if self._done.all():
+                self._taken += count - number
+                return
             actions = self._chunk[:, number]
             self._states = env.step(self._states, actions)
             self._taken += 1

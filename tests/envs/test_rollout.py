@@ -88,6 +88,29 @@ def test_it_stops_once_every_episode_has_succeeded():
     assert len(calls) == 3
 
 
+def test_the_environment_rests_once_every_episode_has_succeeded_while_others_are_waited_for():
+    """Two chunks of three actions, the first of which succeeds with its second action; other processes go on."""
+    stepped, seen = [], []
+
+    class Noted(Counter):
+        def step(self, states, actions):
+            stepped.append(1)
+            return super().step(states, actions)
+
+    def policy(observation, keys):
+        seen.append((np.asarray(observation.state)[:, 0].tolist(), np.asarray(jax.random.key_data(keys)).tolist()))
+        return np.ones((2, 3, 1))
+
+    waited, keys = iter([False, False, True]), keys_of(2)
+    how = {"execute": 3, "all_done": lambda _: next(waited)}
+    outcome = rollout(policy, Noted(), keys, np.array([1, 2]), **how)
+    assert outcome.steps.tolist() == [1, 2] and outcome.success.all() and len(stepped) == 2
+    # The second query is that of the third control step.
+    at = row_randomness.for_purpose(keys, "env/policy")
+    expected = jax.vmap(jax.random.fold_in, in_axes=(0, None))(at, 3)
+    assert len(seen) == 2 and seen[1][1] == np.asarray(jax.random.key_data(expected)).tolist()
+
+
 def test_a_rows_randomness_does_not_depend_on_its_batch():
     seen = {}
 
