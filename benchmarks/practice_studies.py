@@ -78,7 +78,7 @@ STUDIES: Mapping[str, Study] = {
     "tabletop_dp": Study(
         start="tabletop_dp",
         practice="tabletop_dp_rloo",
-        start_flags=("--num-train-steps", "200", "--save-interval", "200", *_NO_EPISODES),
+        start_flags=("--num-train-steps", "150", "--save-interval", "150", *_NO_EPISODES),
         least_gain=0.08,
     ),
     "tabletop_fast": Study(

@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.policy.sampler import Sampler
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 
@@ -58,3 +60,11 @@ def test_rows_that_fill_a_batch_up_are_the_last_one_again_and_are_not_answered()
 
 def test_more_rows_than_a_program_has_run_in_several():
     assert sampled(1, 2, 3, 4, 20) == {(4, 16, False): [1, 2, 3, 4], (1, 32, False): [20]}
+
+
+def test_a_given_guidance_takes_the_place_of_the_runs():
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
+    unread = {"model": None, "params": {}, "cameras": (), "seed": 0, "num_steps": 1, "batch_sizes": (1,)}
+    sampler = Sampler(plan=plan, objective=IndicatorFlow(guidance=2.5), text_lengths=None, **unread)
+    assert sampler.action_sampler == FlowSampler(guidance=2.5)
+    assert dataclasses.replace(sampler, guidance=0.0).action_sampler == FlowSampler(guidance=0.0)
