@@ -58,8 +58,17 @@ class MadeRobot(Made):
 def make(tmp_path_factory):
     folder = tmp_path_factory.mktemp("assets")
 
-    def made(devices=1, accum=1, schedule=STILL, objective=wandering.objective, indicator=False, **changes):
-        plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
+    def made(
+        devices=1,
+        accum=1,
+        schedule=STILL,
+        objective=wandering.objective,
+        indicator=False,
+        strategy="replicated",
+        **changes,
+    ):
+        mesh = make_mesh(1 if strategy == "replicated" else devices, jax.devices()[:devices])
+        plan = Plan(mesh=mesh, strategy=strategy)
         practice = dataclasses.replace(wandering.practice, **changes)
         model = dataclasses.replace(wandering.model, indicator=indicator)
         experiment = dataclasses.replace(
@@ -264,9 +273,9 @@ def test_devices_and_accumulation_change_nothing(make):
 
 
 @pytest.mark.slow
-def test_devices_and_accumulation_only_change_the_order_of_sums(make, still, monkeypatch):
+def test_accumulation_and_stages_only_change_the_order_of_sums(make, still, monkeypatch):
     """In float64 loss and gradient are the same to 1e-12, also where ratios are far from 1: what differs in float32 is
-    its rounding.
+    its rounding. On one device at once, and on two in four and in two parts, with gradients and with parameters cut.
     """
     # What computes in float32 takes its type from there.
     monkeypatch.setattr(jnp, "float32", jnp.float64)
@@ -280,20 +289,26 @@ def test_devices_and_accumulation_only_change_the_order_of_sums(make, still, mon
     params = {path: leaf * 1.05 for path, leaf in params.items()}
 
     def shares(made):
-        trainer = made.feed._trainer
+        trainer, is_cut = (
+            made.feed._trainer,
+            [not leaf.sharding.is_fully_replicated for leaf in made.state.params.values()],
+        )
+        assert any(is_cut) == (made.plan.strategy != "replicated")
         with jax.set_mesh(made.plan.real_mesh):
-            state = dataclasses.replace(made.state, params=jax.device_put(params, made.plan.replicated))
+            own = {path: jax.device_put(leaf, made.state.params[path].sharding) for path, leaf in params.items()}
+            state = dataclasses.replace(made.state, params=own)
             placed = jax.device_put(batch, made.plan.batch)
             return jax.jit(lambda *given: trainer.accumulate(*given, trainer.objective.norms(given[1])))(state, placed)
 
     with jax.enable_x64(True):
-        (expected, metrics), (found, others) = shares(make()), shares(make(2, 4))
+        expected, metrics = shares(make())
         assert metrics["approx_kl"] > 0.01 and optax.tree.norm(expected).dtype == np.float64
-        for name, value in metrics.items():
-            np.testing.assert_allclose(others[name], value, rtol=1e-12, atol=1e-13, err_msg=name)
         most = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-        for path, leaf in expected.items():
-            np.testing.assert_allclose(found[path], leaf, rtol=0, atol=1e-12 * most, err_msg=path)
+        for found, others in (shares(make(2, 4, strategy="zero2")), shares(make(2, 2, strategy="zero3"))):
+            for name, value in metrics.items():
+                np.testing.assert_allclose(others[name], value, rtol=1e-12, atol=1e-13, err_msg=name)
+            for path, leaf in expected.items():
+                np.testing.assert_allclose(found[path], leaf, rtol=0, atol=1e-12 * most, err_msg=path)
 
 
 def test_a_unit_counts_by_the_length_of_its_episode(still):
