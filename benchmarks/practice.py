@@ -83,7 +83,9 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 def checked(study: Study) -> Experiment:
     """The experiment that practises. Raises UsageError if a command of the study is not understood."""
-    for name, more in ((study.start, study.start_flags), (study.practice, study.flags)):
+    known = study.flags if not study.before else ()  # the others name data that are made first
+    imitates = (*known, *study.start_flags, *study.quiet_flags)
+    for name, more in ((study.start, imitates), (study.practice, known)):
         experiment = parse_experiment(name, ["--exp-name", "benchmark", *more])
         experiment.check(1)
     return experiment
@@ -109,7 +111,7 @@ def practised(study: Study, seed: int, out: Path, *, quick: bool = False) -> Pra
             _run(_filled(command, out))
         made.touch()
     start_flags = (*_QUICK, *_QUICK_START) if quick else study.start_flags
-    start, start_s = runs.run(study.start, start_flags)
+    start, start_s = runs.run(study.start, start_flags if quick else (*start_flags, *study.quiet_flags))
     weights = ("--weight-loader.params-path", str(start))
     practice, cpu_s = runs.run(study.practice, (*weights, *_QUICK, *_QUICK_PRACTICE) if quick else weights)
     found = read(_lines(practice), study.measured, cpu_s)
