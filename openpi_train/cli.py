@@ -347,6 +347,17 @@ def report(argv: Sequence[str]) -> int:
     return main(request)
 
 
+def runs(argv: Sequence[str]) -> int:
+    """`runs [FOLDER]`: list all runs below a folder with state, loss, best and speed; --diff compares two."""
+    from openpi_train.command_line import parse
+    from openpi_train.tools.requests import RunsRequest
+
+    request = parse(RunsRequest, argv, "runs")
+    from openpi_train.tools.list_runs import main
+
+    return main(request)
+
+
 def plan(argv: Sequence[str]) -> int:
     """`plan <experiment>`: forecast memory, traffic and speed per strategy on any devices, with a recommendation."""
     from openpi_train.command_line import parse_known
@@ -419,6 +430,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "generate": generate,
     "report": report,
+    "runs": runs,
 }
 
 

@@ -7,7 +7,7 @@ Read next: `experiment.py`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 # What a resume does if the field's value differs from the saved run's:
@@ -113,3 +113,15 @@ def as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     return value
+
+
+def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Every field that differs between two nested JSON values, by dotted path, as (saved, given)."""
+    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
+        saved, given = (dict(zip(map(str, range(len(one))), one, strict=True)) for one in (saved, given))
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        changes: dict[str, tuple[Any, Any]] = {}
+        for name in [*saved, *(name for name in given if name not in saved)]:
+            changes |= changed_fields(saved.get(name), given.get(name), f"{prefix}{name}.")
+        return changes
+    return {} if saved == given else {prefix.removesuffix("."): (saved, given)}

@@ -39,6 +39,7 @@ from openpi_train.tools import (
     evaluate_policy,
     generate_text,
     gpu_step,
+    list_runs,
     plan,
     posttrain,
     report,
@@ -137,7 +138,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
     places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
-    places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"]}
+    places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}
     monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
     places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
     monkeypatch.setattr(huggingface, "named_model", lambda where: dataclasses.replace(_NAMED, path=where))

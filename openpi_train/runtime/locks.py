@@ -47,6 +47,23 @@ def held(path: Path, purpose: str) -> Iterator[None]:
         os.close(file)
 
 
+def is_held(path: Path) -> bool:
+    """Whether another process, or another open file of this one, holds the file's lock; False where locks fail."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # freed at once: a start that meets it tries again
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
 def _try(path: Path) -> int | None:
     """Take the lock and write the holder to the file; None if another process holds it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -64,3 +64,14 @@ class Wait:
 
     def remaining_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self.start))
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `42s`, `3m20s`, `2h05m`, `3d04h`."""
+    total = max(round(seconds), 0)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"

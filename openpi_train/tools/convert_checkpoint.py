@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
-from openpi_train.fields import as_json, retired
+from openpi_train.fields import as_json, changed_fields, retired
 from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
@@ -34,7 +34,7 @@ from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_target, drafted
 from openpi_train.tools.requests import ConvertRequest
 from openpi_train.training.checkpoints.meta import check_asset_ids
-from openpi_train.training.rundir import changed_fields, package_versions
+from openpi_train.training.rundir import package_versions
 
 logger = logging.getLogger(__name__)
 

@@ -336,6 +336,21 @@ class ReportRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunsRequest(Request):
+    """List all runs below a folder: state, last step and loss, best held-out loss, speed, and how long ago they wrote.
+
+    Running runs are listed, too. With --diff: the settings in which two runs differ.
+    """
+
+    # The folder; its runs may lie at any depth.
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")] = Path("checkpoints")
+    # Two runs, by name or path, whose settings to compare.
+    diff: Annotated[tuple[str, str] | None, arg(metavar="A B")] = None
+    # Print JSON.
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PosttrainRequest(Request):
     """Train a language model as a YAML config of the PyTorch post-training tool says.
 

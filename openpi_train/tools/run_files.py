@@ -77,6 +77,11 @@ class RunFiles:
         values = self.series(name)[1]
         return values[-1] if values else None
 
+    def newest(self, name: str) -> float | None:
+        """The value in the newest line that has the metric, NaN and the infinities included."""
+        values = [line[name] for line in self.metrics if line.get(name) is not None]
+        return float(values[-1]) if values else None
+
     @property
     def step(self) -> int:
         """The last recorded step."""

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from openpi_train.runtime.waiting import duration
+from openpi_train.training.device_memory import fullest_device
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +71,8 @@ class ProgressReport:
             else:
                 parts.append(f"step {1000 * step_s:.0f} ms")
             parts.append(f"ETA {duration((self._num_steps - self._step) * step_s)}")
-        memory = device_memory()
-        if memory:
-            parts.append(memory)
+        if (memory := fullest_device()) is not None:
+            parts.append(memory.line())
         self._step_s = []
         line = " | ".join(parts)
         if self._bar is not None:
@@ -84,24 +85,3 @@ class ProgressReport:
         """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: `42s`, `3m20s`, `2h05m`, `3d04h`."""
-    total = max(round(seconds), 0)
-    minutes, hours, days = total // 60, total // 3600, total // 86400
-    if days:
-        return f"{days}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
-
-
-def device_memory() -> str:
-    """Peak memory of the fullest local device; empty if the platform does not report it (CPU)."""
-    found = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [(stats["peak_bytes_in_use"], stats.get("bytes_limit", 0)) for stats in found if stats]
-    if not peaks:
-        return ""
-    peak, limit = max(peaks)
-    return f"device memory {peak / 2**30:.1f}" + (f"/{limit / 2**30:.1f} GiB" if limit else " GiB")

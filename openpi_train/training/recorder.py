@@ -51,10 +51,12 @@ class Recorder:
         self._pending: dict[int, Any] = {}
         self._programs: list[Program] = []
         self._ahead: collections.deque[Any] = collections.deque()
-        unread = unread or {"steps": [], "skipped_steps": 0}
+        unread = unread or {"steps": [], "skipped_steps": 0, "tokens": 0.0}
         # From the start before this one. JSON cannot represent non-finite values: they are strings that `float` reads.
         self._before = [{name: float(value) for name, value in step.items()} for step in unread["steps"]]
         self.num_skipped: int = unread["skipped_steps"]
+        # None: the start before this one was of a version that did not count them.
+        self._tokens: float | None = unread.get("tokens")
         self._split = TimeSplit(counted_s, clock)
         self._last_step_at = 0.0
 
@@ -108,7 +110,11 @@ class Recorder:
         if "loss_scale" in last:
             result["loss_scale"] = float(last["loss_scale"])
         if "tokens" in last:
-            result["tokens_per_s"] = sum(float(metrics["tokens"]) for metrics in values.values()) / stepping_s
+            tokens = _tokens(values)
+            result["tokens_per_s"] = tokens / stepping_s
+            if self._tokens is not None:
+                self._tokens += tokens
+                result["tokens"] = self._tokens
         return result | self._speed(parts, stepping_s, len(values)) | {"skipped_steps": float(self.num_skipped)}
 
     def _speed(self, parts: Mapping[str, float], stepping_s: float, num_steps: int) -> dict[str, float | None]:
@@ -135,7 +141,8 @@ class Recorder:
             {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
             for metrics in (*self._before, *_good(values))
         ]
-        return {"steps": steps, "skipped_steps": self.num_skipped + num_skipped}
+        unread = {"steps": steps, "skipped_steps": self.num_skipped + num_skipped}
+        return unread if self._tokens is None else {**unread, "tokens": self._tokens + _tokens(values)}
 
     def check(self) -> None:
         """Raise NumbersError now if a step since the last read was bad; before anything is saved."""
@@ -173,3 +180,8 @@ def _good(values: Mapping[int, Mapping[str, Any]]) -> list[dict[str, float]]:
         for metrics in values.values()
         if not metrics["skipped"]
     ]
+
+
+def _tokens(values: Mapping[int, Mapping[str, Any]]) -> float:
+    """The tokens of these steps; 0 of models that have none."""
+    return sum(float(metrics.get("tokens", 0.0)) for metrics in values.values())

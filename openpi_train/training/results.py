@@ -15,22 +15,8 @@ from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sharding.mesh import FSDP, TENSOR
 from openpi_train.sharding.strategy import Plan
-from openpi_train.training.checkpoints.step_dirs import Best
+from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.metrics import json_number
-
-
-def held_out_loss(evaluation: Mapping[str, Any]) -> float:
-    """The loss used to compare evaluations: that of the averaged weights if the run keeps an average."""
-    return evaluation.get("val/loss_ema", evaluation["val/loss"])
-
-
-def lowest_loss(evaluations: Sequence[Mapping[str, Any]]) -> Best | None:
-    """The step with the lowest finite held-out loss, the first of equal ones; None if there is none.
-
-    Unlike the best checkpoint it may be a step that was not saved.
-    """
-    found = [Best(step=line["step"], value=held_out_loss(line)) for line in evaluations if "val/loss" in line]
-    return min((one for one in found if math.isfinite(one.value)), key=lambda one: one.value, default=None)
 
 
 def write_results(

@@ -19,7 +19,9 @@ from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, garbage, phases, preempt
 from openpi_train.runtime.phases import phase
+from openpi_train.training.best import held_out_loss, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
@@ -28,7 +30,7 @@ from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
-from openpi_train.training.results import held_out_loss, lowest_loss, write_results
+from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
@@ -99,7 +101,8 @@ class Run:
         """Write one line of metrics; with several datasets it includes each one's realised share of the rows so far."""
         shares = self.feed.proportions()
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
-        self.last_metrics = {**values, **mixed, **self.feed.metrics()}
+        memory = fullest_device()
+        self.last_metrics = {**values, **mixed, **self.feed.metrics(), **(memory.metrics() if memory else {})}
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
         for sentence in self.trainer.objective.warnings(values):

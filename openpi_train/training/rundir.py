@@ -26,7 +26,7 @@ import jax
 
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
-from openpi_train.fields import as_json, resume_verdict
+from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training import run_lock
@@ -186,18 +186,6 @@ def environment() -> dict[str, Any]:
             if _RECORDED_VARIABLES.fullmatch(name) and not _SECRET.search(name)
         },
     }
-
-
-def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Every field that differs between two nested JSON values, by dotted path, as (saved, given)."""
-    if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
-        saved, given = (dict(zip(map(str, range(len(one))), one, strict=True)) for one in (saved, given))
-    if isinstance(saved, Mapping) and isinstance(given, Mapping):
-        changes: dict[str, tuple[Any, Any]] = {}
-        for name in [*saved, *(name for name in given if name not in saved)]:
-            changes |= changed_fields(saved.get(name), given.get(name), f"{prefix}{name}.")
-        return changes
-    return {} if saved == given else {prefix.removesuffix("."): (saved, given)}
 
 
 def _open(given: Experiment) -> RunDir:

@@ -14,10 +14,11 @@ from openpi_train_configs.debug import debug
 
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
+from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.checkpoints.step_dirs import Best, StepDirs
+from openpi_train.training.checkpoints.step_dirs import StepDirs
 from openpi_train.training.metrics import JsonLines, read_evaluations
-from openpi_train.training.results import lowest_loss, write_results
+from openpi_train.training.results import write_results
 from openpi_train.training.run import Run
 
 NAN = math.nan

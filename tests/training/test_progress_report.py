@@ -2,13 +2,12 @@
 
 import io
 import logging
-import types
 
 import pytest
 from rich.console import Console
 
-from openpi_train.training import progress_report
-from openpi_train.training.progress_report import ProgressReport, device_memory, duration
+from openpi_train.runtime.waiting import duration
+from openpi_train.training.progress_report import ProgressReport
 
 
 def ten_steps(report):
@@ -60,14 +59,3 @@ def test_other_processes_show_nothing(caplog):
 )
 def test_duration_for_people(seconds, text):
     assert duration(seconds) == text
-
-
-def test_device_memory_is_that_of_the_fullest_device(monkeypatch):
-    def device(peak):
-        stats = peak and {"peak_bytes_in_use": peak * 2**30, "bytes_limit": 80 * 2**30}
-        return types.SimpleNamespace(memory_stats=lambda: stats)
-
-    monkeypatch.setattr(progress_report.jax, "local_devices", lambda: [device(10), device(20)])
-    assert device_memory() == "device memory 20.0/80.0 GiB"
-    monkeypatch.setattr(progress_report.jax, "local_devices", lambda: [device(None)])
-    assert device_memory() == ""

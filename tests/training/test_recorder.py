@@ -30,10 +30,13 @@ def take(recorder, first, last, skipped=(), interval=5):
     for step in range(first, last + 1):
         loss = np.float32("nan") if step in skipped else LOSSES[step]
         metrics = {"loss": loss, "grad_norm": loss * loss, "skipped": np.float32(step in skipped)}
+        metrics["tokens"] = np.float32(7 * step)
         recorder.add(step, metrics)
         if step % interval == 0:
             line = recorder.read()
-            lines[step] = {name: line[name] for name in ("loss", "grad_norm", "skipped_steps") if name in line}
+            lines[step] = {
+                name: line[name] for name in ("loss", "grad_norm", "skipped_steps", "tokens") if name in line
+            }
     return lines
 
 
@@ -46,6 +49,13 @@ def test_a_resumed_run_writes_the_lines_of_an_undisturbed_one(saved, skipped):
     unread = json.loads(json.dumps(first.unread(), allow_nan=False))
     assert lines | take(make_recorder(unread, stop_on_nan=False), saved + 1, 30, skipped) == undisturbed
     assert lines | take(first, saved + 1, 30, skipped) == undisturbed, "to be asked changes nothing"
+
+
+def test_tokens_are_counted_from_the_first_step_or_not_at_all():
+    assert {step: line["tokens"] for step, line in take(make_recorder(), 1, 10).items()} == {5: 7 * 15, 10: 7 * 55}
+    of_an_older_version = {"steps": [], "skipped_steps": 0}
+    resumed = make_recorder(of_an_older_version)
+    assert "tokens" not in take(resumed, 1, 5)[5] and "tokens" not in resumed.unread()
 
 
 def test_two_resumes_within_one_line_keep_all_of_it():
@@ -152,7 +162,7 @@ def test_every_second_of_an_interval_belongs_to_one_part(monkeypatch):
     assert (line["time/step_s"], line["data/wait_s"]) == (4.5, 0.5)
     assert (line["samples_per_s"], line["tokens_per_s"]) == pytest.approx((8 / 4.5, 1000 / 18))
     assert (line["mfu"], line["hfu"]) == pytest.approx((2.4 / 18, 3.2 / 18))
-    assert "tokens" not in line
+    assert line["tokens"] == 1000
 
     clock.move(0.5)  # the next interval begins where the last one ended
     recorder.add(5, {"loss": np.float32(1), "skipped": np.float32(0)})

@@ -11,12 +11,12 @@ import jax
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.fields import as_json
+from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
 from openpi_train.runtime.exits import USAGE, UsageError
 from openpi_train.training import rundir
-from openpi_train.training.rundir import changed_fields, check_run, environment, open_run, record_start
+from openpi_train.training.rundir import check_run, environment, open_run, record_start
 
 
 def given(base, name="first", **fields):

@@ -36,6 +36,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
+from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
     Leaves,
@@ -49,7 +50,7 @@ from openpi_train.training.checkpoints.layout import (
 from openpi_train.training.checkpoints.local_tier import LocalTier
 from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
 from openpi_train.training.checkpoints.pieces import fetch_share, place
-from openpi_train.training.checkpoints.step_dirs import Best, StepDirs
+from openpi_train.training.checkpoints.step_dirs import StepDirs
 from openpi_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """The checkpoints in a run directory: which exist, which are kept, which is best. Read next: `checkpoint_store.py`."""
 
-import dataclasses
 import logging
 import os
 import pathlib
@@ -11,18 +10,11 @@ import time
 
 from openpi_train.data.files import read_json, write_json
 from openpi_train.interop.manifest import has_manifest
+from openpi_train.training.best import Best
 
 logger = logging.getLogger(__name__)
 
 _LEFT_OVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Best:
-    """The step whose validation metric is the lowest so far."""
-
-    step: int
-    value: float
 
 
 class StepDirs:

@@ -20,9 +20,9 @@ from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, PeerLostError
+from openpi_train.training.best import Best
 from openpi_train.training.checkpoints import checkpoint_store, step_dirs
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.checkpoints.step_dirs import Best
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "checkpoint_process.py"
 
