@@ -112,6 +112,8 @@ class Experiment:
     save_interval: int = at_least(1, 1_000, on_resume="accept")
     # Checkpoints at multiples of this step are kept permanently; None keeps only the newest and the best.
     keep_period: int | None = at_least(1, 5_000, on_resume="accept")
+    # Also save after an evaluation whose held-out loss is the lowest so far.
+    save_best: bool = setting(False, on_resume="accept")
     # Number of newest checkpoints to keep.
     keep_last: int = at_least(1, 2, on_resume="accept")
     # Additional checkpoints on a local disk of each host.
@@ -123,6 +125,9 @@ class Experiment:
 
     # Continue the run of this name from its newest good checkpoint.
     resume: bool = setting(False, on_resume="accept")
+    # Continue the run of this name from this checkpoint: a step, `best` or `latest`; later ones are set aside. Or start
+    # it from the training state of another run: the path of that run, or of a checkpoint in it. Includes --resume.
+    resume_from: str | None = setting(None, on_resume="accept")
     # Move an existing run of this name aside and start a new one.
     overwrite: bool = setting(False, on_resume="accept")
     # Also log to Weights & Biases (offline without an API key).
@@ -139,6 +144,10 @@ class Experiment:
     checkpoint_base_dir: str = setting("./checkpoints", on_resume="accept")
     # Parent of the norm stats; shared by all hosts.
     assets_base_dir: str = setting("./assets", on_resume="accept")
+
+    def __post_init__(self) -> None:
+        if self.resume_from is not None:
+            object.__setattr__(self, "resume", True)
 
     @property
     def run_dir(self) -> Path:

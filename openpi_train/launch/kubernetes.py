@@ -16,7 +16,14 @@ from typing import Any
 
 from openpi_train.launch import codes
 from openpi_train.launch.options import Launch, option
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, check_arguments, check_port, check_variable
+from openpi_train.launch.spec import (
+    DEFAULT_PORT,
+    LaunchError,
+    check_arguments,
+    check_port,
+    check_variable,
+    without_going_back,
+)
 from openpi_train.launch.yaml import dump_all
 
 Json = dict[str, Any]
@@ -254,5 +261,10 @@ def _check_arguments(arguments: tuple[str, ...]) -> None:
     check_arguments(arguments)
     if "--overwrite" in flags:
         raise LaunchError("--overwrite: a pod that is restarted would move its own run aside; give --resume instead")
+    if (point := without_going_back(arguments)[1]) is not None:
+        raise LaunchError(
+            f"--resume-from {point}: a pod that is restarted would go back again; begin another run there: --exp-name "
+            "NEW --resume-from <path of the checkpoint> --resume"
+        )
     if "--exp-name" in flags and "--resume" not in flags:
         raise LaunchError("pods are restarted: add --resume after the experiment; it also starts new runs")

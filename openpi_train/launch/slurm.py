@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from openpi_train.launch.options import Launch, at_least, option
-from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices
+from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices, without_going_back
 
 # Variables that other launchers leave in a shell; a process would use them instead of Slurm's.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -144,6 +144,11 @@ def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
         raise LaunchError(
             f"{bad[0]} cannot be used with Slurm: a requeued job runs the same command and would move its own run "
             "aside. Leave it out; for a new run give another --exp-name"
+        )
+    if (point := without_going_back(arguments)[1]) is not None:
+        raise LaunchError(
+            f"--resume-from {point} cannot be used with Slurm: a requeued job runs the same command and would go back "
+            "again. Begin another run there: --exp-name NEW --resume-from <path of the checkpoint>"
         )
     return arguments if "--resume" in arguments or not arguments else (*arguments, "--resume")
 

@@ -52,6 +52,21 @@ def check_arguments(arguments: tuple[str, ...]) -> None:
         raise LaunchError("nothing to run: put the experiment after --, as in `-- pi0_bridge_traj --exp-name x`")
 
 
+def without_going_back(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """The arguments without `--resume-from` of one of the run's own checkpoints, and that checkpoint, None without one.
+
+    The path of another run stays: a run begins from it once only.
+    """
+    for index, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == "--resume-from":
+            last = index + (1 if equals else 2)
+            value = value if equals else "".join(arguments[index + 1 : last])
+            if value.isdecimal() or value in ("best", "latest"):
+                return (*arguments[:index], *arguments[last:]), value
+    return arguments, None
+
+
 def check_port(port: int, name: str) -> None:
     """Raise LaunchError if `port` or the next one is invalid. `name` is the user's name for it."""
     if not 1 <= port <= 65534:

@@ -13,6 +13,7 @@ from typing import Any
 from openpi_train.launch import codes
 from openpi_train.launch.options import at_least, option
 from openpi_train.launch.processes import LaunchOutcome, stop_signals_to, tell
+from openpi_train.launch.spec import without_going_back
 
 _LONGEST_PAUSE_S = 60.0
 
@@ -77,7 +78,7 @@ def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
     further = outcome.status.saved_step > start.saved_step
     return Start(
         # A start that ended before opening its directory may have left an older run there.
-        arguments=resumed(start.arguments) if outcome.status.opened else start.arguments,
+        arguments=resumed(start.arguments, has_saved=further) if outcome.status.opened else start.arguments,
         hosts=fewer or _remaining(start.hosts, outcome, rules),
         number=start.number + 1,
         in_vain=0 if further else start.in_vain + 1,
@@ -91,9 +92,11 @@ def can_be_mended(outcome: LaunchOutcome) -> bool:
     return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.PREEMPTED))
 
 
-def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The arguments that continue the run started with these."""
+def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str, ...]:
+    """The arguments that continue the run started with these; once it has saved, it does not go back again."""
     kept = tuple(word for word in arguments if word not in ("--overwrite", "--no-resume"))
+    if has_saved:
+        kept, _ = without_going_back(kept)
     return kept if "--resume" in kept else (*kept, "--resume")
 
 

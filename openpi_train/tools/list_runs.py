@@ -23,7 +23,7 @@ from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.metrics import json_number
 
 # What every two runs differ in.
-_OWN = ("exp_name", "resume", "overwrite")
+_OWN = ("exp_name", "resume", "resume_from", "overwrite")
 _ENVIRONMENT = ("versions", "git", "devices", "process_count")
 
 

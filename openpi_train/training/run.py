@@ -130,8 +130,16 @@ class Run:
         return step in (0, self.experiment.num_train_steps) or bool(interval and step % interval == 0)
 
     def save_is_due(self, step: int) -> bool:
-        """Whether the state of this step is saved in the run directory: the last one, and at the interval."""
-        return step == self.experiment.num_train_steps or step % self.experiment.save_interval == 0
+        """Whether the state of this step is saved in the run directory: the last one, at the interval, the best."""
+        experiment = self.experiment
+        return step == experiment.num_train_steps or step % experiment.save_interval == 0 or self._best_is_due(step)
+
+    def _best_is_due(self, step: int) -> bool:
+        """Whether the state of this step is saved because its held-out loss is the lowest so far."""
+        if not self.experiment.save_best or step == 0:
+            return False
+        lowest = lowest_loss(self.history)
+        return lowest is not None and lowest.step == step and self.feed.can_be_saved
 
     def local_save_is_due(self, step: int) -> bool:
         """Whether the state of this step is saved on the hosts' own disks, if not in the run directory anyway."""
@@ -183,7 +191,10 @@ class Run:
         saves, evaluations = self.experiment.save_interval, self.experiment.eval.interval
         if evaluations % saves == 0:
             return ""
-        return f" (every evaluated step is saved if --save-interval, {saves}, divides --eval.interval, {evaluations})"
+        return (
+            f" (--save-best saves such a step; every evaluated step is saved if --save-interval, {saves}, divides "
+            f"--eval.interval, {evaluations})"
+        )
 
     @phase("saving")
     def save(self, step: int, state: TrainState) -> None:

@@ -30,6 +30,7 @@ from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training import run_lock
+from openpi_train.training.resume_point import resume_point
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def _open(given: Experiment) -> RunDir:
     elif given.resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
     for name, (before, after) in changes.items():
-        if name in ("resume", "overwrite"):
+        if name in ("resume", "resume_from", "overwrite"):
             continue
         if resume_verdict(given, name, before, after) == "accept":
             logger.info("resuming with %s %r (was %r)", name, after, before)
@@ -231,6 +232,7 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
             "another --exp-name leaves it alone"
         )
+    resume_point(given)
     return is_run, _check_same_run(given) if is_run and given.resume else {}
 
 

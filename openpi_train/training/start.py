@@ -3,6 +3,7 @@
 The order matters: errors that can be found without allocating are raised first, by all processes together.
 """
 
+import dataclasses
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
+from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
@@ -26,6 +28,7 @@ from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
@@ -34,6 +37,7 @@ from openpi_train.training.metrics import Metrics, read_evaluations, require_wri
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
+from openpi_train.training.resume_point import ResumePoint, resume_point
 from openpi_train.training.run import Run
 from openpi_train.training.rundir import open_run, record_start
 from openpi_train.training.settle import Settled, settle
@@ -77,7 +81,8 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     experiment, data = settled.experiment, settled.data
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    if not (settled.given.resume and (settled.given.run_dir / "experiment.json").is_file()):
+    given = settled.given
+    if given.resume_from is None and not (given.resume and (given.run_dir / "experiment.json").is_file()):
         experiment.weight_loader.check()  # a wrong path leaves no run's directory behind
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
@@ -100,6 +105,11 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         record_start(settled.given, measured)
         write_json(directory / "plan.json", settled.prepared.as_json())
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
+    history = read_evaluations(directory / "metrics.jsonl", int(state.step))
+    if experiment.resume_from is not None:  # the best may have been a checkpoint that was set aside
+        for line in history:
+            if "val/loss" in line:
+                checkpoints.note_metric(line["step"], held_out_loss(line))
     return Run(
         experiment=experiment,
         directory=directory,
@@ -121,7 +131,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
             first_step=int(state.step) + 1,
             wait=recorder.wait,
         ),
-        history=read_evaluations(directory / "metrics.jsonl", int(state.step)),
+        history=history,
     )
 
 
@@ -144,10 +154,13 @@ def first_state(
     feed: Feed,
     tokenizer: str | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
-    """With `--resume` the newest checkpoint and its `meta`, otherwise start weights or random ones and an empty
-    `meta`."""
-    restored = checkpoints.restore(layout.abstract()) if experiment.resume else None
-    if experiment.resume and restored is None:
+    """With `--resume` the newest checkpoint, or that of `--resume-from`, and its `meta`; otherwise start weights or
+    random ones and an empty `meta`.
+    """
+    found = dataclasses.asdict(resume_point(experiment)) if jax.process_index() == 0 else None
+    point = ResumePoint(**agree.broadcast("where the run continues", found))
+    restored = checkpoints.restore(layout.abstract(), step=point.step) if experiment.resume else None
+    if experiment.resume and restored is None and point.other is None:
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:
         state, meta = restored
@@ -156,12 +169,16 @@ def first_state(
             feed.seek(meta["data_position"])
         except ValueError as error:
             raise CheckpointError(str(error)) from error
+        if point.other is not None:
+            logger.info("--resume-from: the run has checkpoints of its own by now, and continues from the newest")
         logger.info("continuing from step %d of %d", int(state.step), experiment.num_train_steps)
         return state, meta
-    loader = experiment.weight_loader
-    check_tokenizer(loader.tokenizer(), tokenizer, where="--weight-loader.params-path")
+    loader, where = experiment.weight_loader, "--weight-loader.params-path"
+    if point.other is not None:
+        loader, where = CheckpointWeightLoader(params_path=point.other, continue_training=True), "--resume-from"
+    check_tokenizer(loader.tokenizer(), tokenizer, where=where)
     if (leaves := loader.load_state(experiment.model)) is not None:
-        state = read_state(layout, leaves, where="--weight-loader.params-path")
+        state = read_state(layout, leaves, where=where)
         feed.seek({**feed.position(), "step": int(state.step)})
         logger.info("continuing the training that was saved at step %d", int(state.step))
         return state, {}

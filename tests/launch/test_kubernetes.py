@@ -243,6 +243,7 @@ def test_a_pod_on_processors_is_told_so():
         ({"port": 65535}, "--port 65535"),
         ({"arguments": ()}, "nothing to run"),
         ({"arguments": (*RUN, "--overwrite")}, "--overwrite: a pod that is restarted"),
+        ({"arguments": (*RUN, "--resume-from=best")}, "a pod that is restarted would go back again"),
         ({"arguments": RUN[:3]}, "add --resume"),
         ({"arguments": ("pi0", "--exp-name=x")}, "add --resume"),
         ({"memory": "lots"}, "--memory 'lots' is not in the format of Kubernetes"),

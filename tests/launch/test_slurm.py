@@ -171,6 +171,13 @@ def test_a_job_that_would_move_its_own_run_aside_is_refused(word, capsys):
     assert "would move its own run aside" in capsys.readouterr().err
 
 
+def test_a_job_that_would_go_back_again_is_refused_and_one_that_begins_elsewhere_is_not(capsys):
+    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "40"]) == 2
+    assert "--resume-from 40 cannot be used with Slurm" in capsys.readouterr().err
+    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "runs/debug/y"]) == 0
+    assert "--resume-from runs/debug/y --resume" in capsys.readouterr().out
+
+
 def test_resume_is_said_once():
     assert resumed(("debug", "--resume")) == resumed(("debug",)) == ("debug", "--resume")
 

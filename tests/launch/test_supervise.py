@@ -1,5 +1,6 @@
 """Which ends of a run another start can mend, and how the launcher goes about it."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -44,6 +45,18 @@ def test_only_a_run_that_was_opened_is_resumed():
     following = after(following, LaunchOutcome(code=137), Rules(max_restarts=3))
     assert following and following.arguments == ("debug", "--exp-name", "x", "--resume")
     assert after(following, LaunchOutcome(code=137), Rules(max_restarts=3)) is None
+
+
+@pytest.mark.parametrize("words", [("--resume-from", "40"), ("--resume-from=best",), ("--resume_from", "latest")])
+def test_a_run_that_went_back_and_has_saved_does_not_go_back_again(words):
+    assert resumed(("debug", *words, "--seed", "1"), has_saved=True) == ("debug", "--seed", "1", "--resume")
+    assert resumed(("debug", *words), has_saved=False) == ("debug", *words, "--resume")
+    start = dataclasses.replace(FIRST, arguments=("debug", *words))
+    saved = LaunchOutcome(code=137, status=Status(opened=True, saved_step=41))
+    following = after(start, saved, Rules(max_restarts=3))
+    assert following and following.arguments == ("debug", "--resume")
+    begun = ("debug", "--resume-from", "runs/debug/other", "--resume")  # where it has nothing of its own yet
+    assert resumed(begun, has_saved=True) == begun
 
 
 def test_resumed_says_it_once():

@@ -48,19 +48,20 @@ def test_the_lowest_loss_is_the_first_of_the_finite_ones(lines, expected):
     assert lowest_loss(lines) == expected
 
 
-def run_of(directory, caplog, *, save_interval, interval, steps=8):
+def run_of(directory, caplog, *, save_interval, interval, steps=8, save_best=False):
     """A run that evaluates and saves as the loop does, of which nothing is computed; and what it can be told."""
     run = object.__new__(Run)
     run.experiment = dataclasses.replace(
         debug,
         save_interval=save_interval,
         num_train_steps=steps,
+        save_best=save_best,
         eval=dataclasses.replace(debug.eval, interval=interval),
     )
     run.directory, run.history, run.checkpoints = directory, [], Checkpoints(directory)
     run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None, text_length=None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None)
-    run.feed = types.SimpleNamespace(position=dict)
+    run.feed = types.SimpleNamespace(position=dict, can_be_saved=True)
     run.recorder = types.SimpleNamespace(unread=dict)
     caplog.set_level(logging.INFO, logger="openpi_train.training.run")
     return run
@@ -87,7 +88,8 @@ def said(caplog):
 def test_an_evaluation_between_saves_that_is_the_best_is_told_with_what_to_set(tmp_path, caplog):
     run = run_of(tmp_path, caplog, save_interval=4, interval=2)
     go(run, {0: 0.9, 2: 0.5, 4: 0.6, 6: 0.3, 8: 0.4})
-    advice = " (every evaluated step is saved if --save-interval, 4, divides --eval.interval, 2)"
+    advice = " (--save-best saves such a step; every evaluated step is saved if --save-interval, 4, divides "
+    advice += "--eval.interval, 2)"
     assert said(caplog) == [
         f"step 2 has the lowest held-out loss so far and is not saved{advice}",
         f"step 6 has the lowest held-out loss so far and is not saved{advice}",
@@ -107,6 +109,36 @@ def test_where_every_evaluated_step_is_saved_the_lowest_is_the_best_and_nothing_
     assert said(caplog) == []
     assert run.checkpoints.best == Best(step=6, value=0.3)
     assert (tmp_path / "best").resolve() == tmp_path / "6"
+
+
+def test_with_save_best_an_evaluation_that_is_the_best_so_far_is_saved(tmp_path, caplog):
+    run = run_of(tmp_path, caplog, save_interval=100, interval=2, save_best=True)
+    go(run, {0: 0.9, 2: 0.5, 4: 0.6, 6: 0.3, 8: 0.4})
+    assert said(caplog) == []
+    assert run.checkpoints.best == Best(step=6, value=0.3) and run.checkpoints.steps() == [6, 8]
+    assert not run.save_is_due(4) and run.save_is_due(6)
+    run.feed.can_be_saved = False
+    assert not run.save_is_due(6)
+
+
+def test_the_newest_is_the_latest_and_what_is_after_a_step_that_is_gone_back_to_is_set_aside(tmp_path):
+    dirs = StepDirs(tmp_path, keep_last=9, keep_period=None)
+    for step, loss in [(1, 0.5), (2, 0.25), (3, 0.1)]:
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "manifest.json").write_text("{}")
+        dirs.note_metric(step, loss)
+        dirs.note_complete(step)
+        assert (tmp_path / "latest").resolve() == tmp_path / str(step)
+    (tmp_path / "4").mkdir()  # a save that was interrupted
+    dirs.leave_after(2)
+    assert dirs.committed() == [1, 2] and len(list(tmp_path.glob("[34].replaced-*"))) == 2
+    assert (tmp_path / "latest").resolve() == tmp_path / "2"
+    assert dirs.best is None and not (tmp_path / "best").is_symlink()
+    for step, loss in [(1, 0.5), (2, 0.25)]:
+        dirs.note_metric(step, loss)
+    assert dirs.best == Best(step=2, value=0.25)
+    dirs.leave_after(2)
+    assert dirs.best == Best(step=2, value=0.25)
 
 
 def test_a_run_that_never_got_better_than_its_first_weights_is_told_so(tmp_path, caplog):

@@ -5,6 +5,8 @@ The runs of whole processes that are killed are in `tests/runs/test_resume.py`.
 
 import dataclasses
 import inspect
+import logging
+import shutil
 import types
 
 import jax
@@ -64,8 +66,8 @@ def run(tmp_path_factory):
                 losses.append(float(metrics["loss"]))
         return state, losses
 
-    def begin(experiment, feed):
-        with jax.set_mesh(mesh), Checkpoints(directory, public_name=CONFIG.public_name) as checkpoints:
+    def begin(experiment, feed, where=directory):
+        with jax.set_mesh(mesh), Checkpoints(where, public_name=CONFIG.public_name) as checkpoints:
             return first_state(experiment, trainer, layout, checkpoints, feed)[0]
 
     feed = Batches(trainer.plan)
@@ -101,3 +103,15 @@ def test_training_continued_from_start_weights_goes_on_with_the_batch_of_its_ste
 def test_a_run_is_not_continued_with_other_data(run):
     with pytest.raises(CheckpointError, match="other data"):
         run.begin(EXPERIMENT, Batches(run.plan, data="others"))
+
+
+def test_a_run_may_begin_with_the_training_state_of_another_one(run, tmp_path, caplog):
+    feed, base = Batches(run.plan), str(tmp_path)
+    experiment = dataclasses.replace(EXPERIMENT, checkpoint_base_dir=base, resume_from=str(run.directory / "2"))
+    state = run.begin(experiment, feed, tmp_path / "new")
+    assert (int(state.step), feed.step) == (2, 2)
+    assert same_bits(state, run.begin(EXPERIMENT, Batches(run.plan)))
+    shutil.copytree(run.directory / "2", tmp_path / "begun" / "2")
+    with caplog.at_level(logging.INFO):
+        run.begin(experiment, Batches(run.plan), tmp_path / "begun")
+    assert "the run has checkpoints of its own by now" in caplog.text

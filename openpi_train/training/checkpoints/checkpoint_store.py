@@ -161,7 +161,9 @@ class Checkpoints:
         source = self._start_locally(step, items, make_meta(step, items, data_position, experiment, extra))
         return time.monotonic() - started if source else None
 
-    def restore(self, abstract: TrainState, *, cast: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
+    def restore(
+        self, abstract: TrainState, *, step: int | None = None, cast: bool = False
+    ) -> tuple[TrainState, dict[str, Any]] | None:
         """Restore the newest checkpoint that is complete on every process, with its `meta`; None if there is none.
 
         A local one is used if none in the run directory is newer; otherwise the log says why. Damaged ones in
@@ -170,15 +172,19 @@ class Checkpoints:
         Args:
             abstract: shapes with dtypes and shardings (or arrays) of the result, independent of the
                 devices and processes that wrote the checkpoint.
+            step: restore this one of the run directory, and set aside those after it; None: the newest.
             cast: allow a dtype that differs from the saved one.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or they are another model's, naming the leaves that differ.
         """
-        started = time.monotonic()
+        started, is_given = time.monotonic(), step is not None
         wanted = leaves_by_item(abstract, self._public_name)
-        local = self._local.restore(wanted) if self._local else None
-        step = self._newest_whole(above=local.step if local else -1)
+        local = self._local.restore(wanted) if self._local and not is_given else None
+        if step is not None:
+            self._require_whole(step)
+        else:
+            step = self._newest_whole(above=local.step if local else -1)
         if step is not None:
             if local:
                 logger.info("local checkpoint %d is older than the run directory's %d", local.step, step)
@@ -199,6 +205,10 @@ class Checkpoints:
         self._saved_step = None if self.copy_is_missing else step
         if self._local:
             self._local.settle(local.step if local else None)
+        if self._is_writer:
+            if is_given:
+                self._dirs.leave_after(step)
+            self._dirs.link_latest()
         logger.info("restored checkpoint %d from %s in %.1f s", step, directory, time.monotonic() - started)
         return state_from_items(items, abstract, self._public_name), meta
 
@@ -316,8 +326,21 @@ class Checkpoints:
         preempt.note_save(step, time.monotonic() - started)
         self._dirs.note_complete(step)
 
+    def _damage(self, step: int) -> str:
+        """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files."""
+        damage = find_damage(self.step_dir(step), share=jax.process_index(), shares=jax.process_count())
+        return next((text for text in agree.gather(f"verify checkpoint {step}", damage) if text), "")
+
+    def _require_whole(self, step: int) -> None:
+        """Raise CheckpointError, on every process, unless every process finds this checkpoint complete."""
+        if damage := self._damage(step):
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} cannot be used: {damage}. Nothing was changed; give another "
+                "step to --resume-from"
+            )
+
     def _newest_whole(self, above: int) -> int | None:
-        """The newest step that every process finds complete. Each process reads a share of its files.
+        """The newest step that every process finds complete.
 
         Only steps above `above`, that of a local save; -1: there is none.
         """
@@ -326,13 +349,12 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         chosen = None
         for step in reversed(steps):
-            damage = find_damage(self.step_dir(step), share=jax.process_index(), shares=jax.process_count())
-            votes = [text for text in agree.gather(f"verify checkpoint {step}", damage) if text]
-            if not votes:
+            damage = self._damage(step)
+            if not damage:
                 chosen = step
                 break
-            damaged[step] = votes[0]
-            logger.warning("checkpoint %d cannot be used: %s", step, votes[0])
+            damaged[step] = damage
+            logger.warning("checkpoint %d cannot be used: %s", step, damage)
         if damaged and chosen is None and above < 0:
             listing = "\n".join(f"  {step}: {reason}" for step, reason in damaged.items())
             raise CheckpointError(

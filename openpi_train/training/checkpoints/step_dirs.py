@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.training.best import Best
 
@@ -21,7 +21,7 @@ class StepDirs:
     """The step directories of a run. Only process 0 may call methods that change them.
 
     Keeps the newest `keep_last`, those at multiples of `keep_period` (None: none), and the best. The best is not
-    moved: `best.json` names it and `best` links to it.
+    moved: `best.json` names it and `best` links to it. `latest` links to the newest complete one.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep_last: int, keep_period: int | None):
@@ -38,23 +38,16 @@ class StepDirs:
 
     def committed(self) -> list[int]:
         """The steps that have a directory, complete or not, oldest first."""
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
+        return _steps(self.directory)
 
     def complete(self) -> list[int]:
         """The steps whose save is complete, oldest first."""
-        return [step for step in self.committed() if has_manifest(self.path(step))]
+        return complete_steps(self.directory)
 
     @property
     def best(self) -> Best | None:
         """The best checkpoint on disk, if any."""
-        try:
-            best = Best(**read_json(self.directory / "best.json"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError) as error:
-            logger.warning("%s cannot be read (%s): no best checkpoint", self.directory / "best.json", error)
-            return None
-        return best if has_manifest(self.path(best.step)) else None
+        return best_of(self.directory)
 
     def note_metric(self, step: int, value: float) -> None:
         """Record a step's validation metric, and link the step as the best if it is complete and the lowest."""
@@ -63,8 +56,9 @@ class StepDirs:
             self._update_best(step)
 
     def note_complete(self, step: int) -> None:
-        """Link the step as the best if it is, and delete checkpoints that are not kept."""
+        """Link the step as the latest, and as the best if it is, and delete checkpoints that are not kept."""
         with self._lock:
+            self.link_latest()
             self._update_best(step)
             complete, best = self.complete(), self.best
             keep = {*complete[-self._keep_last :], *([best.step] if best else [])}
@@ -72,6 +66,26 @@ class StepDirs:
                 if old not in keep and (self._keep_period is None or old % self._keep_period):
                     # Renamed first: a partly deleted directory must not look like a checkpoint.
                     _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
+
+    def link_latest(self) -> None:
+        """Link the newest complete step as `latest`."""
+        if steps := self.complete():
+            self._link("latest", steps[-1])
+
+    def leave_after(self, step: int) -> None:
+        """Set aside every checkpoint after this one; if one of them was the best, there is none until a metric is
+        noted.
+        """
+        with self._lock:
+            best = self.best
+            for later in [one for one in self.committed() if one > step]:
+                place = set_aside(self.path(later), "replaced")
+                logger.warning("checkpoint %d is after step %d and now lies in %s", later, step, place)
+            if best is not None and best.step > step:
+                for name in ("best.json", "best"):
+                    (self.directory / name).unlink(missing_ok=True)
+            self._metrics = {one: value for one, value in self._metrics.items() if one <= step}
+            self.link_latest()
 
     def remove_left_overs(self) -> None:
         """Remove remains of saves and clean-ups that failed or were killed."""
@@ -85,10 +99,36 @@ class StepDirs:
         if value is None or not has_manifest(self.path(step)) or (best is not None and value >= best.value):
             return
         write_json(self.directory / "best.json", {"step": step, "value": value})
-        link = self.directory / "best.partial"
+        self._link("best", step)
+
+    def _link(self, name: str, step: int) -> None:
+        link, target = self.directory / f"{name}.partial", self.directory / name
+        if target.is_dir() and not target.is_symlink():  # the run was copied without its links
+            set_aside(target, "replaced")
         link.unlink(missing_ok=True)
         link.symlink_to(str(step), target_is_directory=True)
-        link.replace(self.directory / "best")
+        link.replace(target)
+
+
+def complete_steps(directory: pathlib.Path) -> list[int]:
+    """The steps whose save is complete in a run's directory, oldest first; none where there is no directory."""
+    return [step for step in _steps(directory) if has_manifest(directory / str(step))] if directory.is_dir() else []
+
+
+def best_of(directory: pathlib.Path) -> Best | None:
+    """The best checkpoint on disk in a run's directory, if any."""
+    try:
+        best = Best(**read_json(directory / "best.json"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): no best checkpoint", directory / "best.json", error)
+        return None
+    return best if has_manifest(directory / str(best.step)) else None
+
+
+def _steps(directory: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
 
 def _remove(directory: pathlib.Path, attempts: int = 5) -> None:

@@ -435,6 +435,28 @@ def test_metric_of_a_step_without_checkpoint_does_not_compete(tmp_path):
     checkpoints.close()
 
 
+def test_an_older_step_is_restored_and_those_after_it_are_set_aside(two_saved, tmp_path):
+    shutil.copytree(two_saved, tmp_path / "run")
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        found = checkpoints.restore(abstract(make_state(1)), step=1)
+        assert found is not None and same_bits(found[0], make_state(1))
+        assert checkpoints.steps() == [1] and list((tmp_path / "run").glob("2.replaced-*"))
+        assert (tmp_path / "run" / "latest").resolve().name == "1"
+        checkpoints.save(make_state(2), **SAVED_WITH)
+    assert (tmp_path / "run" / "latest").resolve().name == "2"
+
+
+def test_an_older_step_that_is_damaged_is_refused_and_nothing_is_changed(two_saved, tmp_path):
+    shutil.copytree(two_saved, tmp_path / "run")
+    flip(data_file(tmp_path / "run" / "1"))
+    with (
+        Checkpoints(tmp_path / "run") as checkpoints,
+        pytest.raises(CheckpointError, match=r"checkpoint 1 in .* is corrupt.* Nothing was changed"),
+    ):
+        checkpoints.restore(abstract(make_state(1)), step=1)
+    assert checkpoints.steps() == [1, 2]
+
+
 def test_left_overs_of_killed_saves_are_removed_and_logged(tmp_path, caplog):
     (tmp_path / "7.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     (tmp_path / "5.deleting").mkdir()

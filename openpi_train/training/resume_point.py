@@ -1,0 +1,67 @@
+"""Which checkpoint `--resume-from` names. Read next: `start.py`, which restores it."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from openpi_train.data.files import read_json
+from openpi_train.experiment import Experiment
+from openpi_train.interop.manifest import has_manifest
+from openpi_train.runtime.exits import UsageError
+from openpi_train.training.checkpoints.step_dirs import best_of, complete_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """`step`: a checkpoint of the run itself; `other`: the directory of another run's. Neither: the run's newest."""
+
+    step: int | None = None
+    other: str | None = None
+
+
+def resume_point(experiment: Experiment) -> ResumePoint:
+    """Where the run continues from, by `resume_from`. Only reads.
+
+    Raises UsageError, naming the steps that are there, if there is no such checkpoint.
+    """
+    word = experiment.resume_from
+    if word is None:
+        return ResumePoint()
+    own, steps, best = experiment.run_dir, complete_steps(experiment.run_dir), best_of(experiment.run_dir)
+    if word.isdecimal() and int(word) in steps:
+        return ResumePoint(step=int(word))
+    if word == "latest" and steps:
+        return ResumePoint(step=steps[-1])
+    if word == "best" and best is not None:
+        return ResumePoint(step=best.step)
+    path = Path(word).expanduser().resolve()
+    if not word.isdecimal() and word not in ("latest", "best"):
+        if steps and word == _recorded(own):  # a restart: the run has begun from there, which may be gone
+            return ResumePoint(other=str(path))
+        if path.is_dir():
+            return _at(path, own.resolve(), word)
+    there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is no complete checkpoint"
+    there += "" if best is None else f", of which {best.step} is the best"
+    raise UsageError(
+        f"--resume-from {word}: {own} has no such checkpoint; {there}. Give one of its steps, best or latest, or the "
+        "path of another run or of a checkpoint in it"
+    )
+
+
+def _at(path: Path, own: Path, word: str) -> ResumePoint:
+    """The checkpoint at the path, or the newest one of the run there."""
+    if not has_manifest(path):
+        steps = complete_steps(path)
+        if not steps:
+            raise UsageError(
+                f"--resume-from {word}: this is neither a complete checkpoint (<run>/<step>) nor a run with one"
+            )
+        path = path / str(steps[-1])
+    return ResumePoint(step=int(path.name)) if path.parent == own else ResumePoint(other=str(path))
+
+
+def _recorded(run: Path) -> str | None:
+    """The `resume_from` of the run's last start."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(run / "experiment.json").get("resume_from")
+    return None
