@@ -12,8 +12,9 @@ def main() -> None:
 
     garbage.look_rarely()
     from openpi_train.cli import run
+    from openpi_train.runtime.closed_output import quietly
 
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(quietly(lambda: run(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from openpi_train.runtime import logs
+from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
 from openpi_train.runtime.world import find_world
 
@@ -49,6 +50,8 @@ def _reported(command: Callable[[], int]) -> int:
     try:
         return command()
     except (RunError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and is_closed():
+            raise  # for `quietly`
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else USAGE
     except KeyboardInterrupt:
@@ -68,10 +71,10 @@ def train(name: str, argv: Sequence[str]) -> int:
 
 def _run(experiment: "Experiment", process: "TrainFlags") -> int:
     """Train, or with `--dry-run` say what it needs."""
-    from openpi_train.training import prepare, start
+    from openpi_train.training import rehearsal, start
 
     if process.dry_run:
-        return prepare.dry_run(experiment, process, process.devices_per_process)
+        return rehearsal.dry_run(experiment, process, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
 
 

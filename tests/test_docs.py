@@ -46,7 +46,7 @@ from openpi_train.tools import (
     stats,
 )
 from openpi_train.tools import data as data_tool
-from openpi_train.training import prepare, start
+from openpi_train.training import rehearsal, start
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,7 +136,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     monkeypatch.setattr(cli, "run_guarded", run_guarded)
-    places = {start: ["main"], prepare: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
+    places = {start: ["main"], rehearsal: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
     places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}
     monkeypatch.setattr(plugin, "set_environment", lambda *_: [])

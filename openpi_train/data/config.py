@@ -81,6 +81,11 @@ class DataConfig(Data):
             )
         return problems
 
+    def examine(self, model: RowModel) -> list[str]:
+        from openpi_train.data.examination import examine  # which imports this module
+
+        return examine(self, model.window)
+
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)
 

@@ -221,6 +221,14 @@ class Data(abc.ABC):
         del name, text_kinds
         return []
 
+    def examine(self, model: Any) -> list[str]:
+        """Raise what `open` would, as far as it is found within seconds and without writing; say what is not.
+
+        Default: nothing is looked at.
+        """
+        del model
+        return ["the data were not looked at; a start opens them"]
+
     @abc.abstractmethod
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         """The batch that `model` (a `ModelConfig`) takes, as a tree of `jax.ShapeDtypeStruct`. Opens no files."""

@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -125,6 +125,9 @@ class Source(abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig(abc.ABC):
     """Where a dataset is and how to open it. Settable on the command line (`--data.datasets.0.source.path`)."""
+
+    # Whether `column_shapes` reads metadata alone.
+    shapes_in_metadata: ClassVar[bool] = False
 
     @abc.abstractmethod
     def open(self) -> Source:

@@ -7,14 +7,12 @@ import dataclasses
 import itertools
 import logging
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
@@ -26,7 +24,7 @@ from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, r
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
-from openpi_train.runtime.world import World, WorldFlags, find_world
+from openpi_train.runtime.world import World
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.training.init import StateLayout, lay_out
@@ -314,25 +312,3 @@ def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
         raise UsageError(f"--freeze {experiment.freeze!r} matches no parameter as a whole; there are {names}, ...")
     sizes = [sum(math.prod(leaf.shape) for leaf in leaves.values()) for leaves in (trainable, frozen)]
     logger.info("parameters: %s train, %s are kept fixed", *(f"{size:,}" for size in sizes))
-
-
-def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
-    """Print what the run needs on this process's devices and what there is; allocates nothing."""
-    world = find_world(flags, os.environ)
-    if devices_per_process is not None:
-        jax.config.update("jax_num_cpu_devices", devices_per_process)
-    experiment, lines = adapt(experiment, jax.device_count(), None)
-    print("\n".join(lines))
-    prepared = prepare_without_data(experiment, world)
-    memory = prepared.memory
-    counts = {
-        "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),
-        "frozen parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.frozen.values()),
-    }
-    for name, count in counts.items():
-        print(f"{name:<24} {count:>15,}")
-    for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
-        print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
-    require(memory, prepared.available_bytes, jax.device_count(), experiment)
-    print("fits")
-    return 0

@@ -132,6 +132,11 @@ def _sees(path: pathlib.Path, word: str) -> bool:
         time.sleep(0.2)
 
 
+def begins(given: Experiment) -> bool:
+    """Whether the run begins with its start weights, and not with a checkpoint of its own or of another run."""
+    return given.resume_from is None and not (given.resume and (given.run_dir / "experiment.json").is_file())
+
+
 def devices_at_first(given: Experiment) -> int | None:
     """The number of devices at the first start of the run that `given` continues; None for a new run. All call it."""
     starts: list[Any] = []

@@ -39,7 +39,7 @@ from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point
 from openpi_train.training.run import Run
-from openpi_train.training.rundir import open_run, record_start
+from openpi_train.training.rundir import begins, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
@@ -81,8 +81,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     experiment, data = settled.experiment, settled.data
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    given = settled.given
-    if given.resume_from is None and not (given.resume and (given.run_dir / "experiment.json").is_file()):
+    if begins(settled.given):
         experiment.weight_loader.check()  # a wrong path leaves no run's directory behind
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)

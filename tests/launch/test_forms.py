@@ -146,6 +146,14 @@ def test_run_distributed_starts_what_launch_local_starts(capsys):
     assert by_script.stdout == capsys.readouterr().out
 
 
+def test_run_distributed_names_the_page_for_lines_of_other_tools():
+    done = run_distributed("--nproc_per_nod", "4", "train.py")
+    assert done.returncode == 2 and "unrecognized arguments: --nproc_per_nod 4 train.py" in done.stderr
+    assert done.stderr.endswith("the launch lines of other tools, and what they are here: docs/launching.md\n")
+    assert (ROOT / "docs" / "launching.md").is_file()
+    assert "docs/launching.md" in run_distributed("--mode", "manual").stderr
+
+
 def test_run_distributed_starts_what_launch_manual_starts(capsys):
     options = ["--world-size", "8", "--gpus-per-node", "4", "--node-rank", "1", "--master-addr", "10.0.0.1"]
     by_script = run_distributed(*options, "--dry-run", *EXPERIMENT)

@@ -51,6 +51,8 @@ class Zarr(IndexedConfig):
     # Treat chunks without a file as the fill value (zarr 3 omits such chunks); otherwise they count as lost.
     fill_missing: bool = False
 
+    shapes_in_metadata = True
+
     def store(self) -> Store:
         """The store, not yet read."""
         return Store(Path(self.path).expanduser(), fill_missing=self.fill_missing, cache_bytes=_CACHE_BYTES)

@@ -1,0 +1,50 @@
+"""A dry run: what a run needs, and whether it would start. Read next: `settle.py`, which does it in earnest."""
+
+import math
+import os
+
+import jax
+
+from openpi_train.elastic import adapt
+from openpi_train.experiment import Experiment
+from openpi_train.planning.memory import GIB, require
+from openpi_train.runtime.exits import DataError, reported_as
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training.metrics import require_writers
+from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.rundir import begins, check_run, devices_at_first
+
+
+def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
+    """Print what the run needs on this process's devices and what there is; allocates and writes nothing.
+
+    Raises what a start would: the run directory, start weights, packages and datasets are looked at, too. What takes
+    long to find out is named instead.
+    """
+    world = find_world(flags, os.environ)
+    if devices_per_process is not None:
+        jax.config.update("jax_num_cpu_devices", devices_per_process)
+    given = experiment
+    experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
+    print("\n".join(lines))
+    prepared = prepare_without_data(experiment, world)
+    memory = prepared.memory
+    counts = {
+        "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),
+        "frozen parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.frozen.values()),
+    }
+    for name, count in counts.items():
+        print(f"{name:<24} {count:>15,}")
+    for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
+        print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
+    require(memory, prepared.available_bytes, jax.device_count(), experiment)
+    check_run(given)
+    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
+    if begins(given):
+        experiment.weight_loader.check()
+    with reported_as(DataError):
+        notes = experiment.data.examine(experiment.model)
+    print("fits")
+    for note in notes:
+        print(f"not checked: {note}")
+    return 0

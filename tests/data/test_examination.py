@@ -1,0 +1,38 @@
+"""What a dry run finds out about robots' datasets: what opening them would say, without writing anything."""
+
+from pathlib import Path
+
+import pytest
+
+from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.examination import examine
+from openpi_train.data.windows import WindowShape
+from openpi_train.data.zarr import Zarr
+from openpi_train.robots.robotwin import RoboTwin
+
+STORE = Path(__file__).with_name("zarr") / "fixtures" / "arms_14.zarr"
+SHAPE = WindowShape(history=1, horizon=4)
+
+
+def data(tmp_path, path=STORE, dims=14, **robot):
+    source = Zarr(path=str(path), cache_dir=str(tmp_path / "cache"))
+    return DataConfig(datasets=(Dataset(source=source, robot=RoboTwin(dims=dims, **robot), prompt="stack"),))
+
+
+def test_a_store_of_another_robot_is_refused_before_it_is_indexed(tmp_path):
+    with pytest.raises(ValueError, match=r"the RoboTwin robot has 10 state dims .* the dataset gives 14"):
+        examine(data(tmp_path, dims=10), SHAPE)
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        examine(data(tmp_path, path=tmp_path / "nowhere.zarr"), SHAPE)
+
+
+def test_what_is_not_indexed_is_told_and_what_is_is_read_as_the_run_does(tmp_path):
+    (sentence,) = examine(data(tmp_path), SHAPE)
+    assert sentence.endswith(f"`data index {STORE}` does so now") and not (tmp_path / "cache").exists()
+    data(tmp_path).datasets[0].source.open()
+    assert examine(data(tmp_path), SHAPE) == []
+    with pytest.raises(ValueError, match="the RoboTwin robot has 10 state dims"):
+        examine(data(tmp_path, dims=10), SHAPE)
+    with pytest.raises(ValueError, match="reads the image feature 'front'"):
+        examine(data(tmp_path, cameras={"head_camera": "front"}), SHAPE)

@@ -1,0 +1,45 @@
+"""A dry run prints what the run needs, and refuses what a start would refuse."""
+
+import dataclasses
+
+import pytest
+import small_runs
+
+from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
+from openpi_train.runtime.world import WorldFlags
+from openpi_train.training.rehearsal import dry_run
+
+
+class DamagedPoints(small_runs.PausingPointData):
+    def examine(self, model):
+        raise ValueError("the points are damaged")
+
+
+@pytest.fixture
+def given(tmp_path):
+    return dataclasses.replace(small_runs.small, name="small", exp_name="x", checkpoint_base_dir=str(tmp_path))
+
+
+def rehearse(experiment):
+    return dry_run(experiment, WorldFlags(), None)
+
+
+def test_what_fits_is_told_with_what_was_not_looked_at(given, tmp_path, capsys):
+    assert rehearse(given) == 0
+    *_, fits, note = capsys.readouterr().out.splitlines()
+    assert fits == "fits" and note == "not checked: the data were not looked at; a start opens them"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_refused(given, tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        rehearse(dataclasses.replace(given, weight_loader=CheckpointWeightLoader(params_path=f"{tmp_path}/nowhere")))
+    with pytest.raises(DataError, match="the points are damaged"):
+        rehearse(dataclasses.replace(given, data=DamagedPoints()))
+    with pytest.raises(UsageError, match="there is no complete checkpoint"):
+        rehearse(dataclasses.replace(given, resume_from="latest"))
+    (tmp_path / "small" / "x").mkdir(parents=True)
+    (tmp_path / "small" / "x" / "experiment.json").write_text("{}")
+    with pytest.raises(UsageError, match="--resume continues it, --overwrite moves it aside"):
+        rehearse(given)
