@@ -27,7 +27,7 @@ NUM_PAIRS, NUM_TYPICAL = 5, 9
 # Steps between saves to which the stall is compared, and the maximum number of steps to wait for the end of a save.
 INTERVAL = 100
 # The second state: the tiny model with a large vocabulary, whose step is still short.
-LARGE_BYTES, QUICK_LARGE_BYTES = 300e6, 60e6
+LARGE_BYTES = 300e6
 MODES = ("synchronous", "asynchronous")
 COLUMNS = (
     "state",
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
     parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
-    return steps.parse(parser, argv, quick=("--model.remat", "none"))  # compiles in less time
+    return steps.parse(parser, argv)
 
 
 def main(argv: Sequence[str]) -> list[Table]:
@@ -74,8 +74,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags, experiment = parse(argv)
     trials = {flags.experiment or flags.model: Trial.of(experiment)}
     if not flags.experiment and flags.model == "tiny":
-        large = _larger(trials["tiny"], QUICK_LARGE_BYTES if flags.quick else LARGE_BYTES)
-        trials = {"large": large} if flags.quick else {**trials, "large": large}
+        trials["large"] = _larger(trials["tiny"], LARGE_BYTES)
     rows = [row for name, trial in trials.items() for row in _rows(name, trial, flags)]
     notes = [
         "stall = save call + extra time of the steps until the checkpoint is complete; negative extras are noise.",
@@ -95,16 +94,16 @@ def _larger(trial: Trial, state_bytes: float) -> Trial:
 
 def _rows(name: str, trial: Trial, flags: argparse.Namespace) -> list[list[Cell]]:
     """One row per mode; the two modes alternate."""
-    slots, num_pairs, num_typical = trial.experiment.data.cameras, NUM_PAIRS, NUM_TYPICAL
-    if flags.quick:
-        slots, num_pairs, num_typical = SLOTS[:1], 1, 3
+    # The first save sets up Orbax's threads and folders, and is not counted.
+    slots, rounds, num_typical = trial.experiment.data.cameras, (False, *(True,) * NUM_PAIRS), NUM_TYPICAL
+    if flags.quick:  # the program of `step_time --quick`, which need not be compiled again
+        slots, rounds, num_typical = SLOTS[:1], (True,), 3
     saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
     with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
         step, state, batch = trial.compile_step(slots), trial.fresh_state(), trial.batch(slots)
         _, state = timed_steps(step, state, batch, 2)
         with Checkpoints(folder, public_name=trial.experiment.model.public_name) as checkpoints:
-            # The first save sets up Orbax's threads and folders, and is not counted.
-            for counted in (False, *(True,) * num_pairs):
+            for counted in rounds:
                 for mode in MODES:
                     save, state = _save(checkpoints, step, state, batch, num_typical, mode == "synchronous")
                     saves[mode] += [save] if counted else []
