@@ -69,6 +69,17 @@ def initial_state(
 ) -> TrainState:
     """A newly initialised state (traceable). `is_frozen(path)` selects the frozen leaves."""
     leaves = module_params(model.build(nnx.Rngs(seed)))
+    return _state_of(leaves, model, optimizer, is_frozen, ema, loss_scaling)
+
+
+def _state_of(
+    leaves: Params,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    is_frozen: Any,
+    ema: bool,
+    loss_scaling: LossScaling | None,
+) -> TrainState:
     frozen = {path: leaf.astype(model.frozen_dtype(path)) for path, leaf in leaves.items() if is_frozen(path)}
     params = {path: leaf for path, leaf in leaves.items() if path not in frozen}
     rest = rest_of_state(optimizer, ema, loss_scaling, params)
@@ -98,23 +109,30 @@ def lay_out(
     loss_scaling: LossScaling | None = None,
 ) -> StateLayout:
     """Shapes and shardings of the state by abstract evaluation: no array is made. `loss_scaling` None has no scale."""
-    shapes = jax.eval_shape(lambda: initial_state(model, optimizer, is_frozen, ema, 0, loss_scaling))
-    graphdef = trained_graph(model, shapes.params)
+    module = _abstract(model)
+    shapes = jax.eval_shape(
+        lambda leaves: _state_of(leaves, model, optimizer, is_frozen, ema, loss_scaling), module_params(module)
+    )
+    graphdef = _graph(model, module, shapes.params)
     layout = StateLayout(model=model, graphdef=graphdef, shapes=shapes, shardings=shapes, loss_scaling=loss_scaling)
     return layout.under(plan)
 
 
 def trained_graph(model: ModelConfig, trained: Collection[str]) -> nnx.GraphDef:
     """The module's graph for a run in which the parameters of these paths train and no others."""
+    return _graph(model, _abstract(model), trained)
+
+
+def _abstract(model: ModelConfig) -> Any:
+    """The module with shapes in place of parameters."""
+    return nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
+
+
+def _graph(model: ModelConfig, module: nnx.Module, trained: Collection[str]) -> nnx.GraphDef:
     groups = model.parameter_groups.items()
     fixed = {name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained)}
-
-    def build() -> nnx.Module:
-        module = model.build(nnx.Rngs(0))
-        model.leave_fixed(module, fixed)
-        return module
-
-    return nnx.split(nnx.eval_shape(build))[0]
+    model.leave_fixed(module, fixed)
+    return nnx.split(module)[0]
 
 
 def create_state(
