@@ -124,7 +124,10 @@ def _run(name: str, directory: Path, dataset: str) -> tuple[list[dict[str, Any]]
             _command("data", "collect", "metaworld", "--tasks", "reach", "--out", words[1])
     place = ("--exp-name", "x", "--checkpoint-base-dir", str(directory), "--assets-base-dir", str(directory / "assets"))
     many = ("--num-train-steps", steps, "--save-interval", steps, "--log-interval", str(per_iteration))
-    _command(f"{ROOT}/benchmarks/practice_watched.py:{name}", *place, *many, *words)
+    # A file of its own: the folder of an experiment's file is where Python looks first, and here is a `metaworld.py`.
+    file = directory / "watched.py"
+    file.write_text(f"from benchmarks.practice_watched import {name}\n")
+    _command(f"{file}:{name}", *place, *many, *words)
     run = directory / name / "x"
     lines = [json.loads(line) for line in (run / NOTES).read_text().splitlines()]
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

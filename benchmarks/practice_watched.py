@@ -1,6 +1,6 @@
 """Runs of practice that note, at the beginning and the end of each collection, what their process holds and has used.
 
-`practice_speed.py` runs them by this file's name, without start weights: what is learnt does not matter.
+`practice_speed.py` runs them, without start weights: what is learnt does not matter.
 """
 
 import dataclasses
