@@ -6,8 +6,11 @@ Read next: `registry.py`, which loads them.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from openpi_train.data import places
 from openpi_train.data.formats import source_at
+from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text.text_data import TextData
 from openpi_train.envs.env import Env
@@ -70,6 +73,21 @@ def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     """The experiment on only this dataset, with the robot of its first dataset and new norm stats."""
     first = dataclasses.replace(experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
+
+
+def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
+    """The experiment with its only dataset replaced by a LeRobot one, a folder or a name on the hub, as openpi does it.
+
+    Norm stats that belong to the dataset get its name; those of a robot stay. Raises UsageError for several datasets.
+    """
+    datasets = experiment.demonstrations.datasets
+    if len(datasets) != 1:
+        raise UsageError(f"--data.repo-id is for one dataset, and {experiment.name} has {len(datasets)}")
+    old = datasets[0]
+    path = repo_id if Path(repo_id).expanduser().is_dir() else places.lerobot(repo_id)
+    own = old.asset_id is not None and old.source.location == places.lerobot(old.asset_id)
+    new = dataclasses.replace(old, source=LeRobot(path=path), asset_id=repo_id.strip("/") if own else old.asset_id)
+    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(new,)))
 
 
 def on_model(experiment: Experiment, published: LanguageConfig) -> Experiment:

@@ -125,8 +125,10 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     from openpi_train.optim import named_optimizer
 
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    if many.dataset is not None or many.deepspeed is not None:
-        raise UsageError("--dataset and --deepspeed are for named experiments; --deepspeed-config names another file")
+    if many.dataset is not None or many.deepspeed is not None or many.repo_id is not None:
+        raise UsageError(
+            "--dataset, --data.repo-id and --deepspeed are for named experiments; --deepspeed-config names another file"
+        )
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if many.env is not None:
@@ -146,7 +148,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     import tyro
 
-    from openpi_train.choice import moved, on_dataset, on_model, source_of
+    from openpi_train.choice import moved, on_dataset, on_model, on_repo_id, source_of
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
@@ -163,6 +165,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None:
         default = on_dataset(default, source)
+    if many.repo_id is not None:
+        default = on_repo_id(default, many.repo_id)
     if env is not None and not wants_help:
         default = _in_environment(default, env)
     if model_path is not None and not wants_help:

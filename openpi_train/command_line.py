@@ -60,6 +60,9 @@ class ManyFields(Request):
     optimizer: str | None = None
     # Train on the dataset at this path; its format is detected.
     dataset: str | None = None
+    # Train on this LeRobot dataset: a folder, or its name on the Hugging Face hub, which is looked for where LeRobot
+    # downloads to (HF_LEROBOT_HOME). Robot and other settings stay.
+    repo_id: Annotated[str | None, tyro.conf.arg(name="data.repo-id")] = None
     # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
     env: str | None = None

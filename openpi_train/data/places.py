@@ -28,6 +28,18 @@ def how_to_write(missing: str | Path) -> str:
     return f" `python -m openpi_train data prepare --name {name}` writes it (docs/data.md has the flags of each)."
 
 
+def lerobot(repo_id: str) -> str:
+    """The folder where LeRobot, and openpi with it, keeps the dataset of this name from the Hugging Face hub."""
+    hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return str(Path(os.environ.get("HF_LEROBOT_HOME") or f"{hub}/lerobot") / repo_id)
+
+
+def openpi_assets(checkpoint: str, asset_id: str) -> str:
+    """The folder where openpi keeps the norm stats of this name that came with a published checkpoint."""
+    cache = Path(os.environ.get("OPENPI_DATA_HOME") or "~/.cache/openpi")
+    return str(cache / "openpi-assets" / "checkpoints" / checkpoint / "assets" / asset_id)
+
+
 def indexes(given: str | None = None) -> Path:
     """The folder for the indexes of datasets: `given`, a source's `cache_dir`, or the default."""
     return Path(given).expanduser() if given else home() / "index"

@@ -52,6 +52,11 @@ class Place:
         return None if "://" in self.url else Path(self.url)
 
     @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.url.rpartition("/")[2]
+
+    @property
     def parent(self) -> "Place":
         """The folder that contains it."""
         return Place(self.url.rpartition("/")[0])

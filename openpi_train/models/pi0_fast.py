@@ -5,17 +5,19 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from flax import nnx
+from jaxtyping import Array, Int
 
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, PracticeBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,9 @@ class Pi0FastConfig(prompted.PromptedConfig):
     decoding: Decoding = "as_trained"
     # Camera slots that take positions, whether or not a robot fills them.
     camera_slots: tuple[str, ...] = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
+    # Slots that no robot fills are black pictures, which the model attends to, as openpi trains; otherwise they cost
+    # nothing.
+    black_cameras: bool = False
 
     def __post_init__(self):
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
@@ -76,6 +81,7 @@ class Pi0FastConfig(prompted.PromptedConfig):
             image_size=self.image_size,
             vocab_size=self.vocab_size,
             slots=self.camera_slots,
+            black_slots=self.camera_slots if self.black_cameras else (),
             dtype=self.compute_dtype,
             decoding=self.decoding,
             max_decoded_tokens=self.max_decoding_steps,
@@ -93,6 +99,12 @@ class Pi0FastConfig(prompted.PromptedConfig):
                 "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
             )
         return super().batch_spec(batch_size, cameras, text_length)
+
+    def num_tokens_seen(self, batch: ActionBatch | PracticeBatch, draws: int = 1) -> Int[Array, ""]:
+        seen = batch.observation
+        absent = len(set(self.camera_slots) - set(seen.images)) if self.black_cameras else 0
+        black = absent * self.siglip.num_tokens(self.image_size) * math.prod(seen.prompt_mask.shape[:-1])
+        return super().num_tokens_seen(batch, draws) + black
 
     def public_name(self, path: str) -> str:
         return pi0_names.public_name(path)

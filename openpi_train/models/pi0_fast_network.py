@@ -6,6 +6,7 @@ positions, over which training counts), and decoding by default continues at the
 Read next: `pi0_fast.py`, which configures and builds this, `sampling/decoding.py`, `objectives/next_token.py`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ class Pi0Fast(nnx.Module):
     Args:
         language: sizes of the language model.
         slots: every camera slot of the model; positions are counted as if all were there.
+        black_slots: those that are black pictures where an observation lacks them.
         dtype: type of the activations.
         decoding: positions and attention of decoded tokens, see `Pi0FastConfig.decoding`.
         max_decoded_tokens: maximum number of tokens of an action chunk.
@@ -55,6 +57,7 @@ class Pi0Fast(nnx.Module):
         image_size: int,
         vocab_size: int,
         slots: Sequence[str],
+        black_slots: Sequence[str] = (),
         dtype: Any,
         decoding: Decoding,
         max_decoded_tokens: int,
@@ -63,7 +66,8 @@ class Pi0Fast(nnx.Module):
         attention: Attention = "auto",
         rngs: nnx.Rngs,
     ):
-        self.slots = tuple(sorted(slots))
+        self.slots, self.black_slots = tuple(sorted(slots)), tuple(black_slots)
+        self.image_size = image_size
         self.tokens_per_image = siglip.num_tokens(image_size)
         self.decoding: Decoding = decoding
         self.max_decoded_tokens = max_decoded_tokens
@@ -87,6 +91,7 @@ class Pi0Fast(nnx.Module):
 
     def activations(self, observation: Observation) -> Float[Array, "b n d"]:
         """The last activations at every prompt token but the last, each of which predicts the next."""
+        observation = self.filled(observation)
         tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
         causal = causal_tokens(observation, valid.shape[1])
         positions = jnp.broadcast_to(self.positions(observation), valid.shape)
@@ -145,6 +150,7 @@ class Pi0Fast(nnx.Module):
 
     def prompt(self, observation: Observation) -> Prompt:
         """The part of the observation that decoding starts from."""
+        observation = self.filled(observation)
         tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
         causal = causal_tokens(observation, valid.shape[1])
         valid = valid if causal is None else valid & ~causal
@@ -162,6 +168,17 @@ class Pi0Fast(nnx.Module):
             next_position = jnp.take_along_axis(positions, last[:, None], axis=1)[:, 0] + 1
         mask = order_mask(valid, jnp.zeros_like(valid))
         return Prompt(tokens=tokens, positions=positions, mask=mask, seen=seen, last=last, next_position=next_position)
+
+    def filled(self, observation: Observation) -> Observation:
+        """The observation with a black picture in each of the black slots that it lacks."""
+        absent = [slot for slot in self.black_slots if slot not in observation.images]
+        rows = observation.prompt_tokens.shape[0]
+        black, there = jnp.zeros((rows, self.image_size, self.image_size, 3), jnp.uint8), jnp.ones(rows, bool)
+        return dataclasses.replace(
+            observation,
+            images={**observation.images, **dict.fromkeys(absent, black)},
+            image_masks={**observation.image_masks, **dict.fromkeys(absent, there)},
+        )
 
     def positions(self, observation: Observation) -> Int[np.ndarray, " p"]:
         """Positions of all tokens: over all slots, including those of absent cameras, then over the prompt."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from openpi_train import registry
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, openpi
+from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, place
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params
@@ -35,6 +36,9 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
     stored = checkpoint_formats.open_checkpoint(directory)
     if stored.experiment is not None:
         return stored, experiment_from_json(stored.experiment, given)
+    if given is None and (name := Place.of(directory).name) in registry.entries():
+        logger.info("%s: taken for a checkpoint of the experiment %s, by its name", directory, name)
+        given = registry.load(name)
     if given is None:
         raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
     return stored, given

@@ -51,6 +51,33 @@ def seen_by(config, **changes):
     return dataclasses.replace(seen, prompt_mask=place < first + 3, token_ar_mask=said, token_loss_mask=said)
 
 
+def test_black_cameras_are_black_pictures_that_are_attended_to():
+    config = dataclasses.replace(FAST, black_cameras=True)
+    whole = seen_by(FAST)
+    slot = sorted(whole.images)[0]
+    there = {name: image for name, image in whole.images.items() if name != slot}
+    masks = {name: whole.image_masks[name] for name in there}
+    without = dataclasses.replace(whole, images=there, image_masks=masks)
+    black = dataclasses.replace(
+        whole,
+        images={**there, slot: jnp.zeros(whole.images[slot].shape, jnp.uint8)},
+        image_masks={**masks, slot: jnp.ones(2, bool)},
+    )
+    (plain, params), (filling, _) = built(FAST), built(config)
+    outputs = {
+        name: merge_module(graph, params).prompt(seen)
+        for name, graph, seen in (("filled", filling, without), ("given", plain, black), ("left out", plain, without))
+    }
+    for field in ("tokens", "mask", "positions"):
+        filled, given = (getattr(outputs[name], field) for name in ("filled", "given"))
+        np.testing.assert_array_equal(filled, given)
+    assert outputs["left out"].tokens.shape[1] < outputs["filled"].tokens.shape[1]
+    assert config.num_tokens_seen(batch_of(config, without)) == FAST.num_tokens_seen(batch_of(FAST, black))
+    scores = jax.jit(lambda params: merge_module(filling, params).token_log_probs(without)[0])
+    expected = jax.jit(lambda params: merge_module(plain, params).token_log_probs(black)[0])
+    np.testing.assert_array_equal(scores(params), expected(params))
+
+
 def batch_of(config, seen):
     actions = jax.random.normal(jax.random.key(3), (2, config.action_horizon, config.action_dim))
     return ActionBatch(
