@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from openpi_train.runtime import logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
-from openpi_train.runtime.world import find_world
+from openpi_train.runtime.world import WorldFlags, find_world
 
 if TYPE_CHECKING:
     from openpi_train.command_line import TrainFlags
@@ -40,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
         print(_usage(), end="")
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
+    if verb.partition("=")[0] in ("--config-name", "-cn"):
+        return _reported(lambda: train_by_hydra(argv))
     if verb in VERBS:
         return _reported(lambda: VERBS[verb](rest))
     return _reported(lambda: train(verb, rest))
@@ -67,6 +69,18 @@ def train(name: str, argv: Sequence[str]) -> int:
     if not _wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         logs.configure(find_world(process, os.environ).process_index)
     return _run(parse_experiment(name, rest), process)
+
+
+def train_by_hydra(argv: Sequence[str]) -> int:
+    """Train as a Hydra command line of RoboTwin's diffusion policy says: `--config-name robot_dp_14 KEY=VALUE ...`."""
+    from openpi_train.interop import hydra_overrides
+
+    command, given = hydra_overrides.translate(argv)
+    if command.gpu is not None:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", command.gpu)
+    logs.configure(find_world(WorldFlags(), os.environ).process_index)
+    logger.info("Hydra's words, key by key:\n%s", command.report())
+    return train(command.experiment, [*command.flags, *given])
 
 
 def _run(experiment: "Experiment", process: "TrainFlags") -> int:

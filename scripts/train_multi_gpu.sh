@@ -6,7 +6,8 @@
 #
 # The store is data/<task>.zarr (or with a dash for _), else data/<task>-<setting>-<episodes>.zarr; its action dims choose
 # between robot_dp_10, robot_dp_14 and robot_dp_16. The run is called <task>-<setting>-<episodes>_seed<seed>; it goes on
-# where it stopped. What follows -- is added. Environment: DATA (data), PYTHON (python).
+# where it stopped. As there, each GPU takes the batch size. What follows -- is added. Environment: DATA (data), PYTHON
+# (python), EXPERIMENT (robot_dp).
 set -euo pipefail
 
 usage() {
@@ -41,5 +42,10 @@ for one in "$data/$task.zarr" "$data/${task//_/-}.zarr"; do
     [ -e "$one" ] && store=$one && break
 done
 
+if [ "$gpus" -gt 1 ]; then
+    echo "train_multi_gpu.sh: as there, each of the $gpus GPUs takes the batch size, and the learning rate stays;" \
+        "-- --keep-effective-batch-size counts the rows of all GPUs" >&2
+fi
 exec "${PYTHON:-python}" -m openpi_train launch local --processes "$gpus" "${dry_run[@]}" -- \
-    robot_dp --exp-name "${name}_seed$seed" --seed "$seed" --dataset "$store" --resume "$@"
+    "${EXPERIMENT:-robot_dp}" --exp-name "${name}_seed$seed" --seed "$seed" --dataset "$store" --resume \
+    --no-keep-effective-batch-size "$@"

@@ -60,6 +60,7 @@ LAUNCHES = ("RANK=", "kind: Job", "#SBATCH ")  # what a dry run prints: command 
 # Scripts that are another name of a command, and its words.
 SCRIPTS = {
     "scripts/main.py": ["posttrain"],
+    "scripts/train.py": [],
     "scripts/prepare_datasets.py": ["posttrain", "--mode", "data_process"],
 }
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HOSTS")

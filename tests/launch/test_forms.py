@@ -247,8 +247,28 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     by_script = script("scripts/train_multi_gpu.sh", *words, DATA=str(tmp_path))
     assert by_script.returncode == 0, by_script.stderr
     run = ["robot_dp", "--exp-name", "put_away-demo-50_seed3", "--seed", "3", "--dataset", f"{tmp_path}/put-away.zarr"]
-    assert forms.main(["local", "--processes", "2", "--dry-run", "--", *run, "--resume", "--batch-size", "8"]) == 0
+    run += ["--resume", "--no-keep-effective-batch-size"]  # there, each GPU takes the batch size
+    assert "each of the 2 GPUs takes the batch size" in by_script.stderr
+    assert forms.main(["local", "--processes", "2", "--dry-run", "--", *run, "--batch-size", "8"]) == 0
     ours, theirs = (re.sub(r"MASTER_PORT=\d+", "", out) for out in (by_script.stdout, capsys.readouterr().out))
     assert ours == theirs
     refused = script("scripts/train_multi_gpu.sh", *words[:4], "3", "0,3")
     assert refused.returncode == 2 and "3 GPUs, but the numbers 0,3" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "run"),
+    [
+        ("train.sh put_away demo 50 3 14 1", "robot_dp_14 --exp-name put_away-demo-50_seed3"),
+        ("train_six_tasks.sh demo 50 3 1", "robot_dp --exp-name six_tasks-demo-50_seed3"),
+    ],
+)
+def test_the_scripts_for_one_gpu_are_those_for_several_with_one(line, run, tmp_path):
+    name, *words = line.split()
+    done = script(f"scripts/{name}", *words, "--dry-run", "--", "--batch-size", "8", DATA=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "WORLD_SIZE=1 " in done.stdout and "as there" not in done.stderr
+    assert f"-m openpi_train {run} --seed 3 --dataset {tmp_path}/" in done.stdout
+    assert done.stdout.rstrip().endswith("--resume --no-keep-effective-batch-size --batch-size 8")
+    refused = script(f"scripts/{name}", *words[:3])
+    assert refused.returncode == 2 and "arguments are needed, 3 given" in refused.stderr

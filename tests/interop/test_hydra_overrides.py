@@ -1,0 +1,67 @@
+"""Hydra's command line of RoboTwin's diffusion policy: every key a flag, a reason, or an error."""
+
+from pathlib import Path
+
+import pytest
+
+from openpi_train import cli
+from openpi_train.interop.hydra_overrides import translate
+from openpi_train.runtime.exits import UsageError
+
+STORE = Path(__file__).resolve().parent.parent / "data" / "zarr" / "fixtures" / "arms_14.zarr"
+# The command of the tool's guide, for a store of 14 dims.
+GUIDE = ["--config-name=robot_dp_14.yaml", "task.name=six_tasks", f"task.dataset.zarr_path={STORE}"]
+GUIDE += ["training.seed=0", "training.device=cuda:0"]
+
+
+def experiment_of(*words):
+    command, given = translate([*GUIDE, *words])
+    return cli.parse_experiment(command.experiment, [*command.flags, *given])
+
+
+def test_the_command_of_the_guide_is_an_experiment_with_its_old_meaning():
+    command, given = translate(GUIDE)
+    assert (command.experiment, command.gpu, given) == ("robot_dp_14", "0", [])
+    flags = f"--dataset {STORE} --seed 0 --resume --no-keep-effective-batch-size --exp-name six_tasks_seed0"
+    assert " ".join(command.flags) == flags
+    report = command.report()
+    assert f"the same as: python -m openpi_train robot_dp_14 {flags}" in report
+    assert "each GPU takes the batch size, as there" in report and "CUDA_VISIBLE_DEVICES=0" in report
+    experiment = experiment_of()
+    assert (experiment.name, experiment.batch_size, experiment.keep_effective_batch_size) == ("robot_dp_14", 128, False)
+    assert experiment.demonstrations.datasets[0].source.path == str(STORE) and experiment.resume
+
+
+def test_every_key_is_a_flag_and_flags_of_ours_may_follow():
+    words = "dataloader.batch_size=64 dataloader.num_workers=0 optimizer.lr=2e-4 optimizer.betas=[0.9,0.99] horizon=16"
+    words += " training.num_epochs=20 training.gradient_accumulate_every=2 training.resume=false ema.power=0.5"
+    words += (
+        " policy.num_inference_steps=10 policy.noise_scheduler.beta_schedule=linear logging.mode=online exp_name=mine"
+    )
+    found = experiment_of(*words.split(), "val_dataloader.batch_size=64", "--log-interval", "7")
+    assert (found.batch_size, found.num_workers, found.lr_schedule.peak_lr) == (64, 0, 2e-4)
+    assert (found.optimizer.b1, found.optimizer.b2, found.model.action_horizon) == (0.9, 0.99, 16)
+    assert (found.num_epochs, found.grad_accum, found.ema_warmup.power, found.resume) == (20, 2, 0.5, False)
+    assert found.robot_eval.num_sample_steps == 10 and found.objective.noise_schedule.beta_schedule == "linear"
+    assert (found.wandb_enabled, found.exp_name, found.log_interval) == (True, "mine", 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.sed=1"], "unknown key training.sed; did you mean training.seed"),
+        (["dataloader.batch_size=many"], 'dataloader.batch_size is "many"; it must be a number'),
+        (["training.device=tpu:0"], "training.device is tpu:0; allowed: cuda:NUMBER, cuda or cpu"),
+        (["six_tasks"], "six_tasks is no override"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_its_key(words, message):
+    with pytest.raises(UsageError, match=message):
+        translate([*GUIDE, *words])
+    with pytest.raises(UsageError, match="--config-name needs a name"):
+        translate(["--config-name"])
+
+
+def test_the_program_takes_hydras_words_and_names_the_closest_experiment(capsys):
+    assert cli.run(["--config-name", "robot_dp_15", "training.seed=1", "--dry-run"]) == 2
+    assert "robot_dp_1" in capsys.readouterr().err
