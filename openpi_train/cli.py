@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from openpi_train.runtime import logs
+from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
 from openpi_train.runtime.world import WorldFlags, find_world
@@ -41,15 +41,17 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb.partition("=")[0] in ("--config-name", "-cn"):
-        return _reported(lambda: train_by_hydra(argv))
+        return _reported(lambda: train_by_hydra(argv), argv)
     if verb in VERBS:
-        return _reported(lambda: VERBS[verb](rest))
-    return _reported(lambda: train(verb, rest))
+        return _reported(lambda: VERBS[verb](rest), argv)
+    return _reported(lambda: train(verb, rest), argv)
 
 
-def _reported(command: Callable[[], int]) -> int:
+def _reported(command: Callable[[], int], argv: Sequence[str]) -> int:
     """Run the command and return its exit code; errors meant for the user are shown without a traceback."""
     try:
+        if argv[0] not in _WITHOUT_JAX and not _wants_help(argv):
+            jax_wheels.check(os.environ)
         return command()
     except (RunError, OSError, ValueError) as error:
         if isinstance(error, BrokenPipeError) and is_closed():
@@ -453,6 +455,10 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report,
     "runs": runs,
 }
+
+
+# `launch`: the processes of a run may be on other machines.
+_WITHOUT_JAX = ("list", "launch", "runs")
 
 
 def _usage() -> str:
