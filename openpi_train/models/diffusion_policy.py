@@ -5,37 +5,28 @@ diffusion_policy also has keep its names. Read next: `denoisers.py`, `diffusion_
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-import tyro
 from flax import nnx
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import DiffusionPolicy
-from openpi_train.models.model_config import PolicyConfig, RowTransform
+from openpi_train.models.exact_policy import ExactPolicyConfig
+from openpi_train.models.model_config import RowTransform
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
-from openpi_train.types import ActionBatch, action_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffusionPolicyConfig(PolicyConfig):
+class DiffusionPolicyConfig(ExactPolicyConfig):
     """A diffusion policy from images and states, or states alone.
 
     `action_horizon` actions begin with the first of the observed steps.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
-    reads_text: ClassVar[bool] = False
 
-    # Dims of an action: those of the robot, without padding.
-    action_dim: int = 14
-    # Dims of a state; None: as many as of an action.
-    state_dim: int | None = None
     # Steps of a chunk.
     action_horizon: int = 8
     # Steps of the observation, the current one last.
@@ -46,10 +37,6 @@ class DiffusionPolicyConfig(PolicyConfig):
     cameras: tuple[str, ...] = ("head_camera",)
     # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
     instructions: tuple[str, ...] = ()
-    # Height of the images in pixels.
-    image_height: int = 240
-    # Width of the images in pixels.
-    image_width: int = 320
     # One image encoder for all cameras, or one for each.
     share_encoder: bool = False
     # Pooling of an encoder's last feature map: its mean, or keypoints and a linear layer.
@@ -70,14 +57,9 @@ class DiffusionPolicyConfig(PolicyConfig):
     diffusion_step_embed_dim: int = 128
     # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
-    # The only text it reads is the index of an instruction.
-    vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
     def __post_init__(self):
-        problems = []
-        for name in ("action_dim", "action_horizon", "n_obs_steps", "n_action_steps", "image_height", "image_width"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems = self.size_problems("n_obs_steps", "n_action_steps")
         if self.n_obs_steps - 1 + self.n_action_steps > self.action_horizon:
             problems.append(
                 f"a chunk of {self.action_horizon} steps begins with the first of {self.n_obs_steps} observed ones, so "
@@ -110,11 +92,6 @@ class DiffusionPolicyConfig(PolicyConfig):
         return "min_max"
 
     @property
-    def used_state_dim(self) -> int:
-        """`state_dim` with its default filled in."""
-        return self.action_dim if self.state_dim is None else self.state_dim
-
-    @property
     def condition_width(self) -> int:
         """Width of the condition of each observation step."""
         features = num_features(self.pooling, self.encoder_widths, self.num_keypoints)
@@ -124,6 +101,12 @@ class DiffusionPolicyConfig(PolicyConfig):
     def text_limit(self) -> int | None:
         """1 (the index of the instruction) if there are instructions, else None."""
         return 1 if self.instructions else None
+
+    @property
+    def prompt_transform(self) -> RowTransform:
+        from openpi_train.data.transforms import NumberPrompt
+
+        return NumberPrompt(self.instructions) if self.instructions else super().prompt_transform
 
     @property
     def network(self) -> Denoiser:
@@ -138,44 +121,3 @@ class DiffusionPolicyConfig(PolicyConfig):
         }
         denoiser = self.network.build(self, rngs)
         return DiffusionPolicy(encoders, denoiser, self.num_diffusion_steps, len(self.instructions))
-
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
-        del text_length
-        if sorted(cameras) != sorted(self.cameras):
-            raise ValueError(
-                f"the model has encoders for the cameras {', '.join(sorted(self.cameras)) or '(none)'}, the run's "
-                f"robots fill {', '.join(sorted(cameras)) or '(none)'}: set --model.cameras {' '.join(sorted(cameras))}"
-            )
-
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-        history = () if self.n_obs_steps == 1 else (self.n_obs_steps,)
-        text = self.text_limit or 0
-        return action_batch(
-            {
-                **{
-                    f"image/{slot}": spec(jnp.uint8, *history, self.image_height, self.image_width, 3)
-                    for slot in cameras
-                },
-                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-                "state": spec(jnp.float32, *history, self.used_state_dim),
-                "prompt_tokens": spec(jnp.int32, text),
-                "prompt_mask": spec(jnp.bool_, text),
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
-                "dim_mask": spec(jnp.bool_, self.action_dim),
-                "row": spec(jnp.int32),
-            }
-        )
-
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.transforms import ExactDims, NoPrompt, NumberPrompt, ResizeImages
-
-        del tokenizer, text_length
-        return (
-            ResizeImages(self.image_height, self.image_width),
-            NumberPrompt(self.instructions) if self.instructions else NoPrompt(),
-            ExactDims(self.action_dim, self.used_state_dim),
-        )
