@@ -8,6 +8,7 @@ Read next: `paligemma_torch.py`, for the same model in Hugging Face's format.
 import struct
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -55,15 +56,19 @@ def open_npz(path: Path) -> Leaves:
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
 
 
+def values_offset(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Where in the file the content of an entry begins."""
+    file.seek(entry.header_offset)
+    return entry.header_offset + _MEMBER_HEADER.size + sum(_MEMBER_HEADER.unpack(file.read(_MEMBER_HEADER.size)))
+
+
 def _leaf(path: Path, file, entry: zipfile.ZipInfo) -> StoredLeaf:
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(
             f"{path}: {entry.filename} is compressed, so parts of it cannot be read; "
             "write the file again with numpy.savez"
         )
-    file.seek(entry.header_offset)
-    name_size, extra_size = _MEMBER_HEADER.unpack(file.read(_MEMBER_HEADER.size))
-    file.seek(name_size + extra_size, 1)
+    file.seek(values_offset(file, entry))
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran_order, stored = read_header(file)

@@ -20,6 +20,7 @@ from openpi_train.interop import (
     ours,
     paligemma_torch,
     peft_adapter,
+    torchvision_resnet,
 )
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
@@ -111,6 +112,12 @@ FORMATS: tuple[Format, ...] = (
         "peft",
         "a low-rank adapter of a language model, by PEFT: adapter_config.json, adapter_model.safetensors",
         holds=peft_adapter.HELD,
+    ),
+    _of(
+        torchvision_resnet,
+        "torchvision",
+        "start weights of ACT's backbone: torchvision's ResNet-18, a file by torch.save (resnet18-f37072fd.pth)",
+        lacks=torchvision_resnet.NOT_IN_IT,
     ),
 )
 

@@ -1,11 +1,8 @@
-"""Reader and writer of LeRobot's policy folders for pi0, pi0.5 and pi0-FAST.
+"""Reader and writer of LeRobot's policy folders, and all that is special to pi0, pi0.5 and pi0-FAST.
 
-    config.json                            the policy's type and sizes
-    model.safetensors                      its tensors, with the prefix "model."
-    policy_{pre,post}processor.json        the steps before and after the model, and the files of norm stats
-
-As `lerobot` 0.6.1 writes and reads them: names of fields and steps, and defaults, are its own (`processor/pipeline.py`,
-`policies/pi0/configuration_pi0.py`, `processor_pi0.py` and similar files). Read next: `openpi_torch.py` (the tensors).
+As `lerobot` 0.6.1 writes and reads them: names of fields and steps, and defaults, are its own
+(`policies/pi0/configuration_pi0.py`, `processor_pi0.py` and similar files). Read next: `lerobot_folder.py` (the files),
+`openpi_torch.py` (the tensors), `lerobot_act.py`.
 """
 
 import dataclasses
@@ -18,22 +15,32 @@ import numpy as np
 
 from openpi_train.data.fast_tokenizer import PUBLISHED
 from openpi_train.data.files import write_json
-from openpi_train.interop import safetensors_file
+from openpi_train.interop import lerobot_act
+from openpi_train.interop.lerobot_folder import (
+    BATCH,
+    CONFIG,
+    DEVICE,
+    FEATURES,
+    NORMALIZE,
+    PREFIX,
+    RENAME,
+    UNNORMALIZE,
+    feature,
+    norm_stats_of,
+    policy_folder,
+    read_stats,
+    to_lerobot,
+    write_processors,
+)
 from openpi_train.interop.openpi import published_params
 from openpi_train.interop.openpi_torch import needed, read_params, write_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, in_memory
+from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.act import ActConfig
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
-
-PREFIX, ASSET_ID = "model.", "lerobot"
-_CONFIG, _PREPROCESSOR = "config.json", "policy_preprocessor.json"
-# The folder of the policy in a checkpoint of LeRobot's training.
-_PRETRAINED = "pretrained_model"
-_FEATURES = {"state": "observation.state", "actions": "action"}
-_STATS = ("mean", "std", "q01", "q99")
 
 _TOKENIZER = "google/paligemma-3b-pt-224"
 _FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES"}
@@ -66,9 +73,8 @@ class LeRobotPolicy:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_RENAME, _BATCH, _RELATIVE = "rename_observations_processor", "to_batch_processor", "relative_actions_processor"
-_NORMALIZE, _TOKENIZE, _DEVICE = "normalizer_processor", "tokenizer_processor", "device_processor"
-_UNNORMALIZE, _ABSOLUTE, _ACTIONS = "unnormalizer_processor", "absolute_actions_processor", "action_tokenizer_processor"
+_TOKENIZE, _RELATIVE, _ABSOLUTE = "tokenizer_processor", "relative_actions_processor", "absolute_actions_processor"
+_ACTIONS = "action_tokenizer_processor"
 _CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _PROMPT = "{}_prepare_state_tokenizer_processor_step"
 _ACTION_TOKENIZER = "action_tokenizer_name"
@@ -82,21 +88,21 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
         type="pi0",
         has="state_proj/kernel",
         cameras=_CAMERAS,
-        steps=(_RENAME, _BATCH, "pi0_new_line_processor", _TOKENIZE, _DEVICE, _RELATIVE, _NORMALIZE),
+        steps=(RENAME, BATCH, "pi0_new_line_processor", _TOKENIZE, DEVICE, _RELATIVE, NORMALIZE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=_CAMERAS,
-        steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, _DEVICE),
+        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, DEVICE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
-        steps=(_RENAME, _BATCH, _RELATIVE, _NORMALIZE, _PROMPT.format("pi0_fast"), _TOKENIZE, _ACTIONS, _DEVICE),
+        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi0_fast"), _TOKENIZE, _ACTIONS, DEVICE),
         equal=_PIXELS,
         fields={**_FAST_TOKENIZERS, "max_action_tokens": 256},
     ),
@@ -105,25 +111,26 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
 
 def recognises(place: Place) -> bool:
     """Whether it is a policy's folder, of any type, or a checkpoint of LeRobot's training that contains one."""
-    folder = _folder(place)
-    if not folder.has(_CONFIG):
+    folder = policy_folder(place)
+    if not folder.has(CONFIG):
         return False
-    config = folder.json(_CONFIG)
+    config = folder.json(CONFIG)
     return "type" in config and "input_features" in config
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """Open the policy's parameters by published name, and its norm stats. Raises CheckpointError if they do not fit."""
-    folder = _folder(place)
-    config = folder.json(_CONFIG)
-    model = needed(model, folder)
-    _check(config, as_policy(model), str(folder))
-    return Stored(
-        where=str(folder),
-        format="lerobot",
-        params=read_params(folder, model, PREFIX),
-        norm_stats=_read_norm_stats(folder),
-    )
+    folder = policy_folder(place)
+    config = folder.json(CONFIG)
+    model, where, stats = as_policy(needed(model, folder)), str(folder), read_stats(folder)
+    _check_type(config["type"], model, where)
+    if isinstance(model, ActConfig):
+        lerobot_act.check(config, model, stats, where)
+        params = lerobot_act.read_params(folder, model)
+    else:
+        _check(config, model, where)
+        params = read_params(folder, model, PREFIX)
+    return Stored(where=where, format="lerobot", params=params, norm_stats=norm_stats_of(stats))
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
@@ -136,66 +143,23 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
             "convert a copy of it with one of these folders in assets/"
         )
     content = next(iter(stored.norm_stats.values()), None)
-    stats = _to_lerobot(content["norm_stats"]) if content else {}
+    stats = to_lerobot(content["norm_stats"]) if content else {}
     if not stats:
         logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
-    dims = {name: len(stats[f"{feature}.mean"]) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
-    dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
-    policy = _policy_of(as_policy(model))
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    config = _config_of(policy, as_policy(model), dims, dtype)
-    directory.mkdir(parents=True)
-    write_params(directory, stored.params, PREFIX)
-    for name, pipeline in _processors(policy, config).items():
-        for step in pipeline["steps"]:
-            if not stats:
-                step.pop("state_file", None)
-            elif "state_file" in step:
-                tensors = {key: in_memory(value) for key, value in stats.items()}
-                safetensors_file.write_file(directory / step["state_file"], tensors)
-        write_json(directory / f"{name}.json", pipeline)
-    write_json(directory / _CONFIG, config)
-
-
-def _folder(place: Place) -> Place:
-    return place / _PRETRAINED if (place / _PRETRAINED).has(_CONFIG) else place
-
-
-def _read_norm_stats(folder: Place) -> dict[str, Any]:
-    """The norm stats of its normaliser, as in openpi's `norm_stats.json`; empty if it has none."""
-    if not folder.has(_PREPROCESSOR):
-        logger.warning("%s has no %s, so no norm stats", folder, _PREPROCESSOR)
-        return {}
-    steps = folder.json(_PREPROCESSOR).get("steps", [])
-    files = [
-        step["state_file"]
-        for step in steps
-        if step.get("registry_name") == "normalizer_processor" and "state_file" in step
-    ]
-    if not files:
-        return {}
-    if not folder.has(files[0]):
-        raise CheckpointError(f"{folder} is incomplete: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
-    stats = safetensors_file.open_file(folder, files[0])
-    found = {name: _entry(stats, feature) for name, feature in _FEATURES.items() if f"{feature}.mean" in stats}
-    return {ASSET_ID: {"norm_stats": found}} if found else {}
-
-
-def _entry(stats: Leaves, feature: str) -> dict[str, list[float]]:
-    return {key: stats[f"{feature}.{key}"].whole().tolist() for key in _STATS if f"{feature}.{key}" in stats}
-
-
-def _to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """The norm stats by LeRobot's names, in float64; unknown quantiles are left out."""
-    found = {}
-    for name, entry in norm_stats.items():
-        if name not in _FEATURES:
-            raise UsageError(f"LeRobot's policies have no norm stats of {name!r}, only of {list(_FEATURES)}")
-        for key in _STATS:
-            values = np.asarray(entry[key] if entry.get(key) is not None else [np.nan], np.float64)
-            if np.isfinite(values).all():
-                found[f"{_FEATURES[name]}.{key}"] = values
-    return found
+    policy = as_policy(model)
+    if isinstance(policy, ActConfig):
+        config = lerobot_act.config_of(policy)
+        directory.mkdir(parents=True)
+        lerobot_act.write_params(directory, stored.params, policy)
+        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **lerobot_act.image_stats(policy)})
+    else:
+        theirs, dtypes = _policy_of(policy), {str(leaf.dtype) for leaf in stored.params.values()}
+        config = _config_of(theirs, policy, stats, dtypes)
+        directory.mkdir(parents=True)
+        write_params(directory, stored.params, PREFIX)
+        steps = (theirs.steps, (UNNORMALIZE, _ABSOLUTE, DEVICE))
+        write_processors(directory, config, steps, _settings(config), stats)
+    write_json(directory / CONFIG, config)
 
 
 def _policy_of(model: PolicyConfig) -> LeRobotPolicy:
@@ -207,16 +171,20 @@ def _policy_of(model: PolicyConfig) -> LeRobotPolicy:
     raise UsageError(f"{type(model).__name__} is not a policy of LeRobot; allowed: {_allowed()}")
 
 
+def _check_type(given: str, model: PolicyConfig, where: str) -> None:
+    """Raise CheckpointError if the folder's policy, of the type `given`, is not of the model's type."""
+    own = lerobot_act.TYPE if isinstance(model, ActConfig) else _policy_of(model).type
+    if given not in _types():
+        raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
+    if given != own:
+        raise CheckpointError(
+            f"{where} holds a policy of type {given!r} and the model is {own!r}: give an experiment of {given}"
+        )
+
+
 def _check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
-    policy, given = _policy_of(model), config["type"]
-    if given not in {one.type for one in POLICIES}:
-        raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
-    if given != policy.type:
-        raise CheckpointError(
-            f"{where} holds a policy of type {given!r} and the model is {policy.type!r}: give an experiment of {given}"
-        )
-    problems = []
+    policy, problems = _policy_of(model), []
     if config.get("use_peft"):
         problems.append(
             "use_peft: its weights are adapters; merge them into the base policy first (peft's merge_and_unload)"
@@ -248,8 +216,12 @@ def _check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         )
 
 
-def _config_of(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str, int], dtype: str) -> dict[str, Any]:
-    """The `config.json` of a folder with weights of `dtype`; `dims` are those of `state` and `actions`, if known."""
+def _config_of(
+    policy: LeRobotPolicy, model: PolicyConfig, stats: Mapping[str, np.ndarray], dtypes: set[str]
+) -> dict[str, Any]:
+    """The `config.json` of a folder with weights of these `dtypes`; dims are those of the norm stats, if there are."""
+    dims = {name: len(stats[f"{key}.mean"]) for name, key in FEATURES.items() if f"{key}.mean" in stats}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
     variants = {
         field: str(getattr(model, field, default)).removesuffix("_lora")
@@ -262,12 +234,12 @@ def _config_of(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str, in
     if _ACTION_TOKENIZER in fields and own not in _PUBLISHED:
         fields[_ACTION_TOKENIZER] = own
         logger.warning("LeRobot will look for the FAST processor at %s: ship it too, and adjust the path", own)
-    images = {f"observation.images.{camera}": _feature("VISUAL", 3, size, size) for camera in policy.cameras}
+    images = {f"observation.images.{camera}": feature("VISUAL", 3, size, size) for camera in policy.cameras}
     return {
         "type": policy.type,
         "n_obs_steps": 1,
-        "input_features": {**images, "observation.state": _feature("STATE", dims.get("state", width))},
-        "output_features": {"action": _feature("ACTION", dims.get("actions", width))},
+        "input_features": {**images, "observation.state": feature("STATE", dims.get("state", width))},
+        "output_features": {"action": feature("ACTION", dims.get("actions", width))},
         **variants,
         "dtype": dtype if dtype in ("float32", "bfloat16") else "float32",
         "chunk_size": model.action_horizon,
@@ -281,13 +253,9 @@ def _config_of(policy: LeRobotPolicy, model: PolicyConfig, dims: Mapping[str, in
     }
 
 
-def _processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The pipelines around the model, by file name without suffix."""
-    features = {**config["input_features"], **config["output_features"]}
-    # openpi's epsilon, with which the model was trained, not LeRobot's 1e-8.
-    norm = {"eps": 1e-6, "norm_map": config["normalization_mapping"]}
-    settings: Mapping[str, Mapping[str, Any]] = {
-        _RENAME: {"rename_map": {}},
+def _settings(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The settings of the steps around pi0 and its relatives."""
+    return {
         _TOKENIZE: {
             "max_length": config["tokenizer_max_length"],
             "task_key": "task",
@@ -301,27 +269,14 @@ def _processors(policy: LeRobotPolicy, config: Mapping[str, Any]) -> dict[str, d
             "max_action_tokens": config.get("max_action_tokens"),
             _ACTION_TOKENIZER: config.get(_ACTION_TOKENIZER),
         },
-        _DEVICE: {"device": "cpu", "float_dtype": None},
         _RELATIVE: {"enabled": False, "exclude_joints": ["gripper"], "action_names": None},
-        _NORMALIZE: {**norm, "features": features},
-        _UNNORMALIZE: {**norm, "features": config["output_features"]},
         _ABSOLUTE: {"enabled": False},
     }
 
-    def pipeline(name: str, steps: tuple[str, ...]) -> dict[str, Any]:
-        made: list[dict[str, Any]] = [{"registry_name": step, "config": dict(settings.get(step, {}))} for step in steps]
-        for place, step in enumerate(made):
-            if step["registry_name"] in (_NORMALIZE, _UNNORMALIZE):
-                step["state_file"] = f"{name}_step_{place}_{step['registry_name']}.safetensors"
-        return {"name": name, "steps": made}
 
-    steps = {"policy_preprocessor": policy.steps, "policy_postprocessor": (_UNNORMALIZE, _ABSOLUTE, _DEVICE)}
-    return {name: pipeline(name, these) for name, these in steps.items()}
-
-
-def _feature(kind: str, *shape: int) -> dict[str, Any]:
-    return {"type": kind, "shape": list(shape)}
+def _types() -> list[str]:
+    return [*(policy.type for policy in POLICIES), lerobot_act.TYPE]
 
 
 def _allowed() -> str:
-    return ", ".join(policy.type for policy in POLICIES)
+    return ", ".join(_types())

@@ -32,9 +32,15 @@ def _one_text(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
 
 
+def _reconstruction(model: Any, batch: Any) -> jax.Array:
+    noise = jnp.zeros((len(batch.actions), model.config.latent_dim))
+    return model.reconstruct(batch.observation, batch.actions, batch.action_mask, noise)[0]
+
+
 # Probe for each capability (`ModelConfig.provides`): (the built module, inputs) -> outputs.
 PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "velocity": _velocity,
+    "reconstruction": _reconstruction,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
     "rewards": lambda model, tokens: model.rewards(tokens, *_one_text(tokens), num_segments=1),
     "token_scores": lambda model, tokens: model.scores(model(tokens), jnp.roll(tokens, -1, axis=1)).log_prob,

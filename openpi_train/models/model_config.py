@@ -26,9 +26,9 @@ class ModelConfig(abc.ABC):
 
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything is
     built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
-    `velocity_and_log_probs`), `chunk_tokens` (its `sample_chunk` and `chunk_scores`), `token_scores` (activations
-    of texts, by calling it, and their `scores`), `reference` (its `reference`, a fixed model with token scores),
-    `rewards` (of a row's texts), `value`, `log_prob`.
+    `velocity_and_log_probs`), `reconstruction` (its `reconstruct`), `chunk_tokens` (its `sample_chunk` and
+    `chunk_scores`), `token_scores` (activations of texts, by calling it, and their `scores`), `reference` (its
+    `reference`, a fixed model with token scores), `rewards` (of a row's texts), `value`, `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()

@@ -1,12 +1,13 @@
-"""ResNet-18 with group norms and pooling of its last feature map: the image encoder of diffusion policies.
+"""ResNet-18 without batch statistics, and pooling of its last feature map: the image encoder of small policies.
 
-The network is torchvision's `resnet18` (He et al. 2016) with every batch norm replaced by a group norm of 16 channels
-per group, as diffusion_policy does (`model/vision/multi_image_obs_encoder.py` at 5ba07ac), because an average of
-weights (EMA) does not work with batch statistics. Read next: `models/diffusion_policy_network.py`.
+The network is torchvision's `resnet18` (He et al. 2016). Diffusion policies have a group norm of 16 channels per group
+in place of every batch norm (`model/vision/multi_image_obs_encoder.py` of diffusion_policy at 5ba07ac), because an
+average of weights (EMA) does not work with batch statistics. ACT keeps batch norms with fixed statistics, those of the
+published weights. Read next: `models/diffusion_policy_network.py`, `models/act_network.py`.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 Pooling = Literal["average", "spatial_softmax"]
+Norm = Literal["group", "frozen_batch"]
 
 # Blocks per stage of torchvision's resnet18, and the width of the first stage of ResNets.
-_BLOCKS = 2
+BLOCKS = 2
 _WIDTH = 64
 _CHANNELS_PER_GROUP = 16
 # torch's, for all norms, and for weights of convolutions and linear layers: evenly in +-1 / sqrt(inputs).
@@ -29,29 +31,49 @@ def group_norm(channels: int, num_groups: int, *, rngs: nnx.Rngs) -> nnx.GroupNo
     return nnx.GroupNorm(channels, num_groups=num_groups, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
 
 
-def _norm(channels: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
+class FrozenBatchNorm(nnx.Module):
+    """A batch norm in evaluation mode, over the last axis: `(x - mean) / sqrt(variance + 1e-5) * scale + bias`.
+
+    A run must keep its four parameters fixed (`ModelConfig.frozen`), as torchvision's `FrozenBatchNorm2d` does, whose
+    order of operations this is. Computed in float32 and returned in the type of its input.
+    """
+
+    def __init__(self, channels: int):
+        self.scale, self.bias = nnx.Param(jnp.ones(channels)), nnx.Param(jnp.zeros(channels))
+        self.mean, self.variance = nnx.Param(jnp.zeros(channels)), nnx.Param(jnp.ones(channels))
+
+    def __call__(self, x: Float[Array, "b height width c"]) -> Float[Array, "b height width c"]:
+        factor = self.scale[...] * jax.lax.rsqrt(self.variance[...] + EPSILON)
+        return (x.astype(jnp.float32) * factor + (self.bias[...] - self.mean[...] * factor)).astype(x.dtype)
+
+
+def _norm(channels: int, kind: Norm, rngs: nnx.Rngs) -> nnx.GroupNorm | FrozenBatchNorm:
+    if kind == "frozen_batch":
+        return FrozenBatchNorm(channels)
     return group_norm(channels, channels // _CHANNELS_PER_GROUP, rngs=rngs)
 
 
-def _conv(inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
+def _conv(inputs: int, outputs: int, size: int, stride: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Conv:
     # torchvision's initial weights for convolutions before a ReLU.
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
-    kernel = (size, size)
-    return nnx.Conv(inputs, outputs, kernel, stride, padding=size // 2, use_bias=False, kernel_init=init, rngs=rngs)
+    others: Any = {"padding": size // 2, "use_bias": False, "kernel_init": init, "dtype": dtype}
+    return nnx.Conv(inputs, outputs, (size, size), stride, **others, rngs=rngs)
 
 
 class BasicBlock(nnx.Module):
     """Two convolutions with a skip connection."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs):
-        self.conv_1 = _conv(inputs, outputs, 3, stride, rngs)
-        self.norm_1 = _norm(outputs, rngs)
-        self.conv_2 = _conv(outputs, outputs, 3, 1, rngs)
-        self.norm_2 = _norm(outputs, rngs)
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, *, norm: Norm = "group", dtype: Any = None, rngs: nnx.Rngs
+    ):
+        self.conv_1 = _conv(inputs, outputs, 3, stride, dtype, rngs)
+        self.norm_1 = _norm(outputs, norm, rngs)
+        self.conv_2 = _conv(outputs, outputs, 3, 1, dtype, rngs)
+        self.norm_2 = _norm(outputs, norm, rngs)
         self.changes_shape = stride > 1 or inputs != outputs
         if self.changes_shape:
-            self.shortcut = _conv(inputs, outputs, 1, stride, rngs)
-            self.shortcut_norm = _norm(outputs, rngs)
+            self.shortcut = _conv(inputs, outputs, 1, stride, dtype, rngs)
+            self.shortcut_norm = _norm(outputs, norm, rngs)
 
     def __call__(self, x: Float[Array, "b height width c"]) -> Float[Array, "b h2 w2 d"]:
         hidden = nnx.relu(self.norm_1(self.conv_1(x)))
@@ -63,7 +85,7 @@ class ResNet18(nnx.Module):
     """Maps images to features. `widths` are those of the four stages; tests use smaller ones.
 
     `average` returns the mean of the last feature map: `widths[-1]` numbers, 512 in ResNet-18. `spatial_softmax`
-    applies `SpatialSoftmax` to it.
+    applies `SpatialSoftmax` to it. `dtype` is the type of the convolutions; None: that of images and parameters.
     """
 
     def __init__(
@@ -72,14 +94,17 @@ class ResNet18(nnx.Module):
         *,
         widths: Sequence[int] = (_WIDTH, 128, 256, 512),
         num_keypoints: int = 32,
+        norm: Norm = "group",
+        dtype: Any = None,
         rngs: nnx.Rngs,
     ):
-        self.stem = _conv(3, widths[0], 7, 2, rngs)
-        self.stem_norm = _norm(widths[0], rngs)
+        self.stem = _conv(3, widths[0], 7, 2, dtype, rngs)
+        self.stem_norm = _norm(widths[0], norm, rngs)
         blocks, inputs = [], widths[0]
         for stage, outputs in enumerate(widths):
-            for block in range(_BLOCKS):
-                blocks.append(BasicBlock(inputs, outputs, 2 if stage and not block else 1, rngs=rngs))
+            for block in range(BLOCKS):
+                stride = 2 if stage and not block else 1
+                blocks.append(BasicBlock(inputs, outputs, stride, norm=norm, dtype=dtype, rngs=rngs))
                 inputs = outputs
         self.blocks = nnx.List(blocks)
         self.head = SpatialSoftmax(inputs, num_keypoints, rngs=rngs) if pooling == "spatial_softmax" else None
@@ -87,11 +112,16 @@ class ResNet18(nnx.Module):
     @jax.named_scope("resnet")
     def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b d"]:
         """The features of images in [-1, 1], of any size."""
+        x = self.feature_map(images)
+        return x.mean(axis=(1, 2)) if self.head is None else self.head(x)
+
+    def feature_map(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b h2 w2 d"]:
+        """The last feature map, with a 32nd of the rows and columns of images, rounded up (of four stages)."""
         x = nnx.relu(self.stem_norm(self.stem(images)))
         x = _max_pool(x)
         for block in self.blocks:
             x = block(x)
-        return x.mean(axis=(1, 2)) if self.head is None else self.head(x)
+        return x
 
 
 def num_features(pooling: Pooling, widths: Sequence[int], num_keypoints: int) -> int:

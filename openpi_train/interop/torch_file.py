@@ -1,0 +1,143 @@
+"""Reader of the files that `torch.save` writes (.pth, .pt), without torch, and without running what is pickled in them.
+
+Such a file is a pickle that names tensors, and their values: a zip file with one entry per storage, or (before torch
+1.6, and torchvision's older weights) the values behind the pickle. Only the names of tensors and what torch itself
+needs to rebuild them are accepted in the pickle. Read next: `torchvision_resnet.py`.
+"""
+
+import collections
+import dataclasses
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from openpi_train.interop.big_vision import values_offset
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, mapped
+from openpi_train.runtime.exits import CheckpointError
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "DoubleStorage": np.dtype(np.float64),
+    "FloatStorage": np.dtype(np.float32),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "ByteStorage": np.dtype(np.uint8),
+    "BoolStorage": np.dtype(np.bool_),
+}
+# The first pickle of a file without zip (`torch/serialization.py: MAGIC_NUMBER`), and how many precede the tensors'.
+_MAGIC, _BEFORE = 0x1950A86A20F9469CFC6C, 3
+_COUNT_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    key: str
+    dtype: np.dtype
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Names(pickle.Unpickler):
+    """Reads the names of tensors; whatever else a pickle asks for is an error. `storages` are those that it met."""
+
+    def __init__(self, file: BinaryIO):
+        super().__init__(file)
+        self.storages: dict[str, _Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known: dict[tuple[str, str], Any] = {
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, strides, *_: _Tensor(
+                storage, offset, tuple(shape), tuple(strides)
+            ),
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("torch", "Size"): tuple,
+        }
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not needed for tensors: it is not read")
+        return known[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, size, *_ = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"it refers to a {kind}, not to a storage")
+        return self.storages.setdefault(str(key), _Storage(str(key), dtype, int(size)))
+
+
+def open_torch_file(path: Path) -> Leaves:
+    """The tensors of a state dict by name; those of a dict "state_dict" or "model" in it, if the file has one.
+
+    Raises CheckpointError if the file is damaged, of another form, or holds other objects than tensors by name.
+    """
+    try:
+        with path.open("rb") as file:
+            found, places = _of_zip(path, file) if zipfile.is_zipfile(path) else _of_pickles(file)
+        for name in ("state_dict", "model"):
+            found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
+        if not isinstance(found, dict) or not all(isinstance(one, _Tensor) for one in found.values()):
+            raise ValueError("it is no dictionary of tensors by name")
+        return {str(name): _leaf(path, tensor, places) for name, tensor in found.items()}
+    except (pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError, OSError, struct.error) as error:
+        raise CheckpointError(f"{path} is no file of tensors that torch.save wrote, or damaged: {error}") from error
+    except (AttributeError, IndexError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
+
+
+def _of_zip(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
+    """What is pickled in a zip file, and where the values of each storage begin."""
+    with zipfile.ZipFile(path) as archive:
+        root = next(name for name in archive.namelist() if name.endswith("data.pkl")).removesuffix("data.pkl")
+        places = {}
+        for entry in archive.infolist():
+            if entry.filename.startswith(f"{root}data/"):
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{entry.filename} is compressed")
+                places[entry.filename.removeprefix(f"{root}data/")] = values_offset(file, entry)
+        return _Names(io.BytesIO(archive.read(f"{root}data.pkl"))).load(), places
+
+
+def _of_pickles(file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
+    """The same of a file without zip: pickles, and behind them for each storage its length and its values."""
+    if _Names(file).load() != _MAGIC:
+        raise ValueError("its first bytes are not those of such a file")
+    for _ in range(_BEFORE - 1):
+        _Names(file).load()
+    names = _Names(file)
+    found, order = names.load(), _Names(file).load()
+    places, at = {}, file.tell()
+    for key in order:
+        storage = names.storages[str(key)]
+        places[storage.key] = at + _COUNT_BYTES
+        at += _COUNT_BYTES + storage.size * storage.dtype.itemsize
+    return found, places
+
+
+def _leaf(path: Path, tensor: _Tensor, places: Mapping[str, int]) -> StoredLeaf:
+    storage, begin = tensor.storage, places[tensor.storage.key]
+    last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    if last >= storage.size or begin + storage.size * storage.dtype.itemsize > path.stat().st_size:
+        raise ValueError("it is truncated: values lie beyond its end")
+    strides = tuple(step * storage.dtype.itemsize for step in tensor.strides)
+
+    def read(index: Any) -> np.ndarray:
+        values = mapped(path, storage.dtype, (storage.size,), begin)[tensor.offset :]
+        return np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False)[index]
+
+    return StoredLeaf(shape=tensor.shape, dtype=storage.dtype, read=read)
