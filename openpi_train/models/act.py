@@ -6,6 +6,7 @@ Fields that LeRobot's `ACTConfig` also has keep its names and defaults (lerobot 
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -85,9 +86,12 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
         return _BATCH_NORM.fullmatch(path) is not None
 
     def frozen_dtype(self, path: str) -> Any:
-        """float32: few numbers, which scale everything."""
-        del path
-        return jnp.float32
+        """float32 of the batch norms: few numbers, which scale everything."""
+        return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return {"vision": "backbone/.*", "backbone": "backbone/.*"}
 
     def build(self, rngs: nnx.Rngs) -> Act:
         return Act(self, rngs=rngs)

@@ -145,7 +145,8 @@ def test_files_of_two_saves_are_refused(folder):
     ("fields", "said"),
     [
         ({"type": "pi05"}, "'pi05' and the model is 'pi0'"),
-        ({"type": "act"}, "allowed: pi0, pi05, pi0_fast"),
+        ({"type": "act"}, "'act' and the model is 'pi0': give an experiment of act"),
+        ({"type": "vqbet"}, "allowed: pi0, pi05, pi0_fast, act"),
         ({"use_peft": True}, "merge them into the base policy"),
         ({"min_period": 1.0}, "min_period is 1.0"),
         ({"use_visual_memory": True}, "use_visual_memory"),

@@ -1,6 +1,7 @@
 """ACT as a model: rows, what is refused, what stays fixed, and how its loss treats rows, cameras, keys and types."""
 
 import dataclasses
+import re
 
 import act_case
 import jax
@@ -55,6 +56,10 @@ def test_the_published_size_is_lerobots():
     assert sum(sizes[path] for path in fixed) == 19_200
     assert all("norm" in path and path.startswith("backbone/") for path in fixed)
     assert {config.frozen_dtype(path) for path in fixed} == {jnp.float32}
+    # --freeze vision is the whole backbone, in bfloat16 where nothing else is said.
+    backbone = {path for path in sizes if re.fullmatch(config.parameter_groups["vision"], path)}
+    assert sum(sizes[path] for path in backbone) == 11_176_512 + 9_600
+    assert config.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
