@@ -13,10 +13,20 @@ from typing import Any
 import numpy as np
 
 from openpi_train.interop import safetensors_file
-from openpi_train.interop.lerobot_folder import BATCH, DEVICE, EPSILON, NORMALIZE, PREFIX, RENAME, UNNORMALIZE, feature
-from openpi_train.interop.openpi_torch import joined_params, layouts_of
+from openpi_train.interop.lerobot_folder import (
+    BATCH,
+    DEVICE,
+    EPSILON,
+    NORMALIZE,
+    PREFIX,
+    RENAME,
+    UNNORMALIZE,
+    feature,
+    read_stats,
+)
+from openpi_train.interop.openpi_torch import OLD_STATS, joined_params, layouts_of
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, in_memory
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.models.act import ActConfig
 from openpi_train.models.act_network import sine_table
@@ -177,11 +187,29 @@ def _check_images(model: ActConfig, stats: Leaves) -> list[str]:
     return problems
 
 
-def read_params(folder: Place, model: ActConfig) -> Leaves:
-    """The parameters by published name. Raises CheckpointError if a tensor is missing, unknown, or of another shape."""
+def read(folder: Place, config: Mapping[str, Any], model: ActConfig) -> tuple[Leaves, Leaves]:
+    """The parameters by published name, and the statistics of the policy's normaliser (`lerobot_folder.read_stats`).
+
+    Raises CheckpointError if the policy does not fit the model, or a tensor is missing, unknown, or of another shape.
+    """
     found = {name.removeprefix(PREFIX): leaf for name, leaf in safetensors_file.open_model(folder).items()}
-    found.pop(_POSITIONS, None)  # computed here
-    return joined_params(folder, found, layouts_of(model, layout), model)
+    stats = _old_stats(found, config) or read_stats(folder)
+    check(config, model, stats, str(folder))
+    # The fixed table is computed here.
+    tensors = {name: leaf for name, leaf in found.items() if name != _POSITIONS and not name.startswith(OLD_STATS)}
+    return joined_params(folder, tensors, layouts_of(model, layout), model), stats
+
+
+def _old_stats(found: Leaves, config: Mapping[str, Any]) -> dict[str, StoredLeaf]:
+    """The statistics by their present names, of policies that LeRobot saved before 0.4, which kept them as tensors."""
+    stats = {}
+    for name in (*config["input_features"], *config["output_features"]):
+        part = "unnormalize_outputs" if name in config["output_features"] else "normalize_inputs"
+        for key in ("mean", "std"):
+            leaf = found.get(f"{part}.buffer_{name.replace('.', '_')}.{key}")
+            if leaf is not None and np.isfinite(leaf.whole()).all():  # infinite: never set
+                stats[f"{name}.{key}"] = leaf
+    return stats
 
 
 def write_params(directory: Path, params: Leaves, model: ActConfig) -> None:

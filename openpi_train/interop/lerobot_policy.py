@@ -122,14 +122,13 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """Open the policy's parameters by published name, and its norm stats. Raises CheckpointError if they do not fit."""
     folder = policy_folder(place)
     config = folder.json(CONFIG)
-    model, where, stats = as_policy(needed(model, folder)), str(folder), read_stats(folder)
+    model, where = as_policy(needed(model, folder)), str(folder)
     _check_type(config["type"], model, where)
     if isinstance(model, ActConfig):
-        lerobot_act.check(config, model, stats, where)
-        params = lerobot_act.read_params(folder, model)
+        params, stats = lerobot_act.read(folder, config, model)
     else:
         _check(config, model, where)
-        params = read_params(folder, model, PREFIX)
+        params, stats = read_params(folder, model, PREFIX), read_stats(folder)
     return Stored(where=where, format="lerobot", params=params, norm_stats=norm_stats_of(stats))
 
 

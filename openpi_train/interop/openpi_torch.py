@@ -41,7 +41,7 @@ _TORCH_END = re.compile(r"\.(weight|bias)$")
 _ROOT = "paligemma_with_expert."
 _FIELDS = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
 # LeRobot before 0.4 kept norm stats among the tensors.
-_OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 _MIGRATE = (
     "norm stats are among the tensors, as in LeRobot before 0.4: convert the policy to the present format with "
     "`python -m lerobot.processor.migrate_policy_normalization`"
@@ -99,7 +99,7 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
 
     def explain(*names: list[str]) -> list[str]:
         known = ([published.get(name) or _TORCH_END.sub(r"/\1", name) for name in kind] for kind in names)
-        old = any(name.startswith(_OLD_STATS) for name in names[1])
+        old = any(name.startswith(OLD_STATS) for name in names[1])
         return [*([_MIGRATE] if old else []), *model.explain(*known)]
 
     account(found, expected, where=str(place), explain=explain)

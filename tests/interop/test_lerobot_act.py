@@ -15,7 +15,7 @@ from openpi_train.envs.ensembling import ensemble
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
 from openpi_train.interop.lerobot_act import layout
 from openpi_train.interop.place import Place
-from openpi_train.interop.safetensors_file import open_file, open_model
+from openpi_train.interop.safetensors_file import open_file, open_model, write_file
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.conditional_vae import ConditionalVae
@@ -115,6 +115,28 @@ def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
         np.testing.assert_allclose(leaf.whole() + added, theirs[key].whole(), rtol=1e-6)
     again = open_checkpoint(tmp_path / "out", CONFIG)
     assert again.norm_stats == stored.norm_stats and again.params.keys() == stored.params.keys()
+
+
+def test_statistics_among_the_tensors_are_those_of_older_versions(stored, tmp_path):
+    """Their names are those of lerobot 0.3.3 (`policies/normalize.py`): published policies are older than 0.4."""
+    tensors = dict(open_model(Place.of(act_case.FOLDER)))
+    now = open_file(Place.of(act_case.FOLDER), "policy_preprocessor_step_3_normalizer_processor.safetensors")
+    for name, leaf in now.items():
+        feature, _, key = name.rpartition(".")
+        parts = ("normalize_targets", "unnormalize_outputs") if feature == "action" else ("normalize_inputs",)
+        tensors |= {
+            f"{part}.buffer_{feature.replace('.', '_')}.{key}": leaf for part in parts if key in ("mean", "std")
+        }
+    write_file(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text((act_case.FOLDER / "config.json").read_text())
+    old = open_checkpoint(tmp_path, CONFIG)
+    assert old.params.keys() == stored.params.keys()
+    kept = ("mean", "std")
+    assert old.norm_stats["lerobot"]["norm_stats"] == {
+        name: {key: entry[key] for key in kept} for name, entry in stored.norm_stats["lerobot"]["norm_stats"].items()
+    }
+    with pytest.raises(CheckpointError, match=r"give --model.image-mean"):
+        open_checkpoint(tmp_path, dataclasses.replace(CONFIG, image_mean=(0.5, 0.5, 0.5)))
 
 
 @pytest.mark.parametrize(
