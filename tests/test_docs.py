@@ -277,7 +277,8 @@ def test_every_link_leads_to_a_file(file):
 def test_every_verb_and_every_experiment_has_a_line_in_its_page():
     page = (ROOT / "docs" / "cli.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(cli.VERBS)
-    rows = re.findall(r"^\| (`.*)", (ROOT / "docs" / "experiments.md").read_text(), re.MULTILINE)
+    pages = "\n".join((ROOT / "docs" / name).read_text() for name in ("experiments.md", "openpi.md"))
+    rows = re.findall(r"^\| (`.*)", pages, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert not set(registry.entries()) - named
 
