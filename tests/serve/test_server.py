@@ -79,7 +79,7 @@ def test_actions_that_are_no_numbers_are_never_sent_to_a_robot():
 @pytest.fixture
 def recorder(tmp_path, monkeypatch):
     policy = object.__new__(Policy)
-    object.__setattr__(policy, "sampler", types.SimpleNamespace(sizes=(1,), seed=0, num_steps=1))
+    object.__setattr__(policy, "sampler", types.SimpleNamespace(sizes=(1,), seed=0, num_steps=1, guidance=None))
     monkeypatch.setattr(Policy, "metadata", {})
     with contextlib.closing(RequestRecorder(tmp_path / "answers.rec", policy)) as recorder:
         yield recorder
