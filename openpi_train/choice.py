@@ -5,14 +5,18 @@ Read next: `registry.py`, which loads them.
 
 import dataclasses
 import itertools
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from openpi_train.data import places
+from openpi_train.data.config import DataConfig
 from openpi_train.data.formats import source_at
+from openpi_train.data.hub import SCHEME
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.source import SourceConfig
-from openpi_train.data.text.text_data import TextData
+from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
 from openpi_train.interop.weights import CheckpointWeightLoader
@@ -88,6 +92,70 @@ def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     own = old.asset_id is not None and old.source.location == places.lerobot(old.asset_id)
     new = dataclasses.replace(old, source=LeRobot(path=path), asset_id=repo_id.strip("/") if own else old.asset_id)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(new,)))
+
+
+def weighted_path(word: str) -> tuple[str, float]:
+    """The path and the weight of a dataset that is given as PATH[:WEIGHT]. Raises UsageError for a bad weight.
+
+    What follows the last colon is the weight, unless it has a slash or the path would be only the hub's scheme.
+    """
+    path, colon, text = word.rpartition(":")
+    if not colon or "/" in text or f"{path}:" == SCHEME:
+        return word, 1.0
+    try:
+        weight = float(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--data.mixture {word}: the weight {text!r} is no number; needed is PATH or PATH:WEIGHT (for a path that "
+            f"ends so: {word}:1)"
+        ) from error
+    if not path or not 0 < weight < math.inf:
+        what = f"the weight {text} must be a number above 0; leave the dataset out instead" if path else "no path"
+        raise UsageError(f"--data.mixture {word}: {what}")
+    return path, weight
+
+
+def on_mixture(experiment: Experiment, words: Sequence[str]) -> Experiment:
+    """The experiment on these datasets, each given as PATH[:WEIGHT], in place of its own.
+
+    A dataset that the experiment has at the same path keeps its fields. Another one of texts has the columns of its
+    type, and a fraction of it is held out; another one of demonstrations has the first one's robot and prompt, and new
+    norm stats.
+
+    Raises UsageError for a weight that is none, a path that is given twice, or an experiment without datasets;
+    DataError if there are no demonstrations at a path.
+    """
+    data = experiment.data
+    if not isinstance(data, TextData | DataConfig):
+        raise UsageError(f"--data.mixture is for texts and demonstrations, and {experiment.name} has none of its own")
+    if not words:
+        raise UsageError("--data.mixture needs at least one dataset, as PATH or PATH:WEIGHT")
+    given = [weighted_path(word) for word in words]
+    located = [_place(path) for path, _ in given]
+    if twice := sorted({path for path, _ in given if located.count(_place(path)) > 1}):
+        raise UsageError(f"--data.mixture has {' and '.join(twice)} twice: give it once, with the sum of the weights")
+    if isinstance(data, TextData):
+        texts = {_place(dataset.path): dataset for dataset in data.datasets}
+        mixed: tuple = tuple(
+            dataclasses.replace(texts.get(_place(path), TextDataset(path=path)), weight=weight)
+            for path, weight in given
+        )
+    else:
+        own = {_place(dataset.source.location): dataset for dataset in data.datasets if dataset.source.location}
+        first = dataclasses.replace(data.datasets[0], asset_id=None, norm_stats=None)
+        mixed = tuple(
+            dataclasses.replace(
+                own[_place(path)] if _place(path) in own else dataclasses.replace(first, source=source_of(path)),
+                weight=weight,
+            )
+            for path, weight in given
+        )
+    return dataclasses.replace(experiment, data=dataclasses.replace(data, datasets=mixed))
+
+
+def _place(path: str) -> str:
+    """The path in the form in which two of one dataset are equal."""
+    return path if path.startswith(SCHEME) or "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def on_model(experiment: Experiment, published: LanguageConfig) -> Experiment:

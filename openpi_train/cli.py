@@ -17,6 +17,7 @@ from openpi_train.runtime.world import WorldFlags, find_world
 
 if TYPE_CHECKING:
     from openpi_train.command_line import TrainFlags
+    from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
     from openpi_train.models.language import LanguageConfig
 
@@ -136,6 +137,7 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     """
     import tyro
 
+    from openpi_train.choice import on_mixture
     from openpi_train.command_line import ManyFields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
@@ -149,6 +151,8 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if many.env is not None:
         default = _in_environment(default, many.env)
+    if many.data_mixture is not None:
+        default = on_mixture(default, many.data_mixture)
     default = of_one_length(default, argv)
     return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
 
@@ -164,16 +168,24 @@ def parse_experiment(name: str, argv: Sequence[str]):
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     import tyro
 
-    from openpi_train.choice import moved, on_dataset, on_model, on_repo_id, source_of
+    from openpi_train.choice import moved, on_dataset, on_mixture, on_model, on_repo_id, source_of, weighted_path
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
+    model_path, env, mixture = many.model_path, many.env, many.data_mixture
+    given = {"--dataset": many.dataset, "--data.repo-id": many.repo_id, "--data.mixture": mixture}
+    if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
+        raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
     source = None if many.dataset is None else source_of(many.dataset)
-    model_path, env = many.model_path, many.env
-    default = registry.load(name, lambda own: source or moved(own, argv), any_dims=wants_help)
+
+    def named(own: "SourceConfig") -> "SourceConfig":
+        """The first dataset of the command line."""
+        return source or (source_of(weighted_path(mixture[0])[0]) if mixture else moved(own, argv))
+
+    default = registry.load(name, named, any_dims=wants_help)
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
@@ -183,6 +195,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = on_dataset(default, source)
     if many.repo_id is not None:
         default = on_repo_id(default, many.repo_id)
+    if mixture is not None and not wants_help:
+        default = on_mixture(default, mixture)
     if env is not None and not wants_help:
         default = _in_environment(default, env)
     if model_path is not None and not wants_help:

@@ -63,6 +63,10 @@ class ManyFields(Request):
     # Train on this LeRobot dataset: a folder, or its name on the Hugging Face hub, which is looked for where LeRobot
     # downloads to (HF_LEROBOT_HOME). Robot and other settings stay.
     repo_id: Annotated[str | None, tyro.conf.arg(name="data.repo-id")] = None
+    # Train on a mixture of these datasets in place of the experiment's own, each as PATH or PATH:WEIGHT; a weight is a
+    # share of the rows, relative to the others', and 1 if none is given. Texts may also be hub:USER/NAME. The fields of
+    # each are flags, --data.datasets.N.FIELD, numbered from 0.
+    data_mixture: Annotated[tuple[str, ...] | None, tyro.conf.arg(name="data.mixture")] = None
     # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
     env: str | None = None

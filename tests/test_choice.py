@@ -1,5 +1,6 @@
 """One name for experiments of several action dims: which one a dataset gets, and what an unknown dataset is told."""
 
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
+from openpi_train.choice import weighted_path
+from openpi_train.data.text.text_data import TextDataset
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.runtime.exits import DataError, UsageError
 
@@ -109,3 +112,68 @@ def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_pract
 def test_an_environment_that_cannot_be_is_refused(experiment, env, message):
     with pytest.raises(UsageError, match=message):
         cli.parse_experiment(experiment, ["--exp-name", "x", "--env", env])
+
+
+def words_of(*mixture, then=()):
+    return ["--exp-name", "x", "--data.mixture", *mixture, *then]
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "weight"),
+    [
+        ("more.jsonl", "more.jsonl", 1),
+        ("more.jsonl:0.25", "more.jsonl", 0.25),
+        ("hub:trl-lib/tldr", "hub:trl-lib/tldr", 1),
+        ("hub:trl-lib/tldr@main:3", "hub:trl-lib/tldr@main", 3),
+        ("gs://bucket/own", "gs://bucket/own", 1),
+        ("a:b.jsonl:1", "a:b.jsonl", 1),
+    ],
+)
+def test_a_weight_follows_the_last_colon_of_a_path(word, path, weight):
+    assert weighted_path(word) == (path, weight)
+
+
+def test_texts_are_mixed_from_the_command_line():
+    own = registry.load("arithmetic_sft").data.datasets[0]
+    columns = ("--data.datasets.1.columns", "prompt=question", "completion=answer")
+    given = words_of(f"{own.path}/../demonstrations:3", "/x/more.jsonl:1", then=(*columns, "--seed", "5"))
+    found = cli.parse_experiment("arithmetic_sft", given)
+    assert found.seed == 5 and found.data.mixture_in_words == "demonstrations 75 %, more 25 %"
+    kept, added = found.data.datasets
+    # A dataset of the experiment's own keeps its fields; another one has those of its type.
+    assert kept == dataclasses.replace(own, weight=3) and kept.validation is not None
+    assert added == TextDataset(path="/x/more.jsonl", weight=1, columns=columns[1:])
+    alone = cli.parse_experiment("arithmetic_sft", words_of("/x/more.jsonl"))
+    assert [one.path for one in alone.data.datasets] == ["/x/more.jsonl"] and not alone.data.mixture_in_words
+
+
+def test_demonstrations_are_mixed_from_the_command_line(toys):
+    stores = [f"{STORES}/arms_14.zarr", f"{STORES}/arms_16.zarr"]
+    own = registry.load(f"{toys}:robot_14").data.datasets[0]
+    flags = ("--data.datasets.1.prompt", "stack", "--data.datasets.1.robot.state-column", "other")
+    found = cli.parse_experiment(f"{toys}:robot", words_of(stores[0], f"{stores[1]}:0.5", then=flags))
+    # The first one decides which experiment it is.
+    assert found.name == "robot_14" and found.data.mixture_in_words == "arms_14.zarr 66.67 %, arms_16.zarr 33.33 %"
+    assert [one.source.path for one in found.data.datasets] == stores
+    first, second = found.data.datasets
+    assert first.robot == own.robot and second.robot == dataclasses.replace(own.robot, state_column="other")
+    assert (first.prompt, second.prompt, first.weight, second.weight) == (own.prompt, "stack", 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("arithmetic_sft", words_of("a.jsonl:heavy"), r"the weight 'heavy' is no number.*a\.jsonl:heavy:1"),
+        ("arithmetic_sft", words_of("a.jsonl:0"), "weight 0 must be a number above 0; leave the dataset out"),
+        ("arithmetic_sft", words_of("a.jsonl:nan"), "weight nan must be a number above 0"),
+        ("arithmetic_sft", words_of("a.jsonl:inf"), "weight inf must be a number above 0"),
+        ("arithmetic_sft", words_of(":2"), "no path"),
+        ("arithmetic_sft", words_of(), "needs at least one dataset"),
+        ("arithmetic_sft", words_of("a.jsonl", "./a.jsonl:2"), r"has \./a\.jsonl and a\.jsonl twice: give it once"),
+        ("debug", words_of("a.jsonl", then=("--dataset", "b")), "--dataset and --data.mixture both"),
+        ("debug", words_of("/nowhere"), "/nowhere does not exist"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(name, words, message):
+    with pytest.raises((UsageError, DataError), match=message):
+        cli.parse_experiment(name, words)

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from openpi_train.data.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.mixture import shares_in_words
 from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
@@ -68,6 +69,10 @@ class DataConfig(Data):
     def cameras(self) -> tuple[str, ...]:
         """The camera slots that at least one robot fills, sorted."""
         return tuple(sorted({slot for dataset in self.datasets for slot in dataset.robot.cameras}))
+
+    @property
+    def mixture_in_words(self) -> str:
+        return shares_in_words([one.asset for one in self.datasets], [one.weight for one in self.datasets])
 
     def check(self) -> list[str]:
         problems = [

@@ -209,6 +209,11 @@ class Data(abc.ABC):
         """What makes a row large, for the head of a plan."""
         return f"{len(self.cameras)} camera(s)"
 
+    @property
+    def mixture_in_words(self) -> str:
+        """Each dataset's share of the rows, for the head of a plan; empty if there is only one (default)."""
+        return ""
+
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []

@@ -13,6 +13,14 @@ from openpi_train.data import order
 _MIN_BLOCK = 256
 
 
+def shares_in_words(names: Sequence[str], weights: Sequence[float]) -> str:
+    """The names of a mixture's datasets with their shares of the rows; empty if there is only one."""
+    if len(names) < 2:
+        return ""
+    shares = [100 * weight / sum(weights) for weight in weights]
+    return ", ".join(f"{name} {share:.4g} %" for name, share in zip(names, shares, strict=True))
+
+
 class Mixture:
     """Datasets of given sizes, drawn with given weights (any positive numbers; they are normalised).
 

@@ -18,9 +18,11 @@ def tables(report: "Report") -> str:
     groups = f", tensor groups of {sharding.tensor_devices} devices" if sharding.tensor_devices > 1 else ""
     offload = f", {sharding.offload} in host memory" if sharding.offload != "none" else ""
     one = report.forecasts[0]
+    mixture = experiment.data.mixture_in_words
     head = [
         f"{experiment.name} on {machine.num_devices} x {machine.kind.name}, {hosts}: batch {experiment.batch_size}, "
         f"{experiment.data.row_in_words}{groups}{offload}",
+        *([f"datasets, with their shares of the rows: {mixture}"] if mixture else []),
         f"parameters: {report.num_params:,} train, {report.num_frozen:,} are kept fixed",
         f"model FLOPs (forward and backward): {report.model_flops_per_row / 1e12:.4g} T per sample, "
         f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",

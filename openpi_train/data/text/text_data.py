@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openpi_train.data.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.mixture import shares_in_words
 from openpi_train.data.text.examples import COLUMNS
 from openpi_train.data.text.text_encoder import Targets
 from openpi_train.data.text.text_rows import Truncation, row_spec_of
@@ -102,6 +103,10 @@ class TextData(Data):
     @property
     def row_in_words(self) -> str:
         return f"rows of {self.longest_row} tokens"
+
+    @property
+    def mixture_in_words(self) -> str:
+        return shares_in_words([one.name for one in self.datasets], [one.weight for one in self.datasets])
 
     def check(self) -> list[str]:
         problems = [problem for number, dataset in enumerate(self.datasets) for problem in _check(number, dataset)]
