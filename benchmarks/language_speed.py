@@ -2,7 +2,7 @@
 
 Both sides have the same random weights, tokens and float32, take turns, and tell their CPU and wall seconds. Of the
 peer's settings (attention, cache, threads, torch.compile) each is tried, and the one with the fewest CPU seconds is
-measured. Ours: `remat attention` in training, 32 tokens per call in completions.
+measured. Ours: `remat attention` in training, 32 tokens per call in completions, and memory kept as in a run.
 Read next: `language_peer.py`, which is the peer's side; `peers.py`.
 """
 
@@ -36,6 +36,7 @@ from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.params import module_params
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
@@ -123,6 +124,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> list[Table]:
     """Run the benchmark and return its tables."""
     flags = parse(argv)
+    keep_freed_memory(os.environ)
     shape = Shape(batch=2, prompt=4, new=8, rows=2, length=16) if flags.quick else Shape()
     models = {"tiny": _TINY} if flags.quick else {name: MODELS[name] for name in flags.models}
     completed, trained, notes = [], [], []

@@ -23,6 +23,7 @@ import jax
 import openpi_train
 from openpi_train.runtime import agree, compile_cache, preempt, xla
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
@@ -72,6 +73,8 @@ def start(
     kind = xla.device_kind(platforms, os.environ)
     for line in xla.apply_settings(kind, os.environ, xla.extent_of(world, os.environ)):
         logger.info("environment: %s", line)
+    if kind == "cpu":
+        logger.info("environment: %s", keep_freed_memory(os.environ))
     compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []

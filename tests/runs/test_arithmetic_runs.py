@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 def base(tmp_path_factory):
     """A folder with a run of `arithmetic_sft` in it, of two steps, for which the task is written."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    two_steps(folder, "arithmetic_sft")
+    (folder / "said").write_text(two_steps(folder, "arithmetic_sft").stderr)
     return folder
 
 
@@ -49,6 +49,7 @@ def test_each_kind_of_run_starts_from_supervised_training(base, name):
 
 
 def test_the_task_is_written_by_the_first_run(base):
+    assert "freed memory is kept for the next step" in (base / "said").read_text()
     assert (base / "home" / "datasets" / "arithmetic" / "prepared.json").is_file()
     evaluated = [line for line in lines(base, "arithmetic_sft") if "val/loss" in line]
     losses = [line["val/loss"] for line in evaluated]
