@@ -56,6 +56,7 @@ class LanguageAttention(nnx.Module):
         weight = _weights(adapter, adapter.attention, rngs)
         self.query = weight((d, n, c), lecun(in_axis=-3, out_axis=(-2, -1)), outputs=2)
         self.key_value = weight((2, d, k, c), lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,)), outputs=2)
+        self.key_value.weight.set_metadata(by_entry=True)
         self.output = weight((n, c, d), lecun(in_axis=(-3, -2), out_axis=-1), inputs=2)
         self.has_biases, self.has_norms = sizes.biases, sizes.query_key_norms
         if self.has_biases:

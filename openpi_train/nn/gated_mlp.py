@@ -30,6 +30,7 @@ class GatedMlp(nnx.Module):
     ):
         gated = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
         self.gate_up = weight((2, width, mlp_dim), gated)
+        self.gate_up.weight.set_metadata(by_entry=True)
         self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal())
         self.activation: Activation = activation
 

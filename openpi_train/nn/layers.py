@@ -93,12 +93,31 @@ def scan_layers(
 
     def step(carry, layer):
         layer_params, extra = layer
-        return body(nnx.merge(graph, whole(layer_params)), carry, extra)
+        return body(nnx.merge(graph, _gathered(layer_params)), carry, extra)
 
     if policy := _policy(remat, params):
         # Inside a scan nothing can be merged across the barrier anyway, so it is not needed (prevent_cse).
         step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     return jax.lax.scan(step, carry, (params, per_layer))
+
+
+def _gathered(layer_params: Any) -> Any:
+    """The parameters of one layer for training, with every shard gathered.
+
+    Weights of which a product reads one entry of the first axis (metadata `by_entry`) become tuples of these entries,
+    each gathered by itself: then no entry need be copied out of a gathered array.
+    """
+
+    def gathered(variable: Any) -> Any:
+        value = variable.get_value()
+        if not is_shard(value):
+            return variable
+        entries = value.entries if variable.get_metadata("by_entry", False) else None
+        if entries is None:
+            return variable.replace(value.whole(wide=True))
+        return variable.replace(tuple(entry.whole(wide=True) for entry in entries))
+
+    return jax.tree.map(gathered, layer_params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def each_layer(stacked: M) -> list[M]:
@@ -130,7 +149,7 @@ def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
     graph, params = _split(stacked)
     params = jax.tree.map(lambda x: x if is_shard(x) or x.ndim < 3 else x.astype(dtype), params, is_leaf=is_shard)
     before, last = (jax.tree.map(lambda x, part=part: x[part], params) for part in (slice(None, -1), -1))
-    return nnx.merge(graph, before), nnx.merge(graph, whole(last))
+    return nnx.merge(graph, before), nnx.merge(graph, _gathered(last))
 
 
 def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:

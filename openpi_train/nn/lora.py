@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from openpi_train.nn.products import product
+
 M = TypeVar("M", bound=nnx.Module)
 
 _initializer = nnx.initializers.normal(stddev=0.01)
@@ -122,14 +124,13 @@ class LoraWeight(nnx.Module):
         `index` selects an entry of the weights' first axis. `down` and `up` are used only if there are factors.
         """
 
-        def cast(param):
-            value = param.get_value() if index is None else param.get_value()[index]
-            return value.astype(x.dtype)
+        def chosen(param):
+            return param.get_value() if index is None else param.get_value()[index]
 
-        result = jnp.einsum(base, x, cast(self.weight))
+        result = product(base, x, chosen(self.weight))
         if not self.rank:
             return result
-        low = jnp.einsum(up, jnp.einsum(down, x, cast(self.lora_a)), cast(self.lora_b))
+        low = product(up, product(down, x, chosen(self.lora_a)), chosen(self.lora_b))
         return result + (low if self.scale == 1.0 else low * self.scale)
 
 

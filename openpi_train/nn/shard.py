@@ -56,14 +56,20 @@ class Shard:
         """Whether each device has some of the rows, each of them whole."""
         return self.dim == -self.part.ndim
 
-    def whole(self) -> Array:
-        """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none."""
+    def whole(self, *, wide: bool = False) -> Array:
+        """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none.
+
+        `wide`: the result has the type of `part`, though the precision of `dtype`, and so has its gradient: what
+        narrows the array again at once (`products.py: product`) then need not round the gradient.
+        """
         dim = self.part.ndim + self.dim
+        dtype = self.part.dtype if wide else self.dtype
 
         @jax.named_scope("gather")
         def gather(_, part: Array) -> Array:
             found = jax.lax.all_gather(part.astype(self.dtype), self.axis, axis=dim, tiled=True)
-            return found if self.layer is None else found[: math.prod(self.layer)].reshape(self.layer)
+            found = found if self.layer is None else found[: math.prod(self.layer)].reshape(self.layer)
+            return found.astype(dtype)
 
         @jax.named_scope("reduce")
         def scatter(_, gradient: Array) -> Array:
@@ -76,7 +82,17 @@ class Shard:
             return jax.custom_derivatives.linear_call(gather, scatter, (), self.part)
         known = jax.custom_vjp(lambda copy, part: copy)
         known.defvjp(lambda copy, part: (copy, None), lambda _, gradient: (None, scatter(None, gradient)))
-        return known(self.copy, self.part)
+        return known(self.copy.astype(dtype), self.part)
+
+    @property
+    def entries(self) -> tuple["Shard", ...] | None:
+        """A shard of each entry of the first axis; None if that axis is sharded, or flattened with others."""
+        if self.has_rows or self.layer is not None:
+            return None
+        copies = [None] * len(self.part) if self.copy is None else self.copy
+        return tuple(
+            dataclasses.replace(self, part=part, copy=copy) for part, copy in zip(self.part, copies, strict=True)
+        )
 
     def with_copy(self, copy: Array | None) -> "Shard":
         """The same part, with the whole array available."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, UInt8
 
 from openpi_train.nn.attention import Attention, flash_attend, uses_cudnn
 from openpi_train.nn.layers import LayerNorm, Remat, keep, scan_layers, stack_layers
+from openpi_train.nn.products import product
 from openpi_train.nn.shard import spread, summed, varies
 
 
@@ -72,9 +73,9 @@ class PatchEmbedding(nnx.Module):
 def _linear(layer: nnx.Linear | nnx.LinearGeneral, equation: str, x: Array) -> Array:
     """einsum(equation, x, kernel) + bias; parts are summed over a tensor group before a whole bias is added."""
     assert layer.bias is not None
-    x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], layer.bias[...]), dtype=layer.dtype)
-    product = jnp.einsum(equation, x, kernel)
-    return (product if varies(bias) else summed(product)) + bias
+    bias = layer.bias[...].astype(layer.dtype)
+    found = product(equation, x.astype(layer.dtype), layer.kernel[...])
+    return (found if varies(bias) else summed(found)) + bias
 
 
 class SelfAttention(nnx.Module):

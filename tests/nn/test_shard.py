@@ -23,15 +23,15 @@ def on_four(function, in_specs, out_specs):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_whole_array_and_its_gradient_are_those_of_the_uncut_one(dim, dtype):
+@pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_whole_array_and_its_gradient_are_those_of_the_uncut_one(dim, dtype, wide):
     array = NUMBERS.normal(size=(8, 12)).astype(np.float32)
     weights = NUMBERS.normal(size=(4, 8, 12)).astype(np.float32)
     spec = P(*(None,) * dim, "fsdp")
 
     def value(part, weight):
-        gathered = Shard(part, dim - 2, "fsdp", dtype).whole()
-        assert gathered.dtype == dtype
+        gathered = Shard(part, dim - 2, "fsdp", dtype).whole(wide=wide)
+        assert gathered.dtype == (jnp.float32 if wide else dtype)
         return jnp.sum(gathered.astype(jnp.float32) * weight[0])
 
     def both(part, weight):
@@ -40,7 +40,8 @@ def test_a_whole_array_and_its_gradient_are_those_of_the_uncut_one(dim, dtype):
 
     total, gradient = on_four(both, (spec, P("fsdp")), (P(), spec))(array, weights)
     seen = np.asarray(jnp.asarray(array, dtype), np.float32)
-    rounded = np.asarray(jnp.asarray(weights, dtype), np.float32)  # what flows back has the type of what was sent
+    # What flows back has the type of what was sent, or is as wide as the part.
+    rounded = np.asarray(jnp.asarray(weights, "float32" if wide else dtype), np.float32)
     np.testing.assert_allclose(total, (seen * weights).sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, rounded.sum(0), rtol=1e-6, atol=1e-6)
     assert gradient.dtype == jnp.float32
@@ -171,6 +172,18 @@ def test_layers_that_are_shared_out_become_parts_of_every_layer(size):
     gradient, layers = run(stack, weights)
     np.testing.assert_array_equal(layers, np.concatenate([stack] * 4))
     np.testing.assert_allclose(gradient, weights.sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_entries_of_a_shard_are_its_first_axis_with_their_copies_unless_that_axis_is_cut():
+    array = jnp.arange(24.0).reshape(2, 3, 4)
+    first, second = Shard(array, -1, "fsdp", jnp.float32).with_copy(10 * array).entries or ()
+    for index, entry in enumerate((first, second)):
+        np.testing.assert_array_equal(entry.part, array[index])
+        np.testing.assert_array_equal(entry.copy, 10 * array[index])
+        assert entry.dim == -1
+    assert Shard(array, -3, "fsdp", jnp.float32).entries is None
+    assert Shard(array.reshape(2, 12), -1, "fsdp", jnp.float32, layer=(2, 12, 8)).entries is None
+    assert [entry.copy for entry in Shard(array, -2, "fsdp", jnp.float32).entries or ()] == [None, None]
 
 
 def test_what_is_no_shard_stays_as_it_is():
