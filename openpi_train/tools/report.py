@@ -37,6 +37,7 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
         **({"Own attempts": report_parts.own_attempts} if any(run.practises for run in runs) else {}),
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
+        **({"Bound of a step": report_parts.gpu_step} if any(run.has_gpu_step for run in runs) else {}),
         "Norm statistics": lambda run: report_parts.norm_stats(run, like),
         **({"Sample batch": lambda run: report_parts.sample_batch(run, like)} if with_batches else {}),
         "Environment": report_parts.environment,

@@ -17,6 +17,8 @@ from openpi_train.data.tokens import open_tokenizer
 from openpi_train.envs.video import picture_of, side_by_side
 from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment
+from openpi_train.planning.gpu.run_account import RECORD
+from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.practice.shown import ATTEMPTS
 from openpi_train.runtime.exits import RunError
@@ -28,6 +30,7 @@ from openpi_train.tools.run_files import Missing, RunFiles
 
 _GIB = 2**30
 _ROWS = 4  # of the sample batch
+_NOTABLE_PART = 0.01  # share of a step's bound below which a part of the model is left out
 # Prompts and completions of each that are shown at once; further prompts are folded.
 _SHOWN, _COMPLETIONS = 4, 4
 _MOST_CHARACTERS = 4000
@@ -147,6 +150,27 @@ def memory(run: RunFiles) -> str:
         f"Strategy {plan['strategy']}, rematerialisation {plan['remat']}; {available:.1f} GiB of a device are there."
     )
     return note(words) + beside(content)
+
+
+def gpu_step(run: RunFiles) -> str:
+    """The account of the compiled step (`planning/gpu/step_account.py`): its bound by part of the model and phase."""
+    found = GpuAccount.from_json(run.json(RECORD))
+
+    def figures_of(one: PartBound) -> list[Any]:
+        return [1e3 * one.bound_s, one.flops / 1e12, one.moved_bytes / 1e9, one.kernels]
+
+    phases = [[one.phase, *figures_of(one)] for one in found.phases()]
+    notable = [one for one in found.by_part() if one.bound_s >= _NOTABLE_PART * found.bound_s]
+    parts = [[one.part, *figures_of(one)] for one in notable]
+    taken = run.last("time/step_s")
+    words = (
+        f"No step takes less than {1e3 * found.bound_s:.1f} ms by the compiled program, {1e3 * found.matmul_s:.1f} ms "
+        f"of it products; the schedule then waits {1e3 * found.exposed_s:.1f} ms for transfers."
+    )
+    if taken is not None:
+        words += f" The last one took {1e3 * taken:.1f} ms."
+    columns = ["ms", "TFLOP", "GB moved", "kernels"]
+    return note(words) + beside([table(["phase", *columns], phases), table(["part", *columns], parts)])
 
 
 def norm_stats(run: RunFiles, like: Experiment | None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import read_json
+from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.runtime.exits import UsageError
 
 
@@ -46,6 +47,11 @@ class RunFiles:
             raise Missing(f"{name} is not there: {why}.") from None
         except (ValueError, OSError) as error:
             raise Missing(f"{name} cannot be read ({error}).") from error
+
+    @property
+    def has_gpu_step(self) -> bool:
+        """Whether there is an account of the compiled step: the run is on GPUs of a described kind."""
+        return (self.path / RECORD).is_file()
 
     @functools.cached_property
     def experiment(self) -> Mapping[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.files import write_json
+from openpi_train.data.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.planning.gpu.run_account import RECORD, in_brief
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sharding.mesh import FSDP, TENSOR
@@ -58,6 +59,7 @@ def write_results(
             "effective_batch_size": experiment.batch_size,
             "grad_accum": experiment.grad_accum,
         },
+        **_gpu_step(path.parent / RECORD),
         "summary": {
             "experiment": experiment.name,
             "exp_name": experiment.exp_name,
@@ -78,3 +80,8 @@ def write_results(
             f"{path} cannot be written ({error.strerror}). The checkpoint of step {step} is whole. Free some space on "
             "that disk, and start again with --resume: that writes it"
         ) from error
+
+
+def _gpu_step(record: Path) -> dict[str, Any]:
+    """`gpu_step`: the bound of the compiled step in brief, of a run on GPUs; empty elsewhere."""
+    return {"gpu_step": in_brief(read_json(record))} if record.is_file() else {}

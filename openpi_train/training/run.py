@@ -16,6 +16,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
+from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, garbage, phases, preempt
 from openpi_train.runtime.phases import phase
@@ -26,6 +27,7 @@ from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
 from openpi_train.training.metrics import Metrics
+from openpi_train.training.prepare import this_machine
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
 from openpi_train.training.progress_report import ProgressReport
@@ -78,6 +80,9 @@ class Run:
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
+            found = run_account(self.programs.compiled, this_machine(0), self.programs.longest.compile_s)
+            if found is not None:
+                write_json(self.directory / RECORD, found.as_json())
         # gloo gives up on processes that compile for 30 s longer than others.
         agree.gather("the compiled training step", None)
         garbage.look_as_usual()

@@ -122,10 +122,10 @@ def summed(parts: Iterable[PartBound], key: Any) -> list[PartBound]:
     return sorted(found.values(), key=lambda one: -one.bound_s)
 
 
-def account(compiled: Any, live: str, machine: Machine, target: GpuTarget, compile_s: float) -> GpuAccount:
+def account(compiled: Any, live: str | None, machine: Machine, target: GpuTarget, compile_s: float) -> GpuAccount:
     """The account of a program (`jax.stages.Compiled`) for the devices of `machine`.
 
-    `live` is XLA's record of live ranges (`buffers.py`).
+    `live` is XLA's record of live ranges (`buffers.py`); None: no buffers are named.
     """
     program, memory = read_hlo(compiled.as_text()), compiled.memory_analysis()
     costs = StepCosts(program, machine, target)
@@ -140,7 +140,7 @@ def account(compiled: Any, live: str, machine: Machine, target: GpuTarget, compi
         host_bytes=memory.host_argument_size_in_bytes,
         own_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes + new,
-        buffers=named_buffers(program, live),
+        buffers=[] if live is None else named_buffers(program, live),
         kernels=sum(one.kernels for one in parts),
         flops=sum(one.flops for one in parts),
         moved_bytes=sum(one.moved_bytes for one in parts),
