@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.nn.layers import keep
 from openpi_train.runtime.exits import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
@@ -42,10 +43,15 @@ def rotary_angles(
 def rotate(
     heads: Float[Array, "b t n c"], sine: Float[Array, "b t 1 half"], cosine: Float[Array, "b t 1 half"]
 ) -> Float[Array, "b t n c"]:
-    """Rotary position encoding (Su et al. 2021); first and second half of a head pair up. Computed in float32."""
-    first, second = jnp.split(heads, 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(heads.dtype)
+    """Rotary position encoding (Su et al. 2021); first and second half of a head pair up. Computed in float32.
+
+    first * cosine - second * sine, second * cosine + first * sine: with the halves on an axis of their own XLA for GPUs
+    computes both in one kernel, instead of writing halves in float32.
+    """
+    halves = heads.reshape(*heads.shape[:-1], 2, -1)  # b t n 2 half
+    signed = jnp.stack([-sine, sine], axis=-2)
+    rotated = halves * cosine[..., None, :] + jnp.flip(halves, axis=-2) * signed
+    return rotated.reshape(heads.shape).astype(heads.dtype)
 
 
 @jax.named_scope("attention")
@@ -61,7 +67,8 @@ def attend(
 ) -> Float[Array, "b t n c"]:
     """Values averaged by softmax(query . key * scale); `n / k` query heads share a key head. Softmax in float32.
 
-    `scale` None is 1 / sqrt(c). `cap` bounds the products to that size, by cap * tanh(product / cap) (Gemma 2).
+    Its output is kept for the backward pass (`layers.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
+    products to that size, by cap * tanh(product / cap) (Gemma 2).
 
     Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
     memory) scales the products instead of the queries, which in bfloat16 rounds differently from openpi.
@@ -79,7 +86,7 @@ def attend(
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
     # In this order XLA multiplies on a CPU without copying the values.
     averaged = jnp.einsum("bkgts,bskc->bkgtc", weights, value)
-    return jnp.moveaxis(averaged, 3, 1).reshape(b, t, n, c)
+    return keep(jnp.moveaxis(averaged, 3, 1).reshape(b, t, n, c))
 
 
 def soft_cap(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
@@ -97,12 +104,14 @@ def flash_attend(
     """`attend` by cuDNN's fused kernels, which never write the weights "b n t s" to memory.
 
     cuDNN adds the mask to the products, and jax has it compute the gradient of that sum too ("b 1 t s" in 16 bits).
+    Its output is kept for the backward pass by the kernels' own name (`layers.py`), so it is not named again.
     """
     t, c = query.shape[1], query.shape[3]
     if mask is not None:
         more_t, more_s = -t % _FLASH_TOKENS, -key.shape[1] % _FLASH_TOKENS
-        query = jnp.pad(query, ((0, 0), (0, more_t), (0, 0), (0, 0)))
-        key, value = (jnp.pad(x, ((0, 0), (0, more_s), (0, 0), (0, 0))) for x in (key, value))
+        # What is kept for the backward pass is what the kernels read: nothing is then padded twice.
+        query = keep(jnp.pad(query, ((0, 0), (0, more_t), (0, 0), (0, 0))))
+        key, value = (keep(jnp.pad(x, ((0, 0), (0, more_s), (0, 0), (0, 0)))) for x in (key, value))
         mask = jnp.pad(mask, ((0, 0), (0, more_t), (0, more_s)))[:, None]  # b 1 t s
     factor = c**-0.5 if scale is None else scale
     attended = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=factor, implementation="cudnn")

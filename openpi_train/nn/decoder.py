@@ -122,7 +122,7 @@ class LanguageLayer(nnx.Module):
             return spread(own_heads(keep(heads), query.shape[2], self.queries_per_key), query)
 
         attended = attend(keep(query), seen(key), seen(value), mask, self.kind, scale=self.scale, cap=self.cap)
-        update = self.attention.from_heads(keep(attended))
+        update = self.attention.from_heads(attended)
         x = keep(x + (self.attention_post_norm(update)[0] if self.has_post_norms else update))
         update = self.mlp(self.mlp_norm(x)[0])
         return x + (self.mlp_post_norm(update)[0] if self.has_post_norms else update)

@@ -132,23 +132,25 @@ class GemmaLayer(nnx.Module):
         for name in spans:
             normed, gates[name] = self.experts[name].attention_norm(tokens[name], conditions.get(name))
             query, key, value = self.experts[name].heads(normed, with_queries=name in wanted)
-            queries += [query] if query is not None else []
-            keys.append(key)
+            # Before the experts' heads are joined: XLA for GPUs then rotates and joins them in one kernel.
+            own_angles = [angle[:, spans[name]] for angle in angles]
+            queries += [rotate(query, *own_angles)] if query is not None else []
+            keys.append(rotate(key, *own_angles))
             values.append(value)
-        key, value = rotate(jnp.concatenate(keys, axis=1), *angles), jnp.concatenate(values, axis=1)
+        key, value = jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1)
         own = key, value
         if not wanted:
             return {}, own
         if cache is not None:
             key, value = jnp.concatenate([cache[0], key], axis=1), jnp.concatenate([cache[1], value], axis=1)
         if len(wanted) < len(spans):
-            angles, mask = jax.tree.map(lambda x: _rows_of(wanted, spans, x), (angles, mask))
-        query = rotate(jnp.concatenate(queries, axis=1), *angles)
+            mask = _rows_of(wanted, spans, mask)
+        query = jnp.concatenate(queries, axis=1)
 
         def seen(x: Array) -> Array:
             return spread(own_heads(keep(x), query.shape[2], self.queries_per_key), query)
 
-        attended = keep(attend(keep(query), seen(key), seen(value), mask, self.attention))
+        attended = attend(keep(query), seen(key), seen(value), mask, self.attention)
 
         result, start = {}, 0
         for name in wanted:

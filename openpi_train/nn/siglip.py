@@ -101,7 +101,7 @@ class SelfAttention(nnx.Module):
         heads = (self.query, self.key, self.value)
         query, key, value = (keep(_linear(layer, "btd,dnc->btnc", x)) for layer in heads)  # b t n c
         if uses_cudnn(self.attention, query.shape[-1], query.dtype):
-            return _linear(self.out, "btnc,ncd->btd", keep(flash_attend(query, key, value, None)))
+            return _linear(self.out, "btnc,ncd->btd", flash_attend(query, key, value, None))
         query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
         weights = jax.nn.softmax(jnp.einsum("btnc,bsnc->bnts", query, key), axis=-1)
         return _linear(self.out, "btnc,ncd->btd", keep(jnp.einsum("bnts,bsnc->btnc", weights, value)))

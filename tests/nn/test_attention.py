@@ -110,6 +110,14 @@ def test_on_a_cpu_auto_is_xla_and_cudnn_is_refused():
         uses_cudnn("cudnn", 64, jnp.bfloat16)
 
 
+def test_a_rotation_multiplies_complex_numbers_of_first_and_second_half():
+    heads = np.asarray(normal(0, 2, 3, 2, 8), np.float64)
+    sine, cosine = rotary_angles(jnp.array([[0, 1, 5], [2, 9, 300]]), 8)
+    turned = (heads[..., :4] + 1j * heads[..., 4:]) * (np.asarray(cosine) + 1j * np.asarray(sine))
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotate(jnp.asarray(heads, jnp.float32), sine, cosine), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rotary_products_depend_on_the_distance_only():
     query, key = normal(0, 1, 1, 1, 16), normal(1, 1, 1, 1, 16)
 
