@@ -132,7 +132,7 @@ def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]
 def _figures(found: dict[str, Any]) -> Iterator[Cell]:
     account, memory = found["account"], found["forecast"]["bytes_per_device"]
     # Without what a run needs to complete texts between its steps.
-    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"]
+    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"] + memory["layer"]
     forecast = (memory["state"] + memory["grads"] + max(working, memory["fetched"])) / GIB
     compiled = account["peak_bytes"] / GIB
     yield from (account["compile_s"], compiled, forecast, forecast / compiled)

@@ -6,16 +6,17 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from openpi_train.nn.params import cut_stack_paths, gatherings, merge_module
 from openpi_train.nn.shard import Gathering
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import FSDP
+from openpi_train.sharding.mesh import FSDP, TENSOR
 from openpi_train.sharding.strategy import HOST_MEMORY
 
 GIB = 2**30
@@ -42,6 +43,8 @@ class Memory:
     compute_copy: int
     activations: int
     micro_grads: int = 0
+    # One layer while it runs, where layers are gathered or their gradients cut one by one.
+    layer: int = 0
     host: int = 0
     # Part of `host` on the device at once, when the gradients are complete and activations and compute copy are freed.
     fetched: int = 0
@@ -70,7 +73,7 @@ class Memory:
     @property
     def working(self) -> int:
         """Bytes in addition to state and sum of gradients, until the gradients are complete."""
-        return self.compute_copy + self.activations + self.micro_grads + self.experience
+        return self.compute_copy + self.activations + self.micro_grads + self.layer + self.experience
 
     @property
     def host_link_s(self) -> float:
@@ -108,33 +111,46 @@ def predict(
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
-    Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises; otherwise those of a
-    micro-batch are temporarily whole, in the compute dtype `dtype`. So is the copy used for computation, of all
-    parameters that are gathered or have another dtype. Rows of a table that are sharded stay where they are, and so
-    does their gradient.
+    Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises, before which one
+    layer's is whole; otherwise those of a micro-batch are temporarily whole, those of gathered layers in the compute
+    dtype `dtype`. So is the copy used for computation, of all parameters that are gathered or have another dtype. Where
+    layers are gathered when they run, there are copies of what is in no layer, and of a stack that is cut
+    (`nn/layers.py: cut_last`), as its parts are. Rows of a table that are sharded stay where they are, and so does
+    their gradient.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
     leaves = {**shapes.frozen, **shapes.params}
     module = merge_module(layout.graphdef, leaves)
     specs = {path: plan.spec("state", leaf, path) for path, leaf in leaves.items()}
-    by_row = {
-        path for path, way in gatherings(module).items() if way is Gathering.BY_ROW and specs[path][:1] == (FSDP,)
-    }
+    ways = gatherings(module)
+    by_row = {path for path, way in ways.items() if way is Gathering.BY_ROW and specs[path][:1] == (FSDP,)}
 
     def held(part: Any, paths: Iterable[str], dtype: Any) -> int:
         """Bytes of these parameters in `dtype`, sharded like `part`."""
         total = 0
         for path in paths:
             spec = specs[path] if path in by_row else plan.spec(part, leaves[path], path)
-            narrowed = jax.ShapeDtypeStruct(leaves[path].shape, dtype)
-            total += bytes_per_device(narrowed, jax.sharding.NamedSharding(plan.mesh, spec))
+            total += _bytes(leaves[path].shape, dtype, plan, spec)
         return total
 
+    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row}
+    of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
     grads = held("grads", shapes.params, jnp.float32)
-    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and not plan.cuts("copy")}
-    copied = gathered | {path for path, leaf in leaves.items() if leaf.dtype != dtype}
-    compute_copy = held("copy", copied, dtype)
+    if num_micros == 1 and plan.cuts("state") and not plan.cuts("grads"):
+        # Nothing is summed: the gradients of what is gathered in `dtype` are whole in it (`training/devices.py`).
+        narrow = {path for path in of_layers & set(shapes.params) if leaves[path].ndim > 2}
+        grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
+    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype}
+    copied = narrowed | gathered
+    if plan.cuts("copy"):
+        cut = cut_stack_paths(module) & of_layers
+        compute_copy = held("copy", narrowed - gathered, dtype)
+        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut)
+        whole = {path: leaves[path] for path in gathered - of_layers}
+        compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
+    else:
+        compute_copy = held("copy", copied, dtype)
     if num_micros > 1 and plan.cuts("state") and not plan.cuts("copy"):
         # A stack less its last layer (`nn/layers.py: cut_last`) is a second copy; the next micro-batch needs the first.
         compute_copy += held("copy", copied & cut_stack_paths(module), dtype)
@@ -148,9 +164,33 @@ def predict(
         compute_copy=compute_copy,
         activations=int(activation_bytes_per_row * rows_per_device),
         micro_grads=micro_grads if num_micros > 1 else 0,
+        layer=_layer_bytes(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
     )
+
+
+def _layer_bytes(
+    plan: Any, leaves: Mapping[str, Any], specs: Mapping[str, Any], trained: Container[str], dtype: Any
+) -> int:
+    """Bytes of one layer of the largest of these stacks while it runs: its weights, gathered in `dtype`, and its
+    gradient, whole in float32, where the plan cuts the copy and the gradients."""
+    found: dict[tuple[str, int], int] = {}
+    for path, leaf in leaves.items():
+        stack = path.partition("/")[0], leaf.shape[0]
+        types = [dtype] * plan.cuts("copy") + [jnp.float32] * (plan.cuts("grads") and path in trained)
+        size = sum(_whole_bytes(leaf, one, plan, specs[path]) for one in types)
+        found[stack] = found.get(stack, 0) + size // leaf.shape[0]
+    return max(found.values(), default=0)
+
+
+def _whole_bytes(leaf: Any, dtype: Any, plan: Any, spec: PartitionSpec) -> int:
+    """Bytes of an array in `dtype` whose parts on the devices of a strategy are gathered; a tensor group shares it."""
+    return _bytes(leaf.shape, dtype, plan, PartitionSpec(*(axis if axis == TENSOR else None for axis in spec)))
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any, plan: Any, spec: PartitionSpec) -> int:
+    return bytes_per_device(jax.ShapeDtypeStruct(shape, dtype), jax.sharding.NamedSharding(plan.mesh, spec))
 
 
 def _on_host(layout: Any) -> dict[str, int]:
@@ -212,11 +252,12 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.experience:
         activations += f"; own attempts {memory.experience / GIB:.1f} GiB"
     advice += experiment.model.smaller_runs
+    computing = memory.grads + memory.micro_grads + memory.compute_copy + memory.layer
     raise DoesNotFit(
         f"{experiment.name} does not fit. Bytes needed on each device: "
         f"state {memory.state / GIB:.1f} GiB (parameters {memory.params / GIB:.1f}, frozen {memory.frozen / GIB:.1f}, "
         f"optimizer {memory.optimizer / GIB:.1f}, EMA {memory.ema / GIB:.1f}), "
-        f"gradients and compute copy {(memory.grads + memory.micro_grads + memory.compute_copy) / GIB:.1f} GiB, "
+        f"gradients and compute copy {computing / GIB:.1f} GiB, "
         f"{activations}; together {memory.total / GIB:.1f} GiB. "
         f"There are {available / GIB:.1f} GiB on each of {num_devices} device{'s' if num_devices > 1 else ''}.\n"
         "What to do:\n" + "\n".join(f"  - {line}" for line in advice)

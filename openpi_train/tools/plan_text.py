@@ -93,7 +93,8 @@ def _layouts(report: "Report") -> str:
     for layout in found.values():
         memory, flows = layout.memory(1), layout.flows(1, 0.0)
         fixed = (memory.frozen,) if report.num_frozen else ()
-        parts = (memory.params, *fixed, memory.optimizer, memory.ema, memory.grads, memory.compute_copy)
+        copy = memory.compute_copy + memory.layer
+        parts = (memory.params, *fixed, memory.optimizer, memory.ema, memory.grads, copy)
         gib = [f"{size / GIB:.2f}" for size in (*parts, memory.total)]
         sent = (sum(flow.within for flow in flows), sum(flow.between for flow in flows))
         host = [f"{memory.host / GIB:.2f}", f"{memory.host_link_s:.3g}"] if offloads else []

@@ -129,7 +129,7 @@ def memory(run: RunFiles) -> str:
     """The forecast of plan.json against the memory of the compiled program."""
     plan = run.json("plan.json")
     forecast, compiled = plan["bytes_per_device"], plan.get("compiled_bytes_per_device")
-    parts = ("params", "frozen", "optimizer", "ema", "grads", "compute_copy", "activations", "micro_grads")
+    parts = ("params", "frozen", "optimizer", "ema", "grads", "compute_copy", "activations", "micro_grads", "layer")
     shown = {name: forecast[name] / _GIB for name in parts if forecast.get(name)}
     content = [figure(figures.bars(shown, unit="GiB per device"), "What the plan forecasts")]
     available = plan["available_bytes_per_device"] / _GIB

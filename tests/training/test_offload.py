@@ -153,7 +153,7 @@ def test_the_plan_counts_what_lies_on_the_host_and_how_much_of_it_is_on_the_devi
     assert (plain.host, plain.fetched) == (0, 0)
     assert (memory.host, memory.fetched) == (table + kernel, table + kernel)
     assert memory.state == plain.state - memory.host
-    assert memory.total == memory.state + memory.grads + max(memory.compute_copy + 300, table + kernel)
+    assert memory.total == memory.state + memory.grads + max(memory.compute_copy + memory.layer + 300, table + kernel)
     assert memory.host_link_s == pytest.approx(memory.host / 25e9)
     require_host(memory, memory.host, "optimizer+ema")
     with pytest.raises(DoesNotFit, match=r"offload optimizer\+ema keeps .* in host memory; there are 0\.0 GiB"):
