@@ -1,0 +1,53 @@
+"""The Dockerfile and the workflow: linted by their own tools, and what they name is there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOW, DOCKERFILE = ROOT / ".github" / "workflows" / "check.yml", ROOT / "Dockerfile"
+
+
+def tool(name: str) -> str:
+    """A program beside this Python, or elsewhere; the test is skipped without it."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    return found or pytest.skip(f"{name} is not installed (pip install --constraint constraints.txt '.[dev]')")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["hadolint", str(DOCKERFILE)],
+        ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)],
+    ],
+    ids=["Dockerfile", "workflow"],
+)
+def test_it_is_what_its_own_linter_accepts(command):
+    program, *words = command
+    done = subprocess.run([tool(program), *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_workflow_makes_targets_that_are_there():
+    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    targets = job["strategy"]["matrix"]["target"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets == ["lint", "quick", "docs"]
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_image_copies_what_is_there_and_what_is_not_ignored():
+    copied = [
+        word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE) for word in line.split()
+    ]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == sent and all((ROOT / name).exists() for name in copied)
+    extras = re.findall(r"EXTRAS=(\S+)", DOCKERFILE.read_text())
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {extra for words in extras for extra in words.split(",")} <= set(known)
