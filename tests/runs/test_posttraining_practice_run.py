@@ -70,5 +70,6 @@ def test_two_processes_train_by_grpo(project):
 
 
 def test_what_a_run_needs_is_told_before_it_starts(project):
-    words = ("--algorithm", "grpo", "--dry-run", "--devices-per-process", "1")
+    # The run of the config's name may be there by now, which a start would refuse.
+    words = ("--algorithm", "grpo", "--experiment_name", "new", "--dry-run", "--devices-per-process", "1")
     check(script(project, "main.py", *RUN, *words), 0, "8 rows x 1 devices", "frozen parameters", "fits")

@@ -283,7 +283,10 @@ def test_a_run_is_a_model_too(started, project):
         (["--config", "texts.yaml", "--algorithm", "grpo"], "texts.jsonl has no prompts to complete"),
         (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo, ppo, grpo"),
         (["--mode", "eval"], "--mode eval: the loss on validation files is measured during training"),
-        (["--algorithm", "sft", "--dataset", "x"], "--dataset, --data.repo-id and --deepspeed are for named experiments"),
+        (
+            ["--algorithm", "sft", "--dataset", "x"],
+            "--dataset, --data.repo-id and --deepspeed are for named experiments",
+        ),
         (["--config", "absent.yaml"], "the config absent.yaml cannot be read: No such file or directory"),
         (["--config", "none.yaml"], "no algorithm: give --algorithm, or training.algorithm in none.yaml"),
         (["--config", "lost.yaml", "--algorithm", "sft"], "absent.jsonl"),
