@@ -34,7 +34,8 @@ SIZE, DIMS = 16, 7
 class Wander(Env):
     """The state is the sum of the actions. Task k succeeds when its first dim is `distances[k]` from the start.
 
-    A whole number is the number of control steps instead. A control step takes WANDERING_PAUSE_S of the environment.
+    A whole number is the number of control steps instead. A control step takes WANDERING_PAUSE_S of the environment, in
+    which each process may have its own after a comma.
     """
 
     cameras: ClassVar[tuple[str, ...]] = ("image_0",)
@@ -58,7 +59,8 @@ class Wander(Env):
 
     def step(self, states, actions):
         position, start, tasks, steps = states
-        time.sleep(float(os.environ.get("WANDERING_PAUSE_S", "0")))
+        pauses = os.environ.get("WANDERING_PAUSE_S", "0").split(",")
+        time.sleep(float(pauses[jax.process_index() % len(pauses)]))
         return position + np.asarray(actions), start, tasks, steps + 1
 
     def observe(self, states):

@@ -71,7 +71,8 @@ def test_its_report_shows_what_it_did(one_by_four):
 
 
 def test_processes_change_no_bit(tmp_path, one_by_four):
-    train(tmp_path, *RUN, *kept(tmp_path), processes=2, devices=2)
+    """Nor that the environment of one of them is slow."""
+    train(tmp_path, *RUN, *kept(tmp_path), processes=2, devices=2, WANDERING_PAUSE_S="0,0.03")
     assert lines(tmp_path) == lines(one_by_four) and episodes(tmp_path) == episodes(one_by_four)
 
 
