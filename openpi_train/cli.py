@@ -175,8 +175,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
 
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    model_path, env, mixture = many.model_path, many.env, many.data_mixture
-    given = {"--dataset": many.dataset, "--data.repo-id": many.repo_id, "--data.mixture": mixture}
+    model_path, env, mixture, repo_id = many.model_path, many.env, many.data_mixture, many.repo_id
+    given = {"--dataset": many.dataset, "--data.repo-id": repo_id, "--data.mixture": mixture}
     if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
     source = None if many.dataset is None else source_of(many.dataset)
@@ -193,8 +193,8 @@ def parse_experiment(name: str, argv: Sequence[str]):
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None:
         default = on_dataset(default, source)
-    if many.repo_id is not None:
-        default = on_repo_id(default, many.repo_id)
+    if repo_id is not None:
+        default = on_repo_id(default, repo_id)
     if mixture is not None and not wants_help:
         default = on_mixture(default, mixture)
     if env is not None and not wants_help:

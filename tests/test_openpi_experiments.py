@@ -100,6 +100,14 @@ def test_repo_id_is_a_name_on_the_hub_or_a_folder_and_norm_stats_of_a_dataset_ar
         dataset("arithmetic_sft", "me/mine")
 
 
+def test_repo_id_goes_with_a_deepspeed_config(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8}))
+    words = ["--exp-name", "x", "--deepspeed", str(tmp_path / "ds.json"), "--data.repo-id", str(tmp_path)]
+    experiment = cli.parse_experiment("pi0_libero", words)
+    assert experiment.batch_size == 8
+    assert experiment.demonstrations.datasets[0].source == LeRobot(path=str(tmp_path))
+
+
 def test_norm_stats_of_a_dataset_get_the_name_of_the_new_one():
     experiment = cli.parse_experiment("pi0_libero", ["--exp-name", "x", "--data.repo_id=me/mine"])
     (dataset,) = experiment.demonstrations.datasets
