@@ -126,5 +126,6 @@ arithmetic_kto = dataclasses.replace(arithmetic_dpo, objective=JudgedCompletions
 
 Labelled completions without a partner: --data.kind unpaired --data.datasets.0.path FILE.
 Command: python -m openpi_train arithmetic_kto --exp-name x --weight-loader.params-path checkpoints/arithmetic_sft/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 40 CPU s. Result: 62 % of 1,100 held-out problems, from weights with 50 % (one seed;
+2026-11-25, commit 57c2b36).
 """
