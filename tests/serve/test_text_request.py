@@ -159,6 +159,7 @@ def test_a_part_of_a_character_is_written_as_its_bytes():
         ("checkpoints/sft_gsm8k/try3/", "try3"),
         ("checkpoints/sft_gsm8k/try3/1000", "try3"),
         ("checkpoints/sft_gsm8k/try3/best", "try3"),
+        ("checkpoints/sft_gsm8k/try3/latest", "try3"),
         ("./models/SmolLM2-135M", "SmolLM2-135M"),
         ("hub:Qwen/Qwen2.5-0.5B@main", "Qwen/Qwen2.5-0.5B"),
         ("gs://bucket/runs/x/500", "x"),

@@ -150,7 +150,7 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_ends_as_if_undisturbed
     slurm.wait_for(job, lambda: metrics.exists() and '"step": 3' in metrics.read_text())
     slurm.run("scancel", "--signal=TERM", job)
     slurm.wait_for(job, lambda: "requeueing" in slurm.output(job))
-    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("*/manifest.json"))
+    (saved,) = (int(path.parent.name) for path in metrics.parent.glob("[0-9]*/manifest.json"))
     assert 3 <= saved < STEPS
 
     ended = slurm.await_end(job)

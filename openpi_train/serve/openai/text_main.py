@@ -58,6 +58,6 @@ def model_name(checkpoint: str) -> str:
     if checkpoint.startswith("hub:"):
         return checkpoint.removeprefix("hub:").partition("@")[0]
     parts = [part for part in checkpoint.split("/") if part not in ("", ".", "..")]
-    while len(parts) > 1 and (parts[-1].isdecimal() or parts[-1] == "best"):
+    while len(parts) > 1 and (parts[-1].isdecimal() or parts[-1] in ("best", "latest")):
         parts.pop()
     return parts[-1] if parts else "model"
