@@ -65,7 +65,7 @@ class ManyFields(Request):
     repo_id: Annotated[str | None, tyro.conf.arg(name="data.repo-id")] = None
     # Train on a mixture of these datasets in place of the experiment's own, each as PATH or PATH:WEIGHT; a weight is a
     # share of the rows, relative to the others', and 1 if none is given. Texts may also be hub:USER/NAME. The fields of
-    # each are flags, --data.datasets.N.FIELD, numbered from 0.
+    # each are flags, numbered from 0 (data.datasets.1.weight).
     data_mixture: Annotated[tuple[str, ...] | None, tyro.conf.arg(name="data.mixture")] = None
     # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
