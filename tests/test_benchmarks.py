@@ -208,7 +208,7 @@ def test_language_counts_problems_before_and_after_every_stage(quick):
 
 @pytest.mark.slow
 def test_practice_counts_problems_before_and_after(quick):
-    found = rows(quick, "Practice")
+    found = rows(quick, "Practice: success")
     assert [(row["study"], row["step"], row["episodes"]) for row in found] == [
         ("arithmetic_grpo", "0", 8),
         ("arithmetic_grpo", "1", 8),

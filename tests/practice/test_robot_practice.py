@@ -68,7 +68,7 @@ def make(tmp_path_factory):
         **changes,
     ):
         mesh = make_mesh(1 if strategy == "replicated" else devices, jax.devices()[:devices])
-        plan = Plan(mesh=mesh, strategy=strategy)
+        plan = Plan(mesh=mesh, strategy=strategy, min_shard_mib=0)
         practice = dataclasses.replace(wandering.practice, **changes)
         model = dataclasses.replace(wandering.model, indicator=indicator)
         experiment = dataclasses.replace(
