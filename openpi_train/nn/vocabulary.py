@@ -18,9 +18,8 @@ from openpi_train.nn.attention import soft_cap
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
-# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens. More, in a
-# multiple of this, while a row has at most this many logits (8 MB): a small table's products are faster at once.
-CHUNK_TOKENS, CHUNK_LOGITS = 32, 1 << 21
+# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
+CHUNK_TOKENS = 32
 
 
 @pytree
@@ -82,42 +81,24 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of `tokens` by `logits(x, table, head)`, and what comes with them.
 
-    Logits are computed for a few tokens at a time (`chunk_tokens`), and recomputed in the backward pass.
+    Logits are computed for a few tokens at a time, and recomputed in the backward pass.
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
-    is_cut = isinstance(table, Shard)
-    by_rows = _scores_by_rows if is_cut else _scores
-    rows = table.part.shape[0] * jax.lax.axis_size(table.axis) if is_cut else table.shape[0]
-    length = chunk_tokens(tokens.shape[1], rows)
-    return in_chunks(functools.partial(by_rows, table, head, with_entropy, with_mean), x, tokens, length)
+    by_rows = _scores_by_rows if isinstance(table, Shard) else _scores
+    return in_chunks(functools.partial(by_rows, table, head, with_entropy, with_mean), x, tokens)
 
 
-def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
-    """The tokens of a row whose logits are computed at once: a multiple of `CHUNK_TOKENS`, with little padding.
-
-    It does not depend on the number of rows: a micro-batch, or a device's part, rounds as the whole batch does.
-    """
-    most = max(CHUNK_LOGITS // (vocab_size * CHUNK_TOKENS), 1)
-    pieces = max(-(-num_tokens // (most * CHUNK_TOKENS)), 1)
-    return -(-num_tokens // (pieces * CHUNK_TOKENS)) * CHUNK_TOKENS
-
-
-def in_chunks(
-    score: Callable[[Any, Any], Any],
-    x: Float[Array, "b t d"],
-    tokens: Int[Array, "b t"],
-    length: int = CHUNK_TOKENS,
-) -> Any:
-    """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated `length` tokens at a time."""
+def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
+    """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated a few tokens at a time."""
     t = tokens.shape[1]
-    if t <= length:
+    if t <= CHUNK_TOKENS:
         return score(x, tokens)
-    missing = -t % length
+    missing = -t % CHUNK_TOKENS
 
     def chunks(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(padded.shape[0], -1, length, *padded.shape[2:]).swapaxes(0, 1)
+        return padded.reshape(padded.shape[0], -1, CHUNK_TOKENS, *padded.shape[2:]).swapaxes(0, 1)
 
     def joined(array: Array) -> Array:
         return array.swapaxes(0, 1).reshape(array.shape[1], -1)[:, :t]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from openpi_train.nn import vocabulary
 from openpi_train.nn.shard import Shard
-from openpi_train.nn.vocabulary import CHUNK_LOGITS, CHUNK_TOKENS, Head, chunk_tokens, log_probs, logits, token_scores
+from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, token_scores
 from openpi_train.sharding.mesh import make_mesh
 
 NUMBERS = np.random.default_rng(0)
@@ -18,11 +17,6 @@ TABLE = jnp.asarray(NUMBERS.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
 TOKENS = jnp.asarray(NUMBERS.integers(0, VOCABULARY, (4, LENGTH)), jnp.int32)
 WEIGHTS = jnp.asarray(NUMBERS.normal(size=(4, 4, LENGTH)), jnp.float32)
 HEADS = {"plain": Head(), "capped and cooled": Head(cap=3.0, temperature=0.7)}
-
-
-@pytest.fixture(autouse=True)
-def in_the_chunks_of_a_large_vocabulary(monkeypatch):
-    monkeypatch.setattr(vocabulary, "CHUNK_LOGITS", 0)
 
 
 def total(found):
@@ -66,32 +60,9 @@ def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
         jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "vocab_size", "chunk"),
-    [
-        (0, 16, 0),
-        (1, 16, 32),  # one chunk, of which a shorter row uses a part
-        (255, 8_192, 256),  # a row's logits are just as many as may be
-        (256, 8_192, 256),
-        (300, 8_192, 160),  # two chunks of 160 rather than of 256
-        (255, 257_152, 32),
-        (255, 49_152, 32),
-        (1_023, 32_000, 64),
-    ],
-)
-def test_more_tokens_are_scored_at_once_with_a_smaller_vocabulary(monkeypatch, num_tokens, vocab_size, chunk):
-    monkeypatch.setattr(vocabulary, "CHUNK_LOGITS", CHUNK_LOGITS)
-    assert chunk_tokens(num_tokens, vocab_size) == chunk
-    x = jax.ShapeDtypeStruct((1, num_tokens, 1), jnp.float32)
-    tokens = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
-    table = jax.ShapeDtypeStruct((vocab_size, 1), jnp.float32)
-    program = str(jax.make_jaxpr(lambda *given: token_scores(*given).log_prob)(x, table, tokens))
-    assert ("scan[" in program) == (num_tokens > chunk)
-
-
 def test_the_backward_pass_keeps_no_scores():
-    vocab_size = 50_000
-    table = jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)
+    vocabulary = 50_000
+    table = jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)
     x, tokens = jnp.zeros((1, 8 * CHUNK_TOKENS, WIDTH)), jnp.zeros((1, 8 * CHUNK_TOKENS), jnp.int32)
 
     def loss(table):
@@ -100,7 +71,7 @@ def test_the_backward_pass_keeps_no_scores():
 
     compiled = jax.jit(jax.grad(loss)).lower(table).compile()
     # All scores are 51 MB. A chunk's are 6.4, of which the gradient takes a few.
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * vocab_size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * vocabulary * 4
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
