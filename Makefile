@@ -37,18 +37,24 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright
 
 # A worker that crashes ends the suite: xdist would wait without end for tests that it has not given to another.
-# As many processes run files of tests at the same time; a third one uses the time in which others wait.
+# As many processes run files of tests at the same time.
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# What waits for the network or has one thread goes beside something else: Debian's packages beside pip, pyright beside
-# the suite, after which it is heard; either one's failure is that of both.
+# These tests mostly wait, for hosts that are lost or programs that end: they run beside the others, in a process of
+# their own, and so does pyright, which has one thread. Both are heard at the end.
+WAITING := tests/hosts tests/launch tests/slurm tests/runs/test_lost_peers.py $(patsubst %,tests/runtime/test_%.py,agree selftest session)
+SUITE := OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest
+
+# Debian's packages wait for the network, and are installed beside the environment.
 test:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/pyright > $(VENV)/pyright.txt 2>&1 & types=$$!; \
-	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest $(IN_WORKERS); code=$$?; \
+	$(SUITE) $(WAITING) > $(VENV)/waiting.txt 2>&1 & waiting=$$!; \
+	$(SUITE) $(IN_WORKERS) $(WAITING:%=--ignore=%); code=$$?; \
+	wait $$waiting || code=1; echo tests that wait: && cat $(VENV)/waiting.txt; \
 	wait $$types || code=1; echo pyright: && cat $(VENV)/pyright.txt; exit $$code
 
 quick: $(VENV)/.installed
