@@ -12,6 +12,7 @@ stands for the name of each.
 import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -65,8 +66,13 @@ def read_entries(file: Path) -> list[Entry]:
 
     Raises ValueError if it does not parse.
     """
+    return list(_entries_of(file, file.read_text()))
+
+
+@functools.cache
+def _entries_of(file: Path, text: str) -> tuple[Entry, ...]:
     try:
-        body = ast.parse(file.read_text(), filename=str(file)).body
+        body = ast.parse(text, filename=str(file)).body
     except SyntaxError as error:
         raise ValueError(f"{file} line {error.lineno} does not parse: {error.msg}") from error
     result = []
@@ -77,7 +83,7 @@ def read_entries(file: Path) -> list[Entry]:
             case ast.Assign(targets=[ast.Tuple(elts=names)]), ast.Expr(value=ast.Constant(value=str() as text)):
                 known = [one.id for one in names if isinstance(one, ast.Name)]
                 result += [Entry(name, file, text.replace("NAME", name)) for name in known]
-    return result
+    return tuple(result)
 
 
 def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, any_dims: bool = False) -> "Experiment":

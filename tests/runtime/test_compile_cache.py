@@ -76,10 +76,10 @@ def test_sending_within_a_called_part_of_a_program_is_seen(name):
     assert compile_cache.sends_within_loops(compiled.runtime_executable()) == expected
 
 
-def program_of(computation):
+def program_of(computation, num_devices=2):
     """What jax's cache handles, of this text."""
     module = types.SimpleNamespace(to_string=lambda: f"HloModule m\n\n{computation}")
-    return types.SimpleNamespace(hlo_modules=lambda: [module])
+    return types.SimpleNamespace(hlo_modules=lambda: [module], local_devices=lambda: [None] * num_devices)
 
 
 @pytest.mark.parametrize("opcode", ["all-to-all", "reduce-scatter", "collective-permute", "all-reduce-start"])
@@ -87,6 +87,13 @@ def test_every_way_to_send_is_known(opcode):
     assert compile_cache.sends_within_loops(
         program_of(f"%body () -> f32[] {{\n  %y = (f32[2]{{0}}, f32[]) {opcode}(%x)")
     )
+
+
+def test_one_device_of_several_processes_may_send_and_one_alone_does_not(monkeypatch):
+    program = program_of("%body () -> f32[] {\n  %y = f32[] all-reduce(%x)", num_devices=1)
+    assert not compile_cache.sends_within_loops(program)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert compile_cache.sends_within_loops(program)
 
 
 def test_a_kept_program_that_sends_within_a_loop_is_not_loaded(monkeypatch):

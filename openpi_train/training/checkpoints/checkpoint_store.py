@@ -50,7 +50,7 @@ from openpi_train.training.checkpoints.layout import (
 from openpi_train.training.checkpoints.local_tier import LocalTier
 from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
 from openpi_train.training.checkpoints.pieces import fetch_share, place
-from openpi_train.training.checkpoints.step_dirs import StepDirs
+from openpi_train.training.checkpoints.step_dirs import StepDirs, complete_steps
 from openpi_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -334,9 +334,10 @@ class Checkpoints:
     def _require_whole(self, step: int) -> None:
         """Raise CheckpointError, on every process, unless every process finds this checkpoint complete."""
         if damage := self._damage(step):
+            others = ", ".join(str(other) for other in complete_steps(self.directory) if other != step)
             raise CheckpointError(
                 f"checkpoint {step} in {self.directory} cannot be used: {damage}. Nothing was changed; give another "
-                "step to --resume-from"
+                f"step to --resume-from ({f'there are {others}' if others else 'there is no other'})"
             )
 
     def _newest_whole(self, above: int) -> int | None:

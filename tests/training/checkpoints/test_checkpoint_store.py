@@ -451,7 +451,7 @@ def test_an_older_step_that_is_damaged_is_refused_and_nothing_is_changed(two_sav
     flip(data_file(tmp_path / "run" / "1"))
     with (
         Checkpoints(tmp_path / "run") as checkpoints,
-        pytest.raises(CheckpointError, match=r"checkpoint 1 in .* is corrupt.* Nothing was changed"),
+        pytest.raises(CheckpointError, match=r"checkpoint 1 in .* is corrupt.* Nothing was changed.* \(there are 2\)"),
     ):
         checkpoints.restore(abstract(make_state(1)), step=1)
     assert checkpoints.steps() == [1, 2]
