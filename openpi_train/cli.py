@@ -35,16 +35,20 @@ Train an experiment, or run one of the verbs:
 """
 
 
+# It names a config of Hydra's, at any place of a command line (`interop/hydra_overrides.py`).
+_HYDRAS_OPTION = ("--config-name", "-cn")
+
+
 def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code (`runtime/exits.py` says what each means)."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(), end="")
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
-    if verb.partition("=")[0] in ("--config-name", "-cn"):
-        return _reported(lambda: train_by_hydra(argv), argv)
     if verb in VERBS:
         return _reported(lambda: VERBS[verb](rest), argv)
+    if any(word.partition("=")[0] in _HYDRAS_OPTION for word in argv):
+        return _reported(lambda: train_by_hydra(argv), argv)
     return _reported(lambda: train(verb, rest), argv)
 
 
@@ -79,8 +83,6 @@ def train_by_hydra(argv: Sequence[str]) -> int:
     from openpi_train.interop import hydra_overrides
 
     command, given = hydra_overrides.translate(argv)
-    if command.gpu is not None:
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", command.gpu)
     logs.configure(find_world(WorldFlags(), os.environ).process_index)
     logger.info("Hydra's words, key by key:\n%s", command.report())
     return train(command.experiment, [*command.flags, *given])

@@ -3,7 +3,8 @@
 #
 #   ./scripts/train.sh <task> <setting> <episodes> <seed> <action dims: 10, 14, 16> <GPU number> [--dry-run] [-- flags ...]
 #
-# `train_multi_gpu.sh` says where the store lies and what the run is called.
+# `train_multi_gpu.sh` says where the store lies and what the run is called. Of six_tasks the action dims are those of the
+# store, as there.
 set -euo pipefail
 
 if [ $# -lt 6 ]; then
@@ -11,6 +12,6 @@ if [ $# -lt 6 ]; then
     echo "usage: $0 <task> <setting> <episodes> <seed> <action dims> <GPU number> [--dry-run] [-- flags ...]" >&2
     exit 2
 fi
-export EXPERIMENT=robot_dp_$5
+[ "$1" = six_tasks ] || export EXPERIMENT=robot_dp_$5
 gpu=$6
 exec "$(dirname "$0")/train_multi_gpu.sh" "${@:1:4}" 1 "$gpu" "${@:7}"

@@ -13,10 +13,30 @@ from typing import Any
 import yaml
 
 from openpi_train.interop.config_file import ConfigFile, words
+from openpi_train.interop.torch_optimizer import translate_betas
 from openpi_train.runtime.exits import UsageError
 
+# The option that names a config.
+_OPTION = ("--config-name", "-cn")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-_READ = {"count": ConfigFile.count, "number": ConfigFile.number, "text": ConfigFile.text}
+_READ = {
+    "count": ConfigFile.count,
+    "number": ConfigFile.number,
+    "text": ConfigFile.text,
+    "boolean": ConfigFile.boolean,
+}
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+# What --num-train-steps and --log-interval are with training.debug: two epochs of three steps.
+_DEBUG_STEPS = 6
+# Keys that can have one value only, and why.
+_ONLY = {
+    "n_latency_steps": (0, "--model.n-action-steps counts the actions that are executed"),
+    "obs_as_global_cond": (True, "observations condition the whole chunk"),
+    "policy.obs_as_global_cond": (True, "observations condition the whole chunk"),
+    "past_action_visible": (False, "the policy sees no actions"),
+    "policy.cond_predict_scale": (True, "the condition also scales"),
+    "policy.noise_scheduler.variance_type": ("fixed_small", "the variance of DDPM's posterior"),
+}
 # Keys that are one flag: how they are read, and the flag.
 _FLAGS = {
     "exp_name": ("text", "exp-name"),
@@ -32,6 +52,9 @@ _FLAGS = {
     "optimizer.weight_decay": ("number", "optimizer.weight-decay"),
     "optimizer.eps": ("number", "optimizer.eps"),
     "ema.power": ("number", "ema-warmup.power"),
+    "ema.inv_gamma": ("number", "ema-warmup.inv-gamma"),
+    "ema.update_after_step": ("number", "ema-warmup.update-after-step"),
+    "ema.min_value": ("number", "ema-warmup.min-decay"),
     "ema.max_value": ("number", "ema-decay"),
     "horizon": ("count", "model.action-horizon"),
     "n_obs_steps": ("count", "model.n-obs-steps"),
@@ -40,6 +63,13 @@ _FLAGS = {
     "policy.noise_scheduler.num_train_timesteps": ("count", "objective.noise-schedule.num-train-timesteps"),
     "policy.noise_scheduler.beta_schedule": ("text", "objective.noise-schedule.beta-schedule"),
     "policy.noise_scheduler.prediction_type": ("text", "objective.noise-schedule.prediction-type"),
+    "policy.noise_scheduler.beta_start": ("number", "objective.noise-schedule.beta-start"),
+    "policy.noise_scheduler.beta_end": ("number", "objective.noise-schedule.beta-end"),
+    "policy.noise_scheduler.clip_sample": ("boolean", "objective.noise-schedule.clip-sample"),
+    "policy.diffusion_step_embed_dim": ("count", "model.diffusion-step-embed-dim"),
+    "policy.kernel_size": ("count", "model.unet.kernel-size"),
+    "policy.n_groups": ("count", "model.unet.num-groups"),
+    "policy.obs_encoder.share_rgb_model": ("boolean", "model.share-encoder"),
     "logging.project": ("text", "project-name"),
 }
 _NO_EFFECT = {
@@ -51,25 +81,39 @@ _NO_EFFECT = {
     "dataloader.shuffle": "rows are always in a random order",
     "dataloader.pin_memory": "jax copies batches to the devices by itself",
     "dataloader.persistent_workers": "workers live as long as the run",
-    "training.use_ema": "an average is always kept; --ema-decay None keeps none",
     "training.checkpoint_every": "epochs there; here steps: --save-interval",
     "training.val_every": "epochs there; here steps: --eval.interval",
     "training.sample_every": "epochs there; here steps: --eval.interval",
-    "training.debug": "--num-train-steps 4 --log-interval 1 is a short run",
+    "training.rollout_every": "epochs there; here steps: --eval.closed-loop.interval",
+    "training.max_val_steps": "--eval.num-rows counts the held-out rows",
+    "training.tqdm_interval_sec": "a line every --log-interval steps",
     "hydra": "the run directory is <checkpoint_base_dir>/<experiment>/<exp_name>",
+    "multi_run": "the run directory is <checkpoint_base_dir>/<experiment>/<exp_name>",
+    "name": "the run is called --exp-name",
+    "task_name": "the run is called --exp-name",
     "logging.name": "the run is called --exp-name",
+    "logging.resume": "a run that goes on keeps its page",
+    "logging.id": "a run that goes on keeps its page",
+    "logging.group": "no such field",
     "logging.tags": "no such field",
+    "checkpoint": "the newest (--keep-last) and the best of the held-out loss are kept",
+    "dataset_obs_steps": "--model.n-obs-steps",
+    "keypoint_visible_rate": "for observations of keypoints",
+    "shape_meta": "shapes are those of the store",
+    "task.shape_meta": "shapes are those of the store",
+    "task.image_shape": "shapes are those of the store",
+    "task.dataset.seed": "held-out episodes are chosen by their content: --data.validation-fraction",
+    "policy.obs_encoder": "images: --objective.augmentation, --model.encoder-widths, --model.pooling",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraCommand:
-    """A translated command: the experiment, its flags, a line per key, and the number of its GPU; None: all."""
+    """A translated command: the experiment, its flags, and a line per key."""
 
     experiment: str
     flags: tuple[str, ...]
     lines: tuple[str, ...]
-    gpu: str | None
 
     def report(self) -> str:
         """Every key and its result, and the equivalent command."""
@@ -90,8 +134,14 @@ def translate(argv: Sequence[str]) -> tuple[HydraCommand, list[str]]:
         if file.values.get(key) is not None:
             file.becomes(key, flag, _READ[kind])
     file.note("null: the experiment's own", *(key for key in _FLAGS if file.values.get(key) is None))
-    _betas(file)
-    gpu = _device(file)
+    translate_betas(file)
+    _training(file)
+    _widths(file)
+    for key, (only, why) in _ONLY.items():
+        if file.values.get(key, only) != only:
+            raise UsageError(f"{key} is {file.values[key]}; allowed: {only} ({why})")
+        file.note(why, key)
+    _device(file)
     mode = file.text("logging.mode")
     file.note("Weights & Biases is off without --wandb-enabled", "logging.mode")
     if mode == "online":
@@ -106,17 +156,17 @@ def translate(argv: Sequence[str]) -> tuple[HydraCommand, list[str]]:
         parts = [str(file.values[key]) for key in ("task.name", "setting", "expert_data_num") if key in file.values]
         file.flags["exp-name"] = f"{'-'.join(parts) or name}_seed{file.values.get('training.seed', 0)}"
     flags = tuple(word for flag, value in file.flags.items() for word in words(flag, value))
-    return HydraCommand(experiment=name, flags=flags, lines=lines, gpu=gpu), given
+    return HydraCommand(experiment=name, flags=flags, lines=lines), given
 
 
 def _config_name(argv: list[str]) -> tuple[str, list[str]]:
-    """The config's name without its ending, and the words behind it."""
-    _, equals, name = argv[0].partition("=")
-    rest = argv[1:] if equals else argv[2:]
-    name = name if equals else "".join(argv[1:2])
+    """The config's name without its ending, and the words besides; Hydra takes it at any place."""
+    place = next(index for index, word in enumerate(argv) if word.partition("=")[0] in _OPTION)
+    _, equals, name = argv[place].partition("=")
+    name = name if equals else "".join(argv[place + 1 : place + 2])
     if not name:
         raise UsageError("--config-name needs a name: robot_dp_10, robot_dp_14, robot_dp_16, or robot_dp for any")
-    return name.removesuffix(".yaml"), rest
+    return name.removesuffix(".yaml"), [*argv[:place], *argv[place + (1 if equals else 2) :]]
 
 
 def _nested(overrides: Sequence[str]) -> Mapping[str, Any]:
@@ -136,25 +186,57 @@ def _nested(overrides: Sequence[str]) -> Mapping[str, Any]:
     return found
 
 
-def _betas(file: ConfigFile) -> None:
-    key = "optimizer.betas"
-    if file.values.get(key) is not None:
-        b1, b2 = file.pair(key, (0.95, 0.999))
-        file.flag("optimizer.b1", b1, key)
-        file.flag("optimizer.b2", b2, key)
+def _training(file: ConfigFile) -> None:
+    """Keys of `training` that are several flags, or none. Raises UsageError for values that have no counterpart."""
+    kind, warms_up = "training.lr_scheduler", "training.lr_warmup_steps"
+    name = file.text(kind)
+    if name is not None and name not in _SCHEDULES:
+        raise UsageError(f"{kind} is {name}; allowed: {', '.join(_SCHEDULES)}")
+    file.flag("lr-schedule.kind", None if name is None else _SCHEDULES[name], kind)
+    if name == "constant":  # without a warm-up, whatever its steps
+        file.flag("lr-schedule.warmup-steps", 0, kind, warms_up)
+    averages, freezes, debug = "training.use_ema", "training.freeze_encoder", "training.debug"
+    if file.boolean(averages, True) is False:
+        file.flag("ema-decay", "None", averages)
+        for flag in [flag for flag in file.flags if flag.startswith("ema-warmup.")]:
+            del file.flags[flag]
+        file.flag("ema-warmup.power", "None", averages)
+    file.note("an average is kept", averages)
+    if file.boolean(freezes, False):
+        file.flag("freeze", "encoders/.*", freezes)
+    file.note("the image encoder trains", freezes)
+    if file.boolean(debug, False):
+        file.flags.pop("num-epochs", None)
+        file.flag("num-train-steps", _DEBUG_STEPS, debug)
+        file.flag("log-interval", 1, debug)
+    file.note("a whole run", debug)
+    if (steps := file.number("training.max_train_steps")) is not None:
+        raise UsageError(f"training.max_train_steps is {steps}, of an epoch: --num-train-steps sets those of the run")
+    file.note("whole epochs", "training.max_train_steps")
 
 
-def _device(file: ConfigFile) -> str | None:
-    """The number of the GPU in `training.device`."""
+def _widths(file: ConfigFile) -> None:
+    key = "policy.down_dims"
+    widths = file.values.get(key)
+    file.expect(key)
+    if widths is None:
+        file.note("null: the experiment's own", key)
+    else:
+        if not isinstance(widths, list) or not all(type(width) is int and width > 0 for width in widths):
+            raise UsageError(f"{key} is {widths}; it must be a list of whole numbers")
+        file.flag("model.unet.widths", tuple(widths), key)
+
+
+def _device(file: ConfigFile) -> None:
+    """Where the run is. Raises UsageError for another kind of device."""
     key = "training.device"
     device = file.text(key)
     if device is None:
-        return None
+        return
     kind, _, number = device.partition(":")
     if kind == "cpu":
         file.note("JAX_PLATFORMS=cpu", key)
-        return None
-    if kind != "cuda" or not (number.isdecimal() or not number):
+    elif kind != "cuda" or not (number.isdecimal() or not number):
         raise UsageError(f"{key} is {device}; allowed: cuda:NUMBER, cuda or cpu")
-    file.note(f"CUDA_VISIBLE_DEVICES={number}, unless it is set" if number else "every GPU that is visible", key)
-    return number or None
+    else:  # whatever its number: the tool counts the GPUs, and starts a process on each
+        file.note("every visible GPU takes part, as there; CUDA_VISIBLE_DEVICES chooses", key)

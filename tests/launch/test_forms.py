@@ -260,6 +260,8 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     ("line", "run"),
     [
         ("train.sh put_away demo 50 3 14 1", "robot_dp_14 --exp-name put_away-demo-50_seed3"),
+        # Its store says the dims, as the guide has it.
+        ("train.sh six_tasks demo 50 3 14 1", "robot_dp --exp-name six_tasks-demo-50_seed3"),
         ("train_six_tasks.sh demo 50 3 1", "robot_dp --exp-name six_tasks-demo-50_seed3"),
     ],
 )

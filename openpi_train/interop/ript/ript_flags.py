@@ -13,6 +13,7 @@ from typing import Any
 from openpi_train.interop.config_file import Flag, words
 from openpi_train.interop.deepspeed.flags import NO_CLIPPING
 from openpi_train.interop.ript.without_ript_flag import WITHOUT_RIPT_FLAG
+from openpi_train.interop.torch_optimizer import translate_optimizer
 from openpi_train.interop.yaml_file import YamlFile, contradiction
 from openpi_train.runtime.exits import UsageError
 
@@ -161,14 +162,7 @@ def _learning_rate(file: YamlFile, batch_size: int) -> None:
 
 
 def _optimizer(file: YamlFile) -> None:
-    kind = file.word("optimizer.type", ("adamw", "adam", "sgd"))
-    decays = ("optimizer.weight_decay", "algo.weight_decay")
-    if kind == "adam" and (decay := file.agreed(YamlFile.number, *decays)):
-        raise UsageError(f"optimizer.type is Adam and the weight decay is {decay}: use AdamW, or 0")
-    file.flag("optimizer", None if kind is None else "sgd" if kind == "sgd" else "adamw", "optimizer.type")
-    file.spelled("optimizer.weight-decay", YamlFile.number, *decays)
-    if kind == "adam":
-        file.flag("optimizer.weight-decay", 0.0, "optimizer.type")
+    translate_optimizer(file, ("adamw", "adam", "sgd"), "algo.weight_decay")
     for key, name in {"beta1": "b1", "beta2": "b2", "eps": "eps", "momentum": "momentum"}.items():
         file.spelled(f"optimizer.{name}", YamlFile.number, f"optimizer.{key}")
     bound = file.agreed(YamlFile.number, *_NORM_KEYS)
