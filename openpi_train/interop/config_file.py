@@ -5,7 +5,7 @@ Read next: `deepspeed/flags.py`, `posttraining/training_flags.py`.
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from openpi_train.runtime.exits import UsageError
@@ -147,6 +147,16 @@ def words(name: str, value: Any) -> Flag:
         head, _, last = name.rpartition(".")
         return (f"--{name}",) if value else (f"--{head}.no-{last}" if head else f"--no-{name}",)
     return (f"--{name}", *map(str, value)) if isinstance(value, tuple) else (f"--{name}", str(value))
+
+
+def not_replaced(flags: Sequence[Flag], given: Sequence[str], replaced: Mapping[str, Sequence[str]]) -> list[Flag]:
+    """The flags of a config without those that the words of a command line replace.
+
+    Args: `replaced` are flags by the one in whose place they stand, besides that of the same name.
+    """
+    names = {word.partition("=")[0].replace("_", "-") for word in given}
+    left_out = {flag for name in names for flag in replaced.get(name, ())}
+    return [flag for flag in flags if flag[0] not in left_out]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,8 @@ from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, huggingface, ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
+from openpi_train.interop.config_file import not_replaced
+from openpi_train.interop.own_checkpoint import going_on
 from openpi_train.interop.place import Place
 from openpi_train.interop.posttraining.prompt_files import PROMPTS, prompt_datasets
 from openpi_train.interop.posttraining.reward_keys import NoRewardError
@@ -94,13 +96,12 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
             "there yet"
         )
     experiment, prefix = _built(translated)
-    names = {word.partition("=")[0].replace("_", "-") for word in given}
-    left_out = {flag for name in names for flag in _REPLACED.get(name, ())}
-    kept = [flag for flag in translated.flags if flag[0] not in left_out]
-    if "--batch-size" in names | {flag[0] for flag in kept}:
+    kept = not_replaced(translated.flags, given, _REPLACED)
+    if "--batch-size" in {word.partition("=")[0].replace("_", "-") for word in (*given, *(flag[0] for flag in kept))}:
         # Rows of all devices, unless a flag says otherwise; the default are those of one.
         experiment = dataclasses.replace(experiment, keep_effective_batch_size=True)
-    return experiment, [*(word.replace("--model.", prefix, 1) for flag in kept for word in flag), *given]
+    words = [word.replace("--model.", prefix, 1) for flag in kept for word in flag]
+    return experiment, [*going_on(words, given), *given]
 
 
 def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:

@@ -209,8 +209,8 @@ def test_a_key_of_another_section_becomes_a_flag(algorithm, config, flags):
         ({"distributed_strategy": "ddp", "deepspeed_zero_stage": 2}, "ddp and deepspeed_zero_stage is 2"),
         ({"distributed_strategy": "ddp", "distributed": False}, "distributed is false and distributed_strategy is ddp"),
         (
-            {"experiment_name": "a", "resume_from_checkpoint": "output/sft/a/500"},
-            "a run continues from its newest good checkpoint",
+            {"experiment_name": "a", "resume_from_checkpoint": "output/sft/a/500/params"},
+            "in this run's folder, and no checkpoint of it",
         ),
     ],
 )
@@ -342,6 +342,10 @@ def test_every_key_without_a_flag_has_its_reason(key):
         ("outputs/mine/checkpoints/latest", "--resume"),
         ("./outputs/sft/mine/", "--resume"),
         ("latest", "--resume"),
+        # An older checkpoint of this run, by our names and by transformers'.
+        ("outputs/sft/mine/500", "--resume-from 500"),
+        ("outputs/mine/checkpoints/checkpoint-500", "--resume-from 500"),
+        ("./outputs/sft/mine/best", "--resume-from best"),
         ("elsewhere/latest", "--weight-loader.params-path elsewhere --weight-loader.continue-training"),
         ("elsewhere/1500", "--weight-loader.params-path elsewhere/1500 --weight-loader.continue-training"),
     ],

@@ -203,6 +203,12 @@ def test_what_is_given_on_the_command_line_goes_first(started, capsys):
     Path("o/dpo/e").mkdir(parents=True)
     found = run(started, *words, *latest)
     assert found.resume and found.weight_loader.params_path == "./model"
+    older = ("--resume_from_checkpoint", "o/dpo/e/500")
+    found = run(started, *words, *older)
+    assert (found.resume_from, found.resume) == ("500", True)
+    # Given when a run that was killed starts again: it must not go back again.
+    found = run(started, *words, *older, "--resume")
+    assert (found.resume_from, found.resume) == (None, True)
     found = run(started, *words, "--optimizer", "lion", "--optimizer.b1", "0.8")
     assert found.optimizer == Lion(b1=0.8, weight_decay=0.0)
 

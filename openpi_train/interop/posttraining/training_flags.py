@@ -12,6 +12,7 @@ from typing import Any
 
 from openpi_train.interop.config_file import Flag
 from openpi_train.interop.deepspeed.flags import NO_CLIPPING
+from openpi_train.interop.own_checkpoint import own_checkpoint
 from openpi_train.interop.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.interop.posttraining.model_keys import MODEL_KEY, start_model
 from openpi_train.interop.posttraining.practice_flags import practice_flags
@@ -268,9 +269,9 @@ def _objective(file: YamlConfig) -> None:
 
 
 def _resume(file: YamlConfig) -> Path | None:
-    """Continue the run itself from its newest checkpoint, or start a new run from the state of another one.
+    """Continue the run itself from one of its checkpoints, or start a new run from the state of another one.
 
-    Returns the run's folder if a path says that it is continued.
+    Returns the run's folder if a path says that it is continued. Raises UsageError for another path in it.
     """
     key = "resume_from_checkpoint"
     value = file.values.get(key)
@@ -280,19 +281,22 @@ def _resume(file: YamlConfig) -> Path | None:
     if value in (True, "true", "latest", "auto"):
         file.flag("resume", True, key)
         return None
-    path = Path(file.text(key))
-    while path.name in ("latest", "checkpoints"):
-        path = path.parent
-    whole, folders = Path(os.path.abspath(path.expanduser())), _own_folders(file)
-    if whole in folders:
-        file.flag("resume", True, key)
+    path, folders = file.text(key), _own_folders(file)
+    if (point := own_checkpoint(path, folders)) is not None:
+        if point == "latest":
+            file.flag("resume", True, key)
+        else:
+            file.flag("resume-from", point, key)
         return folders[0]
-    if any(folder in whole.parents for folder in folders):
+    start = Path(path)
+    if any(folder in Path(os.path.abspath(start.expanduser())).parents for folder in folders):
         raise UsageError(
-            f"{key} is {value}: a run continues from its newest good checkpoint (give {folders[0]}/latest); to go back "
-            f"to an older one, start another run from it: change {_NAME}"
+            f"{key} is {path}, in this run's folder, and no checkpoint of it: give {folders[0]}/STEP, or best "
+            "or latest in place of the step"
         )
-    file.flag("weight-loader.params-path", str(path), key)
+    while start.name in ("latest", "checkpoints"):
+        start = start.parent
+    file.flag("weight-loader.params-path", str(start), key)
     file.flag("weight-loader.continue-training", True, key)
     return None
 
