@@ -1,12 +1,14 @@
 """Detection of a dataset's format on disk. A new format needs a `SourceConfig` (`source.py`) and a branch here.
 
-Read next: `source.py`, then `rlds/rlds_index.py`, `lerobot/lerobot_index.py`, `zarr/zarr_index.py`.
+Read next: `source.py`, then the `..._index.py` of `rlds/`, `lerobot/`, `zarr/` and `parquet/`.
 """
 
 from pathlib import Path
 
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.lerobot_layout import is_lerobot
+from openpi_train.data.parquet import Parquet
+from openpi_train.data.parquet.parquet_index import parquet_files
 from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.schema import find_version
@@ -20,12 +22,14 @@ def source_at(path: str) -> SourceConfig:
     if "://" not in path and not Path(path).expanduser().exists():
         raise FileNotFoundError(
             f"{path} does not exist: give the folder of an RLDS dataset (with dataset_info.json), of a LeRobot one "
-            "(with meta/info.json) or a zarr store"
+            "(with meta/info.json), a zarr store, or a folder of parquet files"
         )
     if is_lerobot(path):
         return LeRobot(path=path)
     if is_zarr(path):
         return Zarr(path=path)
+    if parquet_files(path):
+        return Parquet(path=path)
     if not is_repacked(path):
         try:
             find_version(path)

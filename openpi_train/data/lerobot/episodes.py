@@ -67,9 +67,9 @@ class ParquetScan:
             if lacking:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}, which the dataset's metadata list")
             table = parquet.read(columns=list(details))
-            rows: dict[str, Any] = {name: _numbers(table[name], *detail) for name, detail in details.items()}
+            rows: dict[str, Any] = {name: numbers(table[name], *detail) for name, detail in details.items()}
             if names:
-                rows |= _copy_pictures(parquet, names, pictures)
+                rows |= copy_pictures(parquet, names, pictures)
         return rows
 
     def _episode(self, episode: Episode, rows: Mapping[str, Any]) -> Scanned:
@@ -120,7 +120,7 @@ class ParquetScan:
         return frames
 
 
-def _numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """A parquet column, nested or not, as [rows, *shape]. Raises ValueError if it holds something else."""
     num_rows, array = len(column), column.combine_chunks()
     while hasattr(array, "flatten") and hasattr(array.type, "value_type"):
@@ -130,8 +130,10 @@ def _numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.asarray(array.to_numpy(zero_copy_only=False), dtype).reshape(num_rows, *shape)
 
 
-def _copy_pictures(parquet: Any, names: Sequence[str], out: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def copy_pictures(parquet: Any, names: Sequence[str], out: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Copy all pictures to a file in which each can be read alone; returns spans and digests by feature and row.
+
+    A picture is bytes, or a structure with an entry `bytes`. Raises ValueError if one is missing.
 
     Parquet compresses whole pages, so reading one picture from it would decompress many.
     """
@@ -139,7 +141,8 @@ def _copy_pictures(parquet: Any, names: Sequence[str], out: Path) -> dict[str, t
     with out.open("wb") as file:
         for batch in parquet.iter_batches(batch_size=_PICTURES_AT_ONCE, columns=list(names)):
             for name in names:
-                for picture in batch.column(batch.schema.names.index(name)).field("bytes"):
+                column = batch.column(batch.schema.names.index(name))
+                for picture in column.field("bytes") if hasattr(column, "field") else column:
                     if not picture.is_valid:
                         raise ValueError(f"{name} is stored in separate files, not in the parquet file")
                     data = picture.as_py()

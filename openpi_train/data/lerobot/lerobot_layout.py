@@ -92,7 +92,7 @@ def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"LeRobot datasets need {module}: pip install 'openpi_train[lerobot]' ({error})") from error
+        raise ValueError(f"such datasets need {module}: pip install 'openpi_train[lerobot]' ({error})") from error
 
 
 def is_lerobot(path: str | Path) -> bool:
