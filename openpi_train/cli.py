@@ -4,6 +4,7 @@ Nothing heavy is imported before the arguments are parsed, so `--help` is fast.
 """
 
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -120,16 +121,27 @@ def posttrain(argv: Sequence[str]) -> int:
 
 def ript(argv: Sequence[str]) -> int:
     """`ript --config FILE`: let a robot policy learn from its own episodes as a YAML config of RIPT trainers says."""
-    from openpi_train.command_line import Own, TrainFlags, parse_known
     from openpi_train.tools.requests import RiptRequest
 
-    kind = tuple[Own[RiptRequest], Own[TrainFlags]]
-    (request, process), rest = parse_known(kind, argv, "ript", RiptRequest.__doc__)
-    logs.configure(find_world(process, os.environ).process_index)
-    from openpi_train.tools import ript as tool
+    return _train_by_yaml("ript", RiptRequest, argv)
 
-    default, words = tool.experiment_of(request, rest)
-    return _run(with_flags(default, words, "ript", "The experiment of a YAML config."), process)
+
+def vla(argv: Sequence[str]) -> int:
+    """`vla --config FILE`: train a PaliGemma policy as a YAML config of the VLA's PyTorch trainer says."""
+    from openpi_train.tools.requests import VlaRequest
+
+    return _train_by_yaml("vla", VlaRequest, argv)
+
+
+def _train_by_yaml(verb: str, request_kind: Any, argv: Sequence[str]) -> int:
+    """Train what the verb's module in `tools` makes of its request."""
+    from openpi_train.command_line import Own, TrainFlags, parse_known
+
+    kind = tuple[Own[request_kind], Own[TrainFlags]]
+    (request, process), rest = parse_known(kind, argv, verb, request_kind.__doc__)
+    logs.configure(find_world(process, os.environ).process_index)
+    default, words = importlib.import_module(f"openpi_train.tools.{verb}").experiment_of(request, rest)
+    return _run(with_flags(default, words, verb, "The experiment of a YAML config."), process)
 
 
 def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
@@ -459,6 +471,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
     "posttrain": posttrain,
     "ript": ript,
+    "vla": vla,
     "stats": stats,
     "data": data,
     "convert": convert,

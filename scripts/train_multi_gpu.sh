@@ -8,12 +8,19 @@
 # between robot_dp_10, robot_dp_14 and robot_dp_16. The run is called <task>-<setting>-<episodes>_seed<seed>; it goes on
 # where it stopped. As there, each GPU takes the batch size. What follows -- is added. Environment: DATA (data), PYTHON
 # (python), EXPERIMENT (robot_dp).
+#
+# Without arguments, or with a number of GPUs or an option first, it is the PaliGemma VLA's script of this name:
+# run_ddp_training.sh.
 set -euo pipefail
+
+if [ $# -eq 0 ] || [[ "$1" =~ ^([0-9]+$|-) ]]; then
+    exec "$(dirname "$0")/run_ddp_training.sh" "$@"
+fi
 
 usage() {
     echo "train_multi_gpu.sh: $1" >&2
     echo "usage: $0 <task> <setting> <episodes> <seed> <GPUs> [GPU numbers] [--dry-run] [-- flags ...]" >&2
-    echo "(For the PaliGemma VLA's script of this name, [GPUs] [config] [experiment], see docs/paligemma.md.)" >&2
+    echo "or, as the PaliGemma VLA's script: $0 [GPUs] [config] [experiment name] [options ...]" >&2
     exit 2
 }
 

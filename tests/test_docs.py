@@ -21,6 +21,7 @@ import pytest
 import toy
 from flax import nnx
 from posttraining_project import write_project
+from vla_project import write_vla_project
 
 from openpi_train import cli, registry
 from openpi_train.data import opened
@@ -115,6 +116,7 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
         store.symlink_to(ROOT / "tests" / "data" / "zarr" / "fixtures" / f"{fixture}.zarr")
     file.with_name("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32}')
     write_project(file.parent)  # with the configs that docs/posttraining_yaml.md names
+    write_vla_project(file.parent)  # with the one that docs/vla_yaml.md names
     file.with_name("scripts").symlink_to(ROOT / "scripts")  # with the config that docs/ript_yaml.md names
     registry.load(f"{file}:try7")
     yield sys.modules["my_runs"]

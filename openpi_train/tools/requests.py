@@ -400,3 +400,43 @@ class RiptRequest(Request):
     # The environment, in place of task.benchmark_name: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION, libero:SUITE,
     # maniskill:ID.
     env: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VlaRequest(Request):
+    """Train a PaliGemma policy with a flow head as a YAML config of the VLA's PyTorch trainer says.
+
+    The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
+    vla --config configs/vla_config.yaml --grad-accum 2. More: docs/vla_yaml.md
+    """
+
+    # The YAML config.
+    config: Annotated[str, arg(aliases=("--config-path",))] = "configs/vla_config.yaml"
+    # The experiment whose sizes, and robot if the dataset does not say it, the policy has.
+    experiment: str = "paligemma_flow"
+    # Rows of each GPU, in place of data.batch_size; with --keep-effective-batch-size of all together.
+    batch_size: int | None = at_least(1, None)
+    # The batch size counts the rows of all GPUs.
+    keep_effective_batch_size: bool = False
+    # Passes over the training data, in place of training.epochs.
+    epochs: int | None = at_least(1, None)
+    # The learning rate, in place of optimizer.lr.
+    lr: float | None = None
+    # Parent of the run directories, in place of training.checkpoint_dir.
+    checkpoint_dir: str | None = None
+    # The run's name, in place of training.experiment_name; None and none there: the config's file name.
+    experiment_name: str | None = None
+    # Start weights, in place of model.vlm_config.model_name_or_path.
+    model_path_override: str | None = None
+    # The dataset, in place of data.train_parquet_files; several with commas between them.
+    train_data_override: str | None = None
+    # In place of data.val_parquet_files.
+    val_data_override: str | None = None
+    # A checkpoint to go on from: this run's (a step, best_model.pth for its best), or another run's.
+    resume_checkpoint: str | None = None
+    # Log to Weights & Biases, which is off otherwise.
+    use_wandb: bool = False
+    # The project there.
+    wandb_project_name: str | None = None
+    # The team there.
+    wandb_entity: str | None = None
