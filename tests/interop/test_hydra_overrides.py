@@ -34,6 +34,13 @@ def test_the_command_of_the_guide_is_an_experiment_with_its_old_meaning():
     assert experiment.demonstrations.datasets[0].source.path == str(STORE) and experiment.resume
 
 
+def test_the_command_of_robotwins_guide_word_by_word():
+    words = "--config-name=robot_dp_10.yaml task.name=six_tasks task.dataset.zarr_path=data/six_tasks.zarr"
+    command, given = translate([*words.split(), "training.seed=0", "training.device=cuda:0"])
+    flags = "--dataset data/six_tasks.zarr --seed 0 --resume --no-keep-effective-batch-size --exp-name six_tasks_seed0"
+    assert (command.experiment, " ".join(command.flags), given) == ("robot_dp_10", flags, [])
+
+
 def test_every_key_is_a_flag_and_flags_of_ours_may_follow():
     words = "dataloader.batch_size=64 dataloader.num_workers=0 optimizer.lr=2e-4 optimizer.betas=[0.9,0.99] horizon=16"
     words += " training.num_epochs=20 training.gradient_accumulate_every=2 training.resume=false ema.power=0.5"

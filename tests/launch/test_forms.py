@@ -256,6 +256,17 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     assert refused.returncode == 2 and "3 GPUs, but the numbers 0,3" in refused.stderr
 
 
+@pytest.mark.parametrize("gpus", ["2", "4", "8"])
+def test_train_multi_gpu_takes_the_arguments_of_robotwins_guide(gpus, tmp_path):
+    (tmp_path / "six_tasks.zarr").mkdir()
+    words = ("six_tasks", "demo_clean", "1200", "0", gpus)
+    done = script("scripts/train_multi_gpu.sh", *words, "--dry-run", DATA=str(tmp_path))
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == int(gpus), done.stderr
+    run = f"robot_dp --exp-name six_tasks-demo_clean-1200_seed0 --seed 0 --dataset {tmp_path}/six_tasks.zarr --resume"
+    assert all(line.endswith(f"-m openpi_train {run} --no-keep-effective-batch-size") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("line", "run"),
     [
