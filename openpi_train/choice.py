@@ -75,7 +75,9 @@ def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:
 
 def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     """The experiment on only this dataset, with the robot of its first dataset and new norm stats."""
-    first = dataclasses.replace(experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None)
+    first = dataclasses.replace(
+        experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None, validation=None
+    )
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
 
 
@@ -142,7 +144,7 @@ def on_mixture(experiment: Experiment, words: Sequence[str]) -> Experiment:
         )
     else:
         own = {_place(dataset.source.location): dataset for dataset in data.datasets if dataset.source.location}
-        first = dataclasses.replace(data.datasets[0], asset_id=None, norm_stats=None)
+        first = dataclasses.replace(data.datasets[0], asset_id=None, norm_stats=None, validation=None)
         mixed = tuple(
             dataclasses.replace(
                 own[_place(path)] if _place(path) in own else dataclasses.replace(first, source=source_of(path)),

@@ -7,7 +7,9 @@ import dataclasses
 import math
 import re
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from openpi_train.data.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.mixture import shares_in_words
@@ -34,6 +36,8 @@ class Dataset:
     norm_stats: str | None = None
     # One instruction for all episodes, instead of the recorded ones.
     prompt: str | None = None
+    # Held-out episodes are those of this dataset, with the same robot, instead of a fraction of this one's.
+    validation: Annotated[SourceConfig | None, tyro.conf.AvoidSubcommands] = None
 
     @property
     def asset(self) -> str:

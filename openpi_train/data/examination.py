@@ -26,7 +26,7 @@ def _examine(dataset: Dataset, config: DataConfig, shape: WindowShape) -> str:
             source=source.open(),
             robot=dataset.robot,
             shape=shape,
-            validation_fraction=config.validation_fraction,
+            validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
             prompt=dataset.prompt,
         )
         _ = windows.steps  # reads the columns as the robot does

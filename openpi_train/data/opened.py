@@ -19,6 +19,7 @@ from openpi_train.data.model import RowModel
 from openpi_train.data.norm_stats import assets
 from openpi_train.data.normalize import Form, NormStats, norm_stats_json
 from openpi_train.data.rows import Rows, RowTransform
+from openpi_train.data.source import Source, SourceConfig
 from openpi_train.data.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokenizer import Tokenizer
 from openpi_train.data.tokens import open_tokenizer, token_files, tokens_fingerprint
@@ -250,13 +251,18 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     """The training windows of every dataset, in order. A missing embedded dataset is written first."""
     write_missing(config)
     skip = config.on_bad_record == "skip"
+
+    def opened(source: SourceConfig) -> Source:
+        return (source.skipping_bad_records() if skip else source).open()
+
     return [
         Windows(
-            source=(dataset.source.skipping_bad_records() if skip else dataset.source).open(),
+            source=opened(dataset.source),
             robot=dataset.robot,
             shape=shape,
-            validation_fraction=config.validation_fraction,
+            validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
             prompt=dataset.prompt,
+            held_out=None if dataset.validation is None else opened(dataset.validation),
         )
         for dataset in config.datasets
     ]
@@ -264,7 +270,8 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
 
 def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     """Every instruction of these datasets, with the number of state dims of its robot."""
-    return [(text, len(window.robot.state_names)) for window in windows for text in window.prompts]
+    parts = [window.in_split("validation") for window in windows if window.held_out is not None]
+    return [(text, len(window.robot.state_names)) for window in (*windows, *parts) for text in window.prompts]
 
 
 def row_spec(spec: Any) -> RowSpec:

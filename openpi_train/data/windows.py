@@ -94,7 +94,8 @@ def validation_episodes(episode_ids: Sequence[str] | np.ndarray, fraction: float
 class Windows:
     """The samples of one dataset in one split, numbered 0..len-1 in the order of their control steps.
 
-    Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions.
+    Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions;
+    `held_out`, if given, is the validation split, in place of a fraction of the dataset.
 
     Raises ValueError if the robot asks for columns or cameras that the dataset does not have.
     """
@@ -105,6 +106,7 @@ class Windows:
     split: Split = "train"
     validation_fraction: float = 0.0
     prompt: str | None = None
+    held_out: Source | None = None
 
     def __post_init__(self):
         for slot, feature in self.robot.cameras.items():
@@ -151,6 +153,9 @@ class Windows:
 
     def in_split(self, split: Split) -> "Windows":
         """The same dataset's windows of another split; the columns are not read again."""
+        if split == "validation" and self.held_out is not None:
+            # All of its episodes.
+            return dataclasses.replace(self, source=self.held_out, held_out=None, validation_fraction=0.0)
         other = dataclasses.replace(self, split=split)
         other.__dict__["steps"] = self.steps
         return other

@@ -7,6 +7,7 @@ import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
+from openpi_train.data.opened import open_windows, prompts
 from openpi_train.data.source import BadRecord
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
@@ -77,6 +78,23 @@ def test_held_out_rows_come_from_held_out_episodes_whatever_the_seed(open_small,
     held_out = {text.split(" (epoch")[0] for text in first.validation.describe(np.arange(500))}
     assert not trained & held_out
     assert open_small(dataclasses.replace(mixture_config, validation_fraction=0.0)).validation is None
+
+
+def test_a_dataset_of_its_own_is_held_out_whole(open_small):
+    other = dataclasses.replace(SMALL, seed=9, num_episodes=2)
+    (dataset,) = one().datasets
+    config = dataclasses.replace(one(), datasets=(dataclasses.replace(dataset, validation=other),))
+    opened, alone = open_small(config), open_small(one(other))
+    every = open_small(dataclasses.replace(one(), validation_fraction=0.0))
+    assert opened.train.num_samples == every.train.num_samples  # none of its own is held out
+    assert opened.validation.windows[0].source.fingerprint == other.open().fingerprint
+    assert opened.validation.num_samples == alone.train.num_samples + alone.validation.num_samples
+    assert opened.norm_stats.keys() == every.norm_stats.keys()
+    for name, stats in opened.norm_stats[dataset.asset].items():
+        assert equal(vars(stats), vars(every.norm_stats[dataset.asset][name]))
+    # Instructions of both are counted.
+    windows = open_windows(config, opened.train.windows[0].shape)
+    assert prompts(windows)[-len(other.open().prompts) :] == prompts(open_windows(one(other), windows[0].shape))
 
 
 def test_the_fingerprint_changes_with_the_data_and_only_then(open_small):
