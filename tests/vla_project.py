@@ -19,7 +19,8 @@ def write_vla_project(folder: Path) -> Path:
     """Write the project, and return its folder."""
     (folder / "configs").mkdir(parents=True, exist_ok=True)
     shutil.copy(CONFIG, folder / "configs")
-    write_episodes(folder / "dataset" / "training")
+    for name in ("training", "validation"):
+        write_episodes(folder / "dataset" / name)
     return folder
 
 

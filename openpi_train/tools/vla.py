@@ -89,12 +89,13 @@ def experiment_of(request: VlaRequest, given: Sequence[str]) -> tuple[Experiment
 
 def training(base: Experiment, translated: TranslatedVla) -> Experiment:
     """`base` on the config's dataset, with the trainer's values for all else. Raises UsageError, DataError."""
-    if len(translated.datasets) > 1:
-        raise UsageError(f"{TRAIN_KEY} has {len(translated.datasets)} paths: put the files in one folder and give that")
-    for where in translated.datasets:
+    where, held_out = _only(TRAIN_KEY, translated.datasets), _only(VALIDATION_KEY, translated.validation)
+    if where is not None:
         base = on_dataset(base, source_of(where))
     data = base.demonstrations
     first = dataclasses.replace(data.datasets[0], robot=_robot(data.datasets[0], translated))
+    if held_out is not None:
+        first = dataclasses.replace(first, validation=source_of(held_out))
     return dataclasses.replace(
         base,
         name=NAME,
@@ -119,6 +120,13 @@ def training(base: Experiment, translated: TranslatedVla) -> Experiment:
         overwrite=False,
         checkpoint_base_dir=DEFAULT_OUTPUT,
     )
+
+
+def _only(key: str, paths: Sequence[str]) -> str | None:
+    """The path of a key; None without one. Raises UsageError if there are several."""
+    if len(paths) > 1:
+        raise UsageError(f"{key} has {len(paths)} paths: put the files in one folder and give that")
+    return next(iter(paths), None)
 
 
 def _robot(dataset: Dataset, translated: TranslatedVla) -> Robot:

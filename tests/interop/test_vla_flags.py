@@ -60,7 +60,8 @@ def test_the_trainers_file_is_a_run_with_its_old_meaning():
         "--model.max-token-len": "77",
         "--no-wandb-enabled": "",
     }
-    assert translated.datasets == ("dataset/training/",) and translated.per_gpu
+    assert (translated.datasets, translated.validation) == (("dataset/training/",), ("dataset/validation/",))
+    assert translated.per_gpu
     assert (translated.state_dims, translated.action_dims, translated.cameras) == (7, 7, 1)
 
 

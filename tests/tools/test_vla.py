@@ -36,6 +36,7 @@ def test_a_run_trains_as_its_config_says(started):
     found = run(started)
     assert (found.name, found.exp_name, found.checkpoint_base_dir) == ("vla", "paligemma_vla_finetune", "./experiments")
     assert found.demonstrations.datasets[0].source == Parquet(path="dataset/training/")
+    assert found.demonstrations.datasets[0].validation == Parquet(path="dataset/validation/")
     assert found.demonstrations.datasets[0].robot == Numbered(num_state_dims=7, num_action_dims=7)
     assert found.demonstrations.normalization == "min_max" and found.policy.action_dim == 7
     assert (found.policy.window.horizon, found.num_epochs, found.batch_size) == (8, 10, 8)

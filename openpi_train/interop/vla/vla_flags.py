@@ -40,11 +40,13 @@ _MLP_FACTOR = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedVla:
-    """A translated file: the datasets, the dims of state and action and the number of cameras (None: not in the file),
-    flags of an experiment, a line per key, whether each GPU takes the whole batch size, the team at Weights & Biases.
+    """A translated file: the datasets, those that are held out, the dims of state and action and the number of cameras
+    (None: not in the file), flags of an experiment, a line per key, whether each GPU takes the whole batch size, and
+    the team at Weights & Biases.
     """
 
     datasets: tuple[str, ...]
+    validation: tuple[str, ...]
     state_dims: int | None
     action_dims: int | None
     cameras: int | None
@@ -85,12 +87,13 @@ def translate_vla(config: Mapping[str, Any], given: Mapping[str, Any] | None = N
     _backbone(file)
     state_dims, action_dims = _dims(file)
     _head(file)
-    datasets, cameras = _data(file), _cameras(file)
+    (datasets, validation), cameras = _data(file), _cameras(file)
     entity = _tracking(file)
     _resume(file)
     lines = file.lines()
     return TranslatedVla(
         datasets=datasets,
+        validation=validation,
         state_dims=state_dims,
         action_dims=action_dims,
         cameras=cameras,
@@ -205,25 +208,25 @@ def _head(file: YamlFile) -> None:
     file.spelled("eval.num-sample-steps", YamlFile.count, f"{_HEAD}.num_inference_timesteps")
 
 
-def _data(file: YamlFile) -> tuple[str, ...]:
-    """The datasets of the file."""
-    found, held_out = file.values.get(TRAIN_KEY), file.values.get(VALIDATION_KEY)
+def _data(file: YamlFile) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The datasets of the file: those to train on, and those that are held out."""
+    found = {}
     file.expect(TRAIN_KEY, VALIDATION_KEY)
-    for key, value in ((TRAIN_KEY, found), (VALIDATION_KEY, held_out)):
-        entries = value if isinstance(value, list) else [value]
-        if value is not None and not all(isinstance(entry, str) and entry for entry in entries):
+    for key in (TRAIN_KEY, VALIDATION_KEY):
+        value = file.values.get(key)
+        entries = value if isinstance(value, list) else [] if value in (None, "") else [value]
+        if not all(isinstance(entry, str) and entry for entry in entries):
             raise UsageError(f"{key} is {value!r}; it must be a path, or a list of paths")
-    datasets = () if found is None else tuple(found) if isinstance(found, list) else (found,)
+        found[key] = tuple(entries)
     file.note("the training data", TRAIN_KEY)
-    if held_out:
-        file.note("episodes of the training data are held out instead: --data.validation-fraction", VALIDATION_KEY)
-    else:
+    if not found[VALIDATION_KEY]:
         # As there: all episodes train, and nothing is measured besides.
         file.flag("data.validation-fraction", 0.0, VALIDATION_KEY)
         file.flag("eval.interval", 0, VALIDATION_KEY)
+    file.note("the held-out data", VALIDATION_KEY)
     file.note("minimum and maximum of each dim, computed from the training data", "data.normalization_stats_path")
     file.spelled("model.max-token-len", YamlFile.count, "data.prompt_max_len")
-    return datasets
+    return found[TRAIN_KEY], found[VALIDATION_KEY]
 
 
 def _cameras(file: YamlFile) -> int | None:
