@@ -79,15 +79,21 @@ def test_a_run_that_lost_its_last_checkpoints_goes_on_bit_for_bit(home, tmp_path
     assert "continuing from step 4 of 12" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
 
 
-@pytest.mark.parametrize("after", [5, 8])
-def test_killed_within_an_iteration_or_while_acting_it_goes_on_bit_for_bit(home, tmp_path, one_by_four, after):
-    """Killed as soon as this step is logged: within the second iteration, or while acting for the third."""
+@pytest.mark.parametrize(("after", "saving"), [(5, False), (8, False), (8, True)])
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(home, tmp_path, one_by_four, after, saving):
+    """Killed as soon as this step is logged: within the second iteration, while acting for the third, or while saving.
+
+    A save that was killed has no manifest.
+    """
     reward = ("--practice.rewards.0.name", f"{home}/own_rewards.py:even")
     flags = (*RUN, *reward, "--devices-per-process", "4")
     # It acts for seconds, so that there is time for the kill.
     slowly = {"OPENPI_TRAIN_HOME": str(home), "SLOWLY_S": "0.05"}
     killed_when_logged(tmp_path, after, *flags, experiment="arithmetic_grpo", **slowly)
-    run(home, tmp_path, "--resume", devices=4)
+    if saving:
+        (tmp_path / "runs" / "arithmetic_grpo" / "x" / "8" / "manifest.json").unlink(missing_ok=True)
+    done = run(home, tmp_path, "--resume", devices=4)
+    assert not saving or "continuing from step 4 of 12" in done.stdout + done.stderr
     assert lines(tmp_path) == lines(one_by_four)
 
 
