@@ -26,7 +26,7 @@ _GROUPS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaliGemmaFlowConfig(prompted.PromptedConfig):
+class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
     """A PaliGemma backbone and a flow head on its last activations. Any size can be changed by itself:
     `--model.paligemma-variant dummy --model.language.width 128 --model.head.depth 2`.
 

@@ -54,7 +54,7 @@ class PaliGemma(nnx.Module):
 
     def __call__(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """The activations of images and prompt, which all attend to each other; and which are valid."""
-        tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
+        tokens, valid = embed_prefix(self.image_encoder, self.transformer.embed, observation)
         positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         mask = valid[:, None, :] & valid[:, :, None]
         return self.transformer({"language": tokens}, positions, mask)["language"], valid

@@ -17,7 +17,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pi0Config(prompted.PromptedConfig):
+class Pi0Config(prompted.GemmaPolicyConfig):
     """pi0, or pi0.5 with `pi05`. Any size of the named variants can be changed by itself:
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
@@ -171,7 +171,7 @@ class Pi0Config(prompted.PromptedConfig):
             return False
         return self.decoder_of(path).lora.enabled
 
-    def without_lora(self) -> prompted.PromptedConfig:
+    def without_lora(self) -> prompted.GemmaPolicyConfig:
         return dataclasses.replace(super().without_lora(), action_expert=self.action_expert.without_lora())
 
     def decoder_of(self, path: str) -> GemmaConfig:

@@ -21,7 +21,7 @@ from openpi_train.types import ActionBatch, PracticeBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pi0FastConfig(prompted.PromptedConfig):
+class Pi0FastConfig(prompted.GemmaPolicyConfig):
     """pi0-FAST. Any size of the named variants can be changed by itself: `--model.language.width 128`."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "sample", "chunk_tokens"})

@@ -92,7 +92,7 @@ class Pi0Fast(nnx.Module):
     def activations(self, observation: Observation) -> Float[Array, "b n d"]:
         """The last activations at every prompt token but the last, each of which predicts the next."""
         observation = self.filled(observation)
-        tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
+        tokens, valid = embed_prefix(self.image_encoder, self.transformer.embed, observation)
         causal = causal_tokens(observation, valid.shape[1])
         positions = jnp.broadcast_to(self.positions(observation), valid.shape)
         mask = order_mask(valid, jnp.zeros_like(valid) if causal is None else causal)
@@ -151,7 +151,7 @@ class Pi0Fast(nnx.Module):
     def prompt(self, observation: Observation) -> Prompt:
         """The part of the observation that decoding starts from."""
         observation = self.filled(observation)
-        tokens, valid = embed_prefix(self.image_encoder, self.transformer, observation)
+        tokens, valid = embed_prefix(self.image_encoder, self.transformer.embed, observation)
         causal = causal_tokens(observation, valid.shape[1])
         valid = valid if causal is None else valid & ~causal
         last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=1)

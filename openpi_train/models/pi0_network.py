@@ -185,7 +185,7 @@ class Pi0(nnx.Module):
 
     def embed_prefix(self, observation: Observation) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
         """Tokens of the present images, in the order of their slots' names, then of the prompt; and which are valid."""
-        return embed_prefix(self.image_encoder, self.transformer, observation)
+        return embed_prefix(self.image_encoder, self.transformer.embed, observation)
 
     @jax.named_scope("embed_suffix")
     def embed_suffix(

@@ -1,13 +1,13 @@
 """What models that read images and a prompt have in common: settings, their rows, and the tokens that these become.
 
-Read next: `pi0.py`, `pi0_fast.py` and `paligemma.py`, whose configs call the first functions, and their networks, which
-call the last.
+Read next: `pi0.py`, `pi0_fast.py`, `paligemma.py` and `smolvla.py`, whose configs are made of the first classes, and
+their networks, which call the last functions.
 """
 
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -17,10 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
 from openpi_train.models.transformer_config import TransformerConfig
-from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
-from openpi_train.nn.siglip import Siglip, SiglipConfig, float_images
+from openpi_train.nn.siglip import SiglipConfig, float_images
 from openpi_train.sharding.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, PracticeBatch, action_batch
 
@@ -33,10 +32,6 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
 
     # Width of state and actions; shorter ones are padded with zeros.
     action_dim: int = 32
-    # Named sizes of the language model: gemma_2b, gemma_300m, dummy, or a form with _lora.
-    paligemma_variant: str = "gemma_2b"
-    # Sizes of the language model that differ from its variant's.
-    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
     # Tokens that the language model knows: at least as many as the tokenizer has; FAST's are the last but 128.
     vocab_size: int = 257_152
     # Height and width of the images in pixels; PaliGemma is published for 224, 448 and 896.
@@ -92,7 +87,12 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         seen = batch.observation
         others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])
         images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
-        return images * self.siglip.num_tokens(self.image_size) + seen.prompt_mask.sum() + others
+        return images * self.tokens_per_image + seen.prompt_mask.sum() + others
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Tokens of an image before the prompt."""
+        return self.siglip.num_tokens(self.image_size)
 
     def num_suffix_tokens(self, draws: int) -> int:
         """Tokens of a row behind images and prompt: of its state and of so many noisy chunks (default: none)."""
@@ -101,6 +101,16 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         return self.text.chunk_tokenizer(tokenizer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaPolicyConfig(PromptedConfig):
+    """Such a model with PaliGemma's language model, and low-rank factors in it."""
+
+    # Named sizes of the language model: gemma_2b, gemma_300m, dummy, or a form with _lora.
+    paligemma_variant: str = "gemma_2b"
+    # Sizes of the language model that differ from its variant's.
+    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
 
     def check_tensor(self, tensor_devices: int) -> list[str]:
         siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
@@ -115,7 +125,7 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
     def decoder_of(self, path: str) -> GemmaConfig:
         """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
 
-    def without_lora(self) -> "PromptedConfig":
+    def without_lora(self) -> "GemmaPolicyConfig":
         """The config of the model that `merge_lora` gives the parameters of."""
         return dataclasses.replace(self, language=self.language.without_lora())
 
@@ -129,19 +139,22 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
 
 
 def embed_prefix(
-    image_encoder: Siglip, transformer: Gemma, observation: Observation
+    embed_images: Callable[[Array], Array], embed_text: Callable[[Array], Array], observation: Observation
 ) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
-    """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count."""
+    """Tokens of the present images, in the order of their slots' names, then of the prompt; and which count.
+
+    `embed_images` turns images "b height width 3" into tokens "b t d", `embed_text` tokens "b t" into such.
+    """
     slots = sorted(observation.images)
     tokens, masks = [], []
     if slots:
         images = jnp.stack([float_images(observation.images[slot]) for slot in slots], axis=1)
         b, cameras = images.shape[:2]
         # One pass for all cameras. Rows stay outermost, so a batch cut over devices moves nowhere.
-        encoded = image_encoder(images.reshape(b * cameras, *images.shape[2:]))
+        encoded = embed_images(images.reshape(b * cameras, *images.shape[2:]))
         tokens.append(encoded.reshape(b, cameras * encoded.shape[1], encoded.shape[2]))
         masks += [jnp.repeat(observation.image_masks[slot][:, None], encoded.shape[1], axis=1) for slot in slots]
-    tokens.append(transformer.embed(observation.prompt_tokens))
+    tokens.append(embed_text(observation.prompt_tokens))
     masks.append(observation.prompt_mask)
     return jnp.concatenate(tokens, axis=1), jnp.concatenate(masks, axis=1)
 

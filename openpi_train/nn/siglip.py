@@ -139,13 +139,16 @@ class SiglipLayer(nnx.Module):
 
 
 class Siglip(nnx.Module):
-    """Images to tokens of the language model's width. Patches and positions in float32, the layers in `dtype`."""
+    """Images to tokens of the language model's width. Patches and positions in float32, the layers in `dtype`.
+
+    Without an `out_width` the tokens keep the tower's.
+    """
 
     def __init__(
         self,
         config: SiglipConfig,
         image_size: int,
-        out_width: int,
+        out_width: int | None,
         *,
         dtype: Any,
         remat: Remat,
@@ -166,7 +169,7 @@ class Siglip(nnx.Module):
         self.norm = LayerNorm(config.width)
         # openpi's head starts at zero; the norm that follows then multiplies its first gradients by 1000
         # (1 / sqrt(1e-6)), after which clipping stops everything else in a run without start weights.
-        self.head = nnx.Linear(config.width, out_width, dtype=dtype, rngs=rngs)
+        self.head = None if out_width is None else nnx.Linear(config.width, out_width, dtype=dtype, rngs=rngs)
 
     @jax.named_scope("siglip")
     def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b t d"]:
@@ -174,4 +177,5 @@ class Siglip(nnx.Module):
         x = self.patch_embedding(images)
         x = (x + self.position_embedding[...]).astype(self.dtype)
         x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return x if self.head is None else self.head(x)

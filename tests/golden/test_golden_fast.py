@@ -70,7 +70,7 @@ def run(request):
 
     def outputs(params):
         model = case.model(params)
-        embedded, valid = embed_prefix(model.image_encoder, model.transformer, case.observation)
+        embedded, valid = embed_prefix(model.image_encoder, model.transformer.embed, case.observation)
         activations = model.activations(case.observation)
         return {
             "embedded": embedded,
