@@ -60,7 +60,8 @@ class DataConfig(Data):
     normalization: Form | None = None
     # What to do with an unreadable record: end the run, or replace its row by another one of the same dataset.
     on_bad_record: Literal["error", "skip"] = "error"
-    # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`.
+    # A SentencePiece model file, or a hub repository that holds one as `tokenizer.model`. For SmolVLA a folder with a
+    # tokenizer.json, or hub:USER/NAME.
     tokenizer: str = "google/paligemma-3b-pt-224"
     # Maximum number of text lengths of batches, chosen from the instructions; each is compiled separately.
     text_lengths: int = at_least(1, 3)

@@ -1,6 +1,7 @@
 """Tokenization of prompts with a SentencePiece model: PaliGemma's from a file or the hub, or a small one trained here.
 
-The prompt formats are openpi's (`models/tokenizer.py`). Read next: `transforms.py` (`TokenizePrompt`).
+The prompt formats are openpi's (`models/tokenizer.py`). Read next: `published_tokenizer.py` (other tokenizers),
+`transforms.py` (`TokenizePrompt`).
 """
 
 import functools
@@ -70,6 +71,10 @@ class Tokenizer:
     def without_cuts(self) -> "Tokenizer":
         """The same tokenizer, which refuses prompts that are too long."""
         return Tokenizer(self.model, self.name, self.offline, cuts=False)
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of it, by name: enough to load it again."""
+        return {FILE: self.model}
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The tokens of a text, unchanged."""

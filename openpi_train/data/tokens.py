@@ -1,23 +1,27 @@
 """A model's tokenizers: how they are opened, their fingerprint, and their files in checkpoints.
 
-    <step>/tokenizer/tokenizer.model      the SentencePiece model for words
+    <step>/tokenizer/tokenizer.model      the SentencePiece model for words; or
+    <step>/tokenizer/tokenizer.json       a language model's own tokenizer, with the files beside it
     <step>/tokenizer/fast/                the FAST processor's files for actions, if the model uses them
 
 Read next: `interop/checkpoint_tokenizer.py`, which finds them in checkpoints.
 """
 
 from openpi_train.data.model import RowModel
-from openpi_train.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer
+from openpi_train.data.published_tokenizer import is_published, load_published_tokenizer
+from openpi_train.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 FOLDER, FAST = "tokenizer", "fast"
 
 
 def open_tokenizer(model: RowModel, name: str, *, offline: bool = False) -> Tokenizer:
-    """Load the tokenizer `name` with `load_tokenizer`; a model that reads no text gets the built-in one.
+    """Load the tokenizer `name`, of either kind; a model that reads no text gets the built-in one.
 
     Raises FileNotFoundError and ValueError as `load_tokenizer` does.
     """
-    return load_tokenizer(name if model.reads_text else BYTES, offline=offline, max_vocab_size=model.vocab_size)
+    name = name if model.reads_text else BYTES
+    load = load_published_tokenizer if is_published(name) else load_tokenizer
+    return load(name, offline=offline, max_vocab_size=model.vocab_size)
 
 
 def tokens_fingerprint(model: RowModel, tokenizer: Tokenizer) -> str | None:
@@ -37,4 +41,5 @@ def token_files(model: RowModel, tokenizer: Tokenizer) -> dict[str, bytes]:
         return {}
     chunks = model.chunk_tokenizer(tokenizer)
     fast = {} if chunks is None else chunks.files()
-    return {f"{FOLDER}/{FILE}": tokenizer.model, **{f"{FOLDER}/{FAST}/{name}": fast[name] for name in fast}}
+    files = {**tokenizer.files(), **{f"{FAST}/{name}": content for name, content in fast.items()}}
+    return {f"{FOLDER}/{name}": content for name, content in files.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.normalize import Form, Stats, normalize, unnormalize
-from openpi_train.data.resize import resize_with_pad
+from openpi_train.data.resize import resize_into_corner, resize_with_pad
 from openpi_train.data.tokenizer import Tokenizer
 
 Row = dict[str, Any]
@@ -41,15 +41,20 @@ class Unnormalize:
 
 @dataclasses.dataclass(frozen=True)
 class ResizeImages:
-    """Resize every `image/<slot>` to height x width pixels, padded with black; without `width` to a square."""
+    """Resize every `image/<slot>` to height x width pixels, padded with black; without `width` to a square.
+
+    `into_corner` puts images of other proportions at the bottom right, as SmolVLA was trained, not into the middle.
+    """
 
     height: int
     width: int | None = None
+    into_corner: bool = False
 
     def __call__(self, row: Row) -> Row:
         width = self.height if self.width is None else self.width
+        resize = resize_into_corner if self.into_corner else resize_with_pad
         images = {name: value for name, value in row.items() if name.startswith("image/")}
-        return row | {name: resize_with_pad(value, self.height, width) for name, value in images.items()}
+        return row | {name: resize(value, self.height, width) for name, value in images.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from openpi_train.interop.lerobot_folder import (
     RENAME,
     UNNORMALIZE,
     feature,
+    flag_of,
     read_stats,
 )
 from openpi_train.interop.openpi_torch import OLD_STATS, joined_params, layouts_of
@@ -132,7 +133,7 @@ def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str
     for field, ours in _EQUAL.items():
         value, own = config.get(field), getattr(model, ours)
         if value is not None and value != own:
-            problems.append(f"{field} is {value}: give {_flag(ours, value)} (here {own})")
+            problems.append(f"{field} is {value}: give {flag_of(ours, value)} (here {own})")
     problems += _check_features(config, model) + _check_images(model, stats)
     forms = config.get("normalization_mapping", {})
     if odd := {kind: form for kind, form in forms.items() if kind in ("STATE", "ACTION") and form != "MEAN_STD"}:
@@ -141,11 +142,6 @@ def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str
         raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
     if (rate := config.get("temporal_ensemble_coeff")) is not None:
         logger.info("%s acts with temporal ensembling: eval --ensemble %s --execute 1 does the same", where, rate)
-
-
-def _flag(field: str, value: Any) -> str:
-    name = field.replace("_", "-")
-    return f"--model.{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--model.{name} {value}"
 
 
 def _check_features(config: Mapping[str, Any], model: ActConfig) -> list[str]:

@@ -35,6 +35,7 @@ EPSILON = 1e-6
 # Names of steps.
 RENAME, BATCH, DEVICE = "rename_observations_processor", "to_batch_processor", "device_processor"
 NORMALIZE, UNNORMALIZE = "normalizer_processor", "unnormalizer_processor"
+TOKENIZE = "tokenizer_processor"
 
 
 def policy_folder(place: Place) -> Place:
@@ -82,6 +83,12 @@ def to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndar
 def feature(kind: str, *shape: int) -> dict[str, Any]:
     """The entry of an input or output in `config.json`."""
     return {"type": kind, "shape": list(shape)}
+
+
+def flag_of(field: str, value: Any) -> str:
+    """The flag that gives a field of the model this value."""
+    name = field.replace("_", "-")
+    return f"--model.{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--model.{name} {value}"
 
 
 def write_processors(

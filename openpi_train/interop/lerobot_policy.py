@@ -2,7 +2,7 @@
 
 As `lerobot` 0.6.1 writes and reads them: names of fields and steps, and defaults, are its own
 (`policies/pi0/configuration_pi0.py`, `processor_pi0.py` and similar files). Read next: `lerobot_folder.py` (the files),
-`openpi_torch.py` (the tensors), `lerobot_act.py`.
+`openpi_torch.py` (the tensors), `lerobot_act.py`, `lerobot_smolvla.py`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 from openpi_train.data.fast_tokenizer import PUBLISHED
 from openpi_train.data.files import write_json
-from openpi_train.interop import lerobot_act
+from openpi_train.interop import lerobot_act, lerobot_smolvla
 from openpi_train.interop.lerobot_folder import (
     BATCH,
     CONFIG,
@@ -24,6 +24,7 @@ from openpi_train.interop.lerobot_folder import (
     NORMALIZE,
     PREFIX,
     RENAME,
+    TOKENIZE,
     UNNORMALIZE,
     feature,
     norm_stats_of,
@@ -38,6 +39,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.act import ActConfig
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
+from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class LeRobotPolicy:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_TOKENIZE, _RELATIVE, _ABSOLUTE = "tokenizer_processor", "relative_actions_processor", "absolute_actions_processor"
+_RELATIVE, _ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 _ACTIONS = "action_tokenizer_processor"
 _CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _PROMPT = "{}_prepare_state_tokenizer_processor_step"
@@ -88,21 +90,21 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
         type="pi0",
         has="state_proj/kernel",
         cameras=_CAMERAS,
-        steps=(RENAME, BATCH, "pi0_new_line_processor", _TOKENIZE, DEVICE, _RELATIVE, NORMALIZE),
+        steps=(RENAME, BATCH, "pi0_new_line_processor", TOKENIZE, DEVICE, _RELATIVE, NORMALIZE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=_CAMERAS,
-        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi05"), _TOKENIZE, DEVICE),
+        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi05"), TOKENIZE, DEVICE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
-        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi0_fast"), _TOKENIZE, _ACTIONS, DEVICE),
+        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi0_fast"), TOKENIZE, _ACTIONS, DEVICE),
         equal=_PIXELS,
         fields={**_FAST_TOKENIZERS, "max_action_tokens": 256},
     ),
@@ -126,6 +128,8 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     _check_type(config["type"], model, where)
     if isinstance(model, ActConfig):
         params, stats = lerobot_act.read(folder, config, model)
+    elif isinstance(model, SmolVlaConfig):
+        params, stats = lerobot_smolvla.read(folder, config, model)
     else:
         _check(config, model, where)
         params, stats = read_params(folder, model, PREFIX), read_stats(folder)
@@ -151,6 +155,11 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         directory.mkdir(parents=True)
         lerobot_act.write_params(directory, stored.params, policy)
         write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **lerobot_act.image_stats(policy)})
+    elif isinstance(policy, SmolVlaConfig):
+        config = lerobot_smolvla.config_of(policy, stats)
+        directory.mkdir(parents=True)
+        lerobot_smolvla.write_params(directory, stored.params, policy)
+        write_processors(directory, config, lerobot_smolvla.STEPS, lerobot_smolvla.settings(config), stats)
     else:
         theirs, dtypes = _policy_of(policy), {str(leaf.dtype) for leaf in stored.params.values()}
         config = _config_of(theirs, policy, stats, dtypes)
@@ -172,7 +181,8 @@ def _policy_of(model: PolicyConfig) -> LeRobotPolicy:
 
 def _check_type(given: str, model: PolicyConfig, where: str) -> None:
     """Raise CheckpointError if the folder's policy, of the type `given`, is not of the model's type."""
-    own = lerobot_act.TYPE if isinstance(model, ActConfig) else _policy_of(model).type
+    others = {ActConfig: lerobot_act.TYPE, SmolVlaConfig: lerobot_smolvla.TYPE}
+    own = others.get(type(model)) or _policy_of(model).type
     if given not in _types():
         raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
     if given != own:
@@ -255,7 +265,7 @@ def _config_of(
 def _settings(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The settings of the steps around pi0 and its relatives."""
     return {
-        _TOKENIZE: {
+        TOKENIZE: {
             "max_length": config["tokenizer_max_length"],
             "task_key": "task",
             "padding_side": "right",
@@ -274,7 +284,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _types() -> list[str]:
-    return [*(policy.type for policy in POLICIES), lerobot_act.TYPE]
+    return [*(policy.type for policy in POLICIES), lerobot_act.TYPE, lerobot_smolvla.TYPE]
 
 
 def _allowed() -> str:

@@ -48,14 +48,25 @@ def _weights(adapter: AdapterConfig, has_factors: bool, rngs: nnx.Rngs) -> Calla
 
 
 class LanguageAttention(nnx.Module):
-    """The weights of one layer's attention."""
+    """The weights of one layer's attention.
 
-    def __init__(self, sizes: DecoderSizes, adapter: AdapterConfig, norm: Callable[[int], RMSNorm], rngs: nnx.Rngs):
+    Keys and values are made of the tokens themselves, or of something else, whose width is then `seen_width`.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        adapter: AdapterConfig,
+        norm: Callable[[int], RMSNorm],
+        rngs: nnx.Rngs,
+        seen_width: int | None = None,
+    ):
         d, n, k, c = sizes.width, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        seen = d if seen_width is None else seen_width
         lecun = nnx.initializers.lecun_normal
         weight = _weights(adapter, adapter.attention, rngs)
         self.query = weight((d, n, c), lecun(in_axis=-3, out_axis=(-2, -1)), outputs=2)
-        self.key_value = weight((2, d, k, c), lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,)), outputs=2)
+        self.key_value = weight((2, seen, k, c), lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,)), outputs=2)
         self.key_value.weight.set_metadata(by_entry=True)
         self.output = weight((n, c, d), lecun(in_axis=(-3, -2), out_axis=-1), inputs=2)
         self.has_biases, self.has_norms = sizes.biases, sizes.query_key_norms
@@ -84,6 +95,22 @@ class LanguageAttention(nnx.Module):
         return rotate(query, *angles), rotate(key, *angles), value
 
     @jax.named_scope("attention")
+    def heads_across(
+        self, x: Float[Array, "b t d"], seen: tuple[Float[Array, "b s e"], Float[Array, "b s e"]], angles: Angles
+    ) -> tuple[Array, Array, Array]:
+        """Queries "b t n c" of the tokens, rotated; keys and values "b s k c" of what is `seen`, as they are.
+
+        Not for sizes with biases, or with norms of queries and keys.
+        """
+        assert not self.has_biases and not self.has_norms
+        query = self.query(spread(x, self.query.weight[...]), "btd,dnc->btnc", "btd,dl->btl", "btl,lnc->btnc")
+        key, value = (
+            self.key_value(spread(one, self.key_value.part), "bse,ekc->bskc", "bse,el->bsl", "bsl,lkc->bskc", index=at)
+            for at, one in enumerate(seen)
+        )
+        return rotate(query, *angles), key, value
+
+    @jax.named_scope("attention")
     def from_heads(self, heads: Float[Array, "b t n c"]) -> Float[Array, "b t d"]:
         """Project heads back to the tokens' width."""
         # Sums run over axes in the order of their letters: that of the weight, or XLA would transpose it.
@@ -94,13 +121,20 @@ class LanguageLayer(nnx.Module):
     """One layer, in two parts: queries, keys and values; then attention and the MLP. A cache comes between them."""
 
     def __init__(
-        self, sizes: DecoderSizes, adapter: AdapterConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs
+        self,
+        sizes: DecoderSizes,
+        adapter: AdapterConfig,
+        *,
+        dtype: Any,
+        attention: Attention,
+        rngs: nnx.Rngs,
+        seen_width: int | None = None,
     ):
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, dtype=dtype, rngs=rngs, offset=float(sizes.norms_from_one), eps=sizes.norm_eps)
 
         self.attention_norm = norm(sizes.width)
-        self.attention = LanguageAttention(sizes, adapter, norm, rngs)
+        self.attention = LanguageAttention(sizes, adapter, norm, rngs, seen_width)
         self.mlp_norm = norm(sizes.width)
         mlp_weight = _weights(adapter, adapter.mlp, rngs)
         self.mlp = GatedMlp(sizes.width, sizes.mlp_dim, mlp_weight, sizes.activation)
@@ -114,6 +148,12 @@ class LanguageLayer(nnx.Module):
     def heads(self, x: Float[Array, "b t d"], angles: Angles) -> tuple[Array, Array, Array]:
         """Queries, keys and values of the tokens."""
         return self.attention.heads(self.attention_norm(x)[0], angles)
+
+    def heads_across(
+        self, x: Float[Array, "b t d"], seen: tuple[Array, Array], angles: Angles
+    ) -> tuple[Array, Array, Array]:
+        """Queries of the tokens; keys and values of what is `seen`, for a layer that has its width."""
+        return self.attention.heads_across(self.attention_norm(x)[0], seen, angles)
 
     def after(self, x: Float[Array, "b t d"], query: Array, key: Array, value: Array, mask: Array) -> Array:
         """The layer's output for tokens that attend to these keys and values where `mask` "b t s" is set."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from openpi_train.data.config import Dataset
 from openpi_train.data.normalize import NormStats, parse_norm_stats
-from openpi_train.data.tokenizer import FILE
 from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
@@ -75,7 +74,7 @@ def load_policy(
     config, model = run.demonstrations, run.policy
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)
-        model, tokenizer = with_files(model, folder), tokenizer or str(folder / FILE)
+        model, tokenizer = with_files(model, folder), tokenizer or str(folder)
     pieces = open_tokenizer(model, tokenizer or config.tokenizer, offline=config.offline)
     check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
     lengths, longest = None, model.text_length(pieces, ())

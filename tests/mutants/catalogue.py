@@ -28,7 +28,7 @@ ROOT = FOLDER.parent.parent
 # Every group needs at least so many mutations.
 MUTATIONS_PER_GROUP = 4
 SAMPLERS = ("flow", "real-time chunking", "ensembling", "ddpm", "ddim", "tokens", "text")
-MODELS = ("pi0", "pi05", "pi0_fast", "paligemma", "diffusion_policy", "act", "language")
+MODELS = ("pi0", "pi05", "pi0_fast", "paligemma", "diffusion_policy", "act", "smolvla", "language")
 FORMATS = ("rlds", "lerobot", "zarr", "parquet")
 CHECKPOINT_PATHS = ("save", "restore", "local tier", "start weights", "openpi", "torch")
 SERVERS = ("texts",)
