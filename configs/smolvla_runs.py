@@ -64,5 +64,6 @@ tabletop_smolvla = dataclasses.replace(
 """A small SmolVLA (0.3 M parameters) whose prompt names the block to reach; all of it trains, without start weights.
 
 Command: python -m openpi_train tabletop_smolvla --exp-name x
-Hardware: 2 CPU cores. Result: 76 of 100 held-out episodes; 5 CPU minutes with the dataset (docs/smolvla.md).
+Hardware: 2 CPU cores. Result: 76 of 100 held-out episodes; 5 CPU minutes with the dataset (one seed;
+2026-11-26, commit 5e3ede6; docs/smolvla.md).
 """

@@ -14,6 +14,7 @@ from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.droid import Droid
 from openpi_train.robots.libero import Libero
 from openpi_train.robots.metaworld import MetaWorld
+from openpi_train.robots.numbered import Numbered
 from openpi_train.robots.openx import OpenX
 from openpi_train.robots.openx_layouts import LAYOUTS
 from openpi_train.robots.pusht import PushT
@@ -30,6 +31,7 @@ ROBOTS = [
     Libero(),
     Libero(extra_delta=True),
     MetaWorld(),
+    Numbered(num_state_dims=8),
     *(OpenX(layout=layout) for layout in LAYOUTS),
     PushT(),
     PushT(keypoints=True),
