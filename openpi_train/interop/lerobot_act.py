@@ -21,8 +21,8 @@ from openpi_train.interop.lerobot_folder import (
     PREFIX,
     RENAME,
     UNNORMALIZE,
+    differences,
     feature,
-    flag_of,
     read_stats,
 )
 from openpi_train.interop.openpi_torch import OLD_STATS, joined_params, layouts_of
@@ -125,15 +125,7 @@ def layout(name: str, shape: tuple[int, ...]) -> TensorLayout:
 
 def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
-    problems = [
-        f"{field} is {config[field]!r}: ACT here has {value!r}, choose another policy"
-        for field, value in _FIXED.items()
-        if config.get(field, value) != value
-    ]
-    for field, ours in _EQUAL.items():
-        value, own = config.get(field), getattr(model, ours)
-        if value is not None and value != own:
-            problems.append(f"{field} is {value}: give {flag_of(ours, value)} (here {own})")
+    problems = differences(config, model, _FIXED, _EQUAL, "ACT")
     problems += _check_features(config, model) + _check_images(model, stats)
     forms = config.get("normalization_mapping", {})
     if odd := {kind: form for kind, form in forms.items() if kind in ("STATE", "ACTION") and form != "MEAN_STD"}:

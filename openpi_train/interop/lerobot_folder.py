@@ -91,6 +91,26 @@ def flag_of(field: str, value: Any) -> str:
     return f"--model.{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--model.{name} {value}"
 
 
+def differences(
+    config: Mapping[str, Any], model: Any, fixed: Mapping[str, Any], equal: Mapping[str, str], name: str
+) -> list[str]:
+    """What a folder's policy says otherwise than the model, and what to do about each.
+
+    Args: `fixed` are values that policies of this `name` have here, by LeRobot's field; `equal` are the model's fields
+    by LeRobot's. An absent field is as here.
+    """
+    problems = [
+        f"{field} is {config[field]!r}: {name} here has {value!r}, choose another policy"
+        for field, value in fixed.items()
+        if config.get(field, value) != value
+    ]
+    for field, ours in equal.items():
+        value, own = config.get(field), getattr(model, ours)
+        if value is not None and value != own:
+            problems.append(f"{field} is {value}: give {flag_of(ours, value)} (here {own})")
+    return problems
+
+
 def write_processors(
     directory: Path,
     config: Mapping[str, Any],

@@ -26,8 +26,8 @@ from openpi_train.interop.lerobot_folder import (
     RENAME,
     TOKENIZE,
     UNNORMALIZE,
+    differences,
     feature,
-    flag_of,
     read_stats,
 )
 from openpi_train.interop.openpi_torch import joined_params, layouts_of
@@ -136,15 +136,7 @@ def _renamed(layout: TensorLayout, name: Any) -> TensorLayout:
 
 def check(config: Mapping[str, Any], model: SmolVlaConfig, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
-    problems = [
-        f"{field} is {config[field]!r}: SmolVLA here has {value!r}, choose another policy"
-        for field, value in _FIXED.items()
-        if config.get(field, value) != value
-    ]
-    for field, ours in _EQUAL.items():
-        value, own = config.get(field), getattr(model, ours)
-        if value is not None and value != own:
-            problems.append(f"{field} is {value}: give {flag_of(ours, value)} (here {own})")
+    problems = differences(config, model, _FIXED, _EQUAL, "SmolVLA")
     size, wanted = config.get("resize_imgs_with_padding", [512, 512]), [model.image_size] * 2
     if size is None or size[0] != size[1]:
         problems.append(f"resize_imgs_with_padding is {size}: the images of SmolVLA here are squares")
