@@ -16,6 +16,12 @@ ARG EXTRAS=hub,lerobot,serve
 RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" \
     && useradd --create-home --uid 1000 trainer
 
+# enroot, which Slurm's pyxis starts, gives a container the GPUs and CUDA's driver only if its image asks for them. What a
+# user has installed in a home directory that is mounted stays outside.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    PYTHONNOUSERSITE=1
+
 USER 1000
 WORKDIR /home/trainer
 ENTRYPOINT ["python", "-m", "openpi_train"]

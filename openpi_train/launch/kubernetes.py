@@ -56,6 +56,7 @@ class Kubernetes(Launch):
 
     name: str = option("name of the job, its service and its pods")
     image: str = option("container image with openpi_train installed")
+    image_pull_secret: str | None = option("secret of the image's registry, in the namespace", None)
     num_nodes: int = option("number of hosts: one pod and process on each", flags=["--nodes"], metavar="NODES")
     gpus_per_node: int = option("GPUs of each pod; 0 trains on CPUs")
     form: str = option("jobset needs its controller (%(default)s)", "job", choices=("job", "jobset"))
@@ -64,6 +65,7 @@ class Kubernetes(Launch):
     claims: tuple[tuple[str, str], ...] = option(
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
+    fs_group: int | None = option("group that may write to the volumes; of our Dockerfile's image: 1000", None)
     cpus: str | None = option('CPUs of each pod, in the format of Kubernetes: "32"', None)
     memory: str | None = option('memory of each pod, including /dev/shm: "256Gi"', None)
     env: tuple[tuple[str, str], ...] = option("set in every pod", (), type=_pair, metavar="NAME=VALUE")
@@ -86,6 +88,10 @@ class Kubernetes(Launch):
             )
         if self.num_nodes < 1 or self.gpus_per_node < 0 or self.max_restarts < 0 or self.grace_s < 1:
             raise LaunchError("--nodes and --grace-s must be at least 1, --gpus-per-node and --max-restarts at least 0")
+        if self.fs_group is not None and self.fs_group < 0:
+            raise LaunchError(
+                f"--fs-group {self.fs_group} is not the number of a group; the image of our Dockerfile has 1000"
+            )
         check_port(self.port, "--port")
         for variable, _ in self.env:
             check_variable(variable)
@@ -193,7 +199,12 @@ def _job_spec(spec: Kubernetes, *, backoff_limit: int, further_rules: list[Json]
 def _pod_spec(spec: Kubernetes) -> Json:
     claims = [(f"claim-{number}", name, path) for number, (name, path) in enumerate(spec.claims)]
     memory = {"medium": "Memory", "sizeLimit": f"{spec.shared_memory_gib}Gi"}
-    optional = {"serviceAccountName": spec.service_account, "nodeSelector": dict(spec.node_selector)}
+    optional: Json = {
+        "serviceAccountName": spec.service_account,
+        "nodeSelector": dict(spec.node_selector),
+        "imagePullSecrets": [{"name": name} for name in (spec.image_pull_secret,) if name],
+        "securityContext": _security(spec),
+    }
     return {
         "restartPolicy": "Never",  # required by podFailurePolicy; the Job makes a new pod instead
         "subdomain": spec.name,
@@ -232,6 +243,12 @@ def _environment(spec: Kubernetes) -> list[Json]:
     }
     token = {"name": "OPENPI_TRAIN_JOB_TOKEN", "valueFrom": {"fieldRef": {"fieldPath": _UID_LABEL}}}
     return [token, *({"name": name, "value": value} for name, value in variables.items())]
+
+
+def _security(spec: Kubernetes) -> Json:
+    """A new volume belongs to root, and an image's own user writes to it as a member of this group alone."""
+    # Of a volume that has the group already, the files are not visited one by one at each start.
+    return {} if spec.fs_group is None else {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def _resources(spec: Kubernetes) -> Json:

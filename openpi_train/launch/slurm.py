@@ -244,6 +244,7 @@ def _srun(job: Slurm) -> list[str]:
         folder = job.folder.absolute()
         mounts = ",".join([f"{folder}:{folder}", *job.container_mount])
         words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
+        words += ["--no-container-entrypoint"]  # a cluster may run it, and then it would get bash as its argument
     return [*words, "--kill-on-bad-exit=1", "--label"]
 
 

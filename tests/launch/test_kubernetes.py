@@ -41,6 +41,8 @@ FULL = Kubernetes(
     env=(("WANDB_MODE", "offline"), ("EMPTY", "")),
     node_selector=(("cloud.google.com/gke-accelerator", "nvidia-h100"), ("on", "yes")),
     service_account="trainer",
+    image_pull_secret="registry",
+    fs_group=1000,
     shared_memory_gib=64,
     max_restarts=3,
     grace_s=300,
@@ -163,7 +165,7 @@ def test_the_pods_of_a_jobset_have_names_before_they_are_ready():
 def test_every_option_is_in_the_manifest(capsys):
     options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
-        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job"""
+        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000"""
     assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
@@ -172,7 +174,8 @@ def test_every_option_is_in_the_manifest(capsys):
     assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 3}
     pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300 and pod["serviceAccountName"] == "trainer"
-    assert pod["nodeSelector"] == {"kind": "h100"}
+    assert pod["nodeSelector"] == {"kind": "h100"} and pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["securityContext"] == {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
     (container,) = pod["containers"]
     assert container["image"] == "img" and container["command"][-len(RUN) :] == list(RUN)
     assert {"name": "A", "value": "b=c"} in container["env"]
@@ -238,6 +241,7 @@ def test_a_pod_on_processors_is_told_so():
     [
         ({"name": "Run_1"}, "not a valid Kubernetes name: lower-case"),
         ({"name": "a" * 62}, "at most 61 of them here"),
+        ({"fs_group": -1}, "--fs-group -1 is not the number of a group"),
         ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
         ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
         ({"port": 65535}, "--port 65535"),

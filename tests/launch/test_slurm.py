@@ -129,7 +129,7 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     words = step(dry_run(capsys, *options))
     assert words[-len(program) :] == program
     assert {"--container-image=image.sqsh", f"--container-mounts={here}:{here},/data:/data"} < set(words)
-    assert f"--container-workdir={here}" in words
+    assert {f"--container-workdir={here}", "--no-container-entrypoint"} < set(words)
 
     words = step(dry_run(capsys, *options, "--container-runtime", "apptainer"))
     binds = ["--bind", here, "--bind", "/data:/data", "--pwd", here]
