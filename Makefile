@@ -8,7 +8,7 @@ NEWEST ?= python3.13
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants newest packages lint docs gpu-compile bench clean
+.PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile bench clean
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -86,6 +86,14 @@ mutants: $(VENV)/.installed
 # The documentation as a site in site/; ends with an error at every warning, such as a broken link.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The wheel and the sdist of the commit in dist/: built twice with the same bytes, checked, and tried in an empty environment
+# (docs/install.md). DIST_FLAGS=--no-trial installs nothing there.
+DIST := .venv-dist
+dist:
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-dist.txt build setuptools twine
+	$(DIST)/bin/python scripts/build_dist.py $(DIST_FLAGS)
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
 # The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, families.
