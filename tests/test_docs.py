@@ -50,6 +50,10 @@ from openpi_train.tools import data as data_tool
 from openpi_train.training import rehearsal, start
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import evaluate_libero
+
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
 FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
@@ -203,6 +207,8 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
         check_program(words[3:], seen)
     elif words[0] == "openpi-train":
         check_program(words[1:], seen)
+    elif words[1:2] == ["scripts/evaluate_libero.py"]:
+        evaluate_libero.flags_of(words[2:])
     elif words[1:2] and words[1] in SCRIPTS:
         assert f"{SCRIPTS[words[1]]}"[1:-1].replace("'", '"') in (ROOT / words[1]).read_text()
         check_program([*SCRIPTS[words[1]], *words[2:]], seen)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+import libero_stand_in
 import numpy as np
 import pytest
 
@@ -14,7 +15,6 @@ from openpi_train.envs.named import environment
 from openpi_train.robots.libero import Libero
 from openpi_train.runtime.exits import UsageError
 
-STAND_INS = Path(__file__).parent / "stand_ins"
 KEYS, TASKS = jax.random.split(jax.random.key(0), 8), np.array([0, 1] * 4)
 
 
@@ -22,23 +22,14 @@ def forget():
     for cached in (libero_env._tasks, libero_env._benchmark, libero_env._published_states):
         cached.cache_clear()
     leased.forget_idle()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
-        del sys.modules[name]
+    libero_stand_in.forget()
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The stand-in, found as LIBERO is; its modules `benchmark` and `envs`."""
     forget()
-    monkeypatch.syspath_prepend(STAND_INS)
-    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))
-    (tmp_path / "config.yaml").write_text("benchmark_root: x\n")
-    (tmp_path / "bddl_files" / "libero_goal").mkdir(parents=True)
-    for task in ("open_the_drawer", "turn_on_the_stove"):
-        (tmp_path / "bddl_files" / "libero_goal" / f"{task}.bddl").touch()
-    from libero.libero import benchmark, envs
-
-    yield benchmark, envs
+    yield libero_stand_in.install(tmp_path, monkeypatch)
     forget()
 
 
@@ -156,7 +147,7 @@ def test_what_is_missing_is_said(monkeypatch, tmp_path):
         environment("libero:libero_soup")
     with pytest.raises(UsageError, match=r"LIBERO cannot be imported .*: install it beside openpi_train"):
         environment("libero:libero_goal")
-    monkeypatch.syspath_prepend(STAND_INS)
+    monkeypatch.syspath_prepend(libero_stand_in.FOLDER)
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"would ask where its files are, since there is no .*config.yaml: run python"):
         environment("libero:libero_goal")

@@ -11,9 +11,11 @@ class OffScreenRenderEnv:
     def __init__(self, bddl_file_name, camera_heights, camera_widths):
         assert os.path.exists(bddl_file_name)
         self.task, self.size, self.actions = os.path.basename(bddl_file_name), (camera_heights, camera_widths), []
+        self.seeds, self.closed = [], False
         MADE.append(self)
 
     def seed(self, seed):
+        self.seeds.append(seed)
         np.random.seed(seed)
 
     def reset(self):
@@ -31,6 +33,9 @@ class OffScreenRenderEnv:
 
     def check_success(self):
         return bool(self.place[0] >= 0.2)
+
+    def close(self):
+        self.closed = True
 
     def _seen(self):
         """The pictures have the row in red, the column in green; blue is the camera."""
