@@ -1,4 +1,4 @@
-"""Reader of big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`).
+"""big_vision's `.npz` files, in which PaliGemma was published (`pt_224.npz`, `.f16`, `.bf16`), read and written.
 
 Such a file is a ZIP of uncompressed arrays, so each can be memory-mapped. bfloat16, which numpy's format does not
 support, is stored as two untyped bytes ("V2", or "u2"). Names are openpi's, below `params/`.
@@ -13,20 +13,25 @@ from typing import BinaryIO
 import ml_dtypes
 import numpy as np
 
-from openpi_train.interop.paligemma_torch import TABLE, without_filling
+from openpi_train.data.files import replacing
+from openpi_train.interop.paligemma_torch import TABLE, backbone_of, without_filling
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_file
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, at_hand, bytes_in_order, in_file
 from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
+# The file in a folder that was converted to this format.
+FILE = "paligemma.npz"
 _SUFFIX, _ROOT, _PUBLISHED = ".npz", "params/", "PaliGemma/"
+# How numpy describes bfloat16 in a file: two untyped bytes.
+_UNTYPED = "|V2"
 # Header of a member, followed by its name and an extra field (APPNOTE.TXT 6.3.10, section 4.3.7).
 _MEMBER_HEADER = struct.Struct("<26xHH")
 
 
 def recognises(place: Place) -> bool:
-    """Whether the place is an `.npz` file."""
-    return place.url.endswith(_SUFFIX) and (place.local is None or place.local.is_file())
+    """Whether the place is an `.npz` file, or a folder with the one that `write` writes."""
+    return _file(place) is not None
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
@@ -34,9 +39,10 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
     Raises CheckpointError if the file is in a bucket, is damaged, or has another format.
     """
-    if place.local is None:
+    file = (_file(place) or place).local
+    if file is None:
         raise CheckpointError(f"{place}: .npz files are read from a disk; copy it to one that all hosts share first")
-    leaves = open_npz(place.local)
+    leaves = open_npz(file)
     if others := [name for name in leaves if not name.startswith(_ROOT)]:
         raise CheckpointError(
             f"{place} is not in big_vision's format: names must begin with {_ROOT}, unlike {others[0]}"
@@ -45,6 +51,30 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     if model is not None and TABLE in params:
         params[TABLE] = without_filling(params[TABLE], as_policy(model).vocab_size, place)
     return Stored(where=str(place), format="big_vision", params=params)
+
+
+def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+    """Write `paligemma.npz` with the arrays that a published file has. Call it in one process.
+
+    Raises UsageError as `backbone_of`.
+    """
+    del model  # its names are the published ones
+    params = backbone_of(stored.params)
+    with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, leaf in params.items():
+            entry = f"{_ROOT}{name.removeprefix(_PUBLISHED)}.npy"
+            with archive.open(entry, "w", force_zip64=True) as member, at_hand(leaf, directory) as near:
+                described = _UNTYPED if leaf.dtype == ml_dtypes.bfloat16 else np.lib.format.dtype_to_descr(leaf.dtype)
+                header = {"descr": described, "fortran_order": False, "shape": leaf.shape}
+                np.lib.format.write_array_header_1_0(member, header)
+                for piece in bytes_in_order(near):
+                    member.write(piece)
+
+
+def _file(place: Place) -> Place | None:
+    if place.url.endswith(_SUFFIX) and (place.local is None or place.local.is_file()):
+        return place
+    return place / FILE if place.local is not None and place.has(FILE) else None
 
 
 def open_npz(path: Path) -> Leaves:

@@ -44,6 +44,7 @@ class Format:
         lacks: a regular expression for published names that such a base checkpoint does not have.
         part: the part of a model that such a checkpoint holds; default: all of it.
         holds: a regular expression for the published names of the parameters that it holds of that part; None: all.
+        has_norm_stats: whether it can hold norm stats.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Format:
     lacks: str | None = None
     part: Callable[[ModelConfig], ModelConfig] = lambda model: model
     holds: str | None = None
+    has_norm_stats: bool = True
 
     def kept(self, stored: Stored, model: ModelConfig) -> Stored:
         """The parts of the model's checkpoint that can be written in this format."""
@@ -78,8 +80,10 @@ FORMATS: tuple[Format, ...] = (
     _of(
         big_vision,
         "big_vision",
-        "PaliGemma as published: an .npz file (pt_224.npz)",
+        "PaliGemma as published: an .npz file (pt_224.npz), or a folder with paligemma.npz",
         lacks=paligemma_torch.NOT_IN_IT,
+        holds=paligemma_torch.HELD,
+        has_norm_stats=False,
     ),
     _of(
         ours,
@@ -100,6 +104,8 @@ FORMATS: tuple[Format, ...] = (
         "paligemma",
         "PaliGemma in Hugging Face's format: a directory with model.safetensors, or several and their index",
         lacks=paligemma_torch.NOT_IN_IT,
+        holds=paligemma_torch.HELD,
+        has_norm_stats=False,
     ),
     _of(
         huggingface,

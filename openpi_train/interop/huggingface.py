@@ -149,7 +149,10 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     """
     language = None if isinstance(model, AccompaniedConfig) or model is None else language_of(model)
     if language is None:
-        raise UsageError(f"--to huggingface writes language models; this is a {type(model).__name__}")
+        raise UsageError(
+            f"--to huggingface writes language models; this is a {type(model).__name__}. The PaliGemma in a policy is "
+            "written with --to paligemma"
+        )
     refuse_factors(stored.params)
     dtypes = {str(leaf.dtype) for leaf in stored.params.values()}
     try:

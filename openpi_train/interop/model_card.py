@@ -17,6 +17,7 @@ _LOADING = {
         "uv run scripts/serve_policy.py policy:checkpoint --policy.config=CONFIG --policy.dir=DIRECTORY",
     ),
     "huggingface": ("transformers", None),
+    "paligemma": ("transformers", None),
     "peft": ("peft", None),
 }
 # By checkpoint format: the flag with which a run starts from it.

@@ -127,11 +127,11 @@ def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
 
 
 def refuse_factors(params: Leaves) -> None:
-    """Raise UsageError if low-rank factors are among the parameters: PyTorch's models have none."""
+    """Raise UsageError if low-rank factors are among the parameters: formats of plain weights have none."""
     if factors := [name for name in params if "lora" in name]:
         raise UsageError(
             f"the weights have {len(factors)} low-rank factors beside them: fold them in with --merge-lora, since "
-            "PyTorch's models have none"
+            "this format has none"
         )
 
 

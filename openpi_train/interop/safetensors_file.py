@@ -17,7 +17,7 @@ import numpy as np
 
 from openpi_train.data.files import replacing, write_json
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, blocks, in_file
+from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, bytes_in_order, in_file
 from openpi_train.runtime.exits import CheckpointError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -113,8 +113,8 @@ def write_file(path: Path, tensors: Leaves, metadata: Mapping[str, str] | None =
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for leaf in tensors.values():
-            for where in blocks(leaf.everything, leaf.dtype.itemsize):
-                file.write(np.ascontiguousarray(leaf.read(where)).reshape(-1).view(np.uint8).data)
+            for piece in bytes_in_order(leaf):
+                file.write(piece)
 
 
 def write_model(folder: Path, tensors: Leaves, metadata: Mapping[str, str] | None = None) -> None:

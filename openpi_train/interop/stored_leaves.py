@@ -102,6 +102,12 @@ def blocks(index: Index, itemsize: int) -> Iterator[Index]:
         yield from (blocks(cut, itemsize) if rows == 1 else (cut,))
 
 
+def bytes_in_order(leaf: StoredLeaf) -> Iterator[memoryview]:
+    """The bytes of the whole leaf in memory order, piece by piece."""
+    for where in blocks(leaf.everything, leaf.dtype.itemsize):
+        yield np.ascontiguousarray(leaf.read(where)).reshape(-1).view(np.uint8).data
+
+
 def inside(index: Index, box: Index) -> Index:
     """The position of the part `index` in an array that holds the part `box`."""
     return tuple(slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(index, box, strict=True))

@@ -110,18 +110,17 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     stored = form.kept(stored, model)
     left_out = sorted(found.keys() - (stored.train_state or {}).keys())
     wanted_model = form.part(model)
-    wanted = {
-        path: stored.params[public]
-        for path, public in openpi.parameter_names(wanted_model).items()
-        if form.holds is None or re.fullmatch(form.holds, public)
-    }
     if request.merge_lora:
         if not any("lora" in path for path in params):
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
-        wanted_model, wanted = wanted_model.without_lora(), merged_lora(model, params)
+        wanted_model = wanted_model.without_lora()
+        every = {wanted_model.public_name(path): leaf for path, leaf in merged_lora(model, params).items()}
+    else:
+        every = {public: stored.params[public] for public in openpi.parameter_names(wanted_model).values()}
+    published = {name: leaf for name, leaf in every.items() if form.holds is None or re.fullmatch(form.holds, name)}
+    rest = {name: leaf for name, leaf in every.items() if name not in published}
     if request.dtype is not None:
-        wanted = {path: leaf.cast(jnp.dtype(request.dtype)) for path, leaf in wanted.items()}
-    published = {wanted_model.public_name(path): leaf for path, leaf in wanted.items()}
+        published = {name: leaf.cast(jnp.dtype(request.dtype)) for name, leaf in published.items()}
     said = stored.experiment or as_json(experiment)
     if request.merge_lora:
         said = {**said, "model": as_json(wanted_model)}
@@ -131,6 +130,8 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     except ValueError as error:
         raise UsageError(f"--asset-id: {error}") from error
     _check_widths(norm_stats, experiment)
+    without_place = [] if form.has_norm_stats else sorted(norm_stats)
+    norm_stats = norm_stats if form.has_norm_stats else {}
     return CheckpointConversion(
         request=request,
         form=form,
@@ -138,14 +139,19 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
         params=params,
         wanted_model=wanted_model,
         wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said),
+        rest=rest,
         left_out=left_out,
+        norm_stats_left_out=without_place,
         cameras=experiment.data.cameras if isinstance(model, PolicyConfig) else (),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConversion:
-    """A checked conversion: what was opened, and what will be written."""
+    """A checked conversion: what was opened, and what will be written.
+
+    `rest` are the parameters of the wanted model that the form does not hold, by published name.
+    """
 
     request: ConvertRequest
     form: checkpoint_formats.Format
@@ -153,7 +159,9 @@ class CheckpointConversion:
     params: Leaves
     wanted_model: ModelConfig
     wanted: Stored
+    rest: Leaves
     left_out: list[str]
+    norm_stats_left_out: list[str]
     cameras: tuple[str, ...]
 
     @property
@@ -173,6 +181,8 @@ class CheckpointConversion:
         ]
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
+        if self.norm_stats_left_out:
+            lines.append(f"left out: the norm stats of {', '.join(self.norm_stats_left_out)}")
         if others := self._parameters_left_out():
             lines.append(
                 f"left out: {len(others)} parameters that --to {self.form.name} does not hold ({others[0]}, ...)"
@@ -182,7 +192,8 @@ class CheckpointConversion:
     def _parameters_left_out(self) -> list[str]:
         """The published names of parameters that the form does not hold, and that are not merged into others."""
         names = (self.model.public_name(path) for path in self.params)
-        return [name for name in names if name not in self.wanted.params and "lora" not in name]
+        merged = self.request.merge_lora
+        return [name for name in names if name not in self.wanted.params and not (merged and "lora" in name)]
 
     def run(self) -> Path:
         """Write the target, read it back, compare, report. A failure leaves nothing behind."""
@@ -198,7 +209,7 @@ class CheckpointConversion:
         result = self.form.open(Place.of(draft), self.wanted_model)
         source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
         others = {name: source[name] for name in self._parameters_left_out()}
-        whole = dataclasses.replace(result, params={**others, **result.params})
+        whole = dataclasses.replace(result, params={**others, **self.rest, **result.params})
         params = checkpoint_formats.model_params(whole, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:
@@ -215,6 +226,7 @@ class CheckpointConversion:
             "parameters_left_out": sorted(self._parameters_left_out()),
             "training_state": {"leaves": len(result.train_state or {}), "left_out": self.left_out},
             "norm_stats": sorted(result.norm_stats),
+            "norm_stats_left_out": self.norm_stats_left_out,
             "outputs": self._outputs(params),
         }
 

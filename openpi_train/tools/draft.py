@@ -54,11 +54,15 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
 
 
 def check_target(target: Path, source: str) -> None:
-    """Raise UsageError if the target is an address instead of a path, or is inside the source or contains it."""
+    """Raise UsageError if the target is an address or a file, not a folder, or is inside the source or contains it."""
     if re.match(r"[a-z]\w+:/", str(target)):
         raise UsageError(
             f"{target}: a result is written to a directory, or pushed to hub:USER/NAME; write it to a disk and copy it "
             "to the bucket (gcloud storage cp -r, aws s3 cp --recursive)"
+        )
+    if target.suffix == ".npz":
+        raise UsageError(
+            f"{target}: a result is a folder, in which --to big_vision writes paligemma.npz; give the folder's name"
         )
     there, here = target.expanduser().resolve(), Path(source).expanduser().resolve()
     if here.exists() and (here in (there, *there.parents) or there in here.parents):

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 import struct
 from pathlib import Path
@@ -16,65 +15,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from paligemma_case import CONFIG, GENUINE, OLD, TABLE, assert_same, load, loaded, published, tensors
 
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.openpi import parameter_shapes
-from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import in_memory
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
-from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.types import Observation
 
-GENUINE = Path(__file__).parent / "paligemma"
-SIZES = json.loads((GENUINE / "made_with.json").read_text())["sizes"]
-CONFIG = PaliGemmaFlowConfig(
-    paligemma_variant="dummy",
-    language=GemmaOverrides(**SIZES["language"]),
-    head_variant="dummy",
-    head=GemmaOverrides(depth=1),
-    siglip=SiglipConfig(**SIZES["siglip"]),
-    image_size=SIZES["image_size"],
-    vocab_size=SIZES["vocab_size"],
-    max_token_len=6,
-    dtype="float32",
-    remat="none",
-)
-TABLE = "language_model.model.embed_tokens.weight"
 HEAD = "head/"
-
-
-@functools.cache
-def loaded():
-    """The backbone's parameters by our path, as a run would start from them."""
-    leaves = CheckpointWeightLoader(params_path=str(GENUINE)).load(CONFIG)
-    return {path: leaf.whole() for path, leaf in leaves.items()}
-
-
-def tensors():
-    return dict(safetensors_file.open_model(Place.of(GENUINE)))
 
 
 def write(folder, changed) -> Path:
     folder.mkdir()
     safetensors_file.write_file(folder / safetensors_file.FILE, changed)
     return folder
-
-
-def load(where, config=CONFIG):
-    return CheckpointWeightLoader(params_path=str(where)).load(config)
-
-
-def assert_same(found, expected):
-    assert set(found) == set(expected)
-    for path, leaf in found.items():
-        np.testing.assert_array_equal(leaf.whole().astype(np.float32), expected[path].astype(np.float32), err_msg=path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,7 +70,6 @@ def test_the_backbone_computes_what_transformers_computes(dtype):
         assert dtype == "float32" or ours < own
 
 
-OLD = ((r"^vision_tower\.", "vision_tower.vision_model."),)
 NEW = ((r"^vision_tower\.", "model.vision_tower.vision_model."), (r"^language_model\.model\.", "model.language_model."))
 NEW += ((r"^multi_modal", "model.multi_modal"),)
 
@@ -124,12 +82,6 @@ def test_every_set_of_names_gives_the_same_parameters(tmp_path, renaming):
     changed = {renamed(name): leaf for name, leaf in tensors().items()}
     assert sorted(changed) != sorted(tensors())
     assert_same(load(write(tmp_path / "m", changed)), loaded())
-
-
-def published(dtype=np.float32):
-    """The genuine parameters as big_vision names them."""
-    names = {CONFIG.public_name(path): leaf.astype(dtype) for path, leaf in loaded().items()}
-    return {name.replace("PaliGemma/", "params/"): leaf for name, leaf in names.items()}
 
 
 @pytest.mark.parametrize("bytes_as", ["f4", "V2", "u2"])
