@@ -98,7 +98,7 @@ FORMATS: tuple[Format, ...] = (
         keeps=openpi.kept,
     ),
     _of(lerobot_policy, "lerobot", "LeRobot's: a policy's folder (config.json with its type, model.safetensors)"),
-    _of(openpi_torch, "openpi_torch", "openpi's in PyTorch: a folder with model.safetensors, and assets/ beside it"),
+    _of(openpi_torch, "openpi_torch", "openpi's in PyTorch: a step of its trainer, or a folder with model.safetensors"),
     _of(
         paligemma_torch,
         "paligemma",
@@ -202,6 +202,11 @@ def _refuse_what_is_none(place: Place) -> None:
         raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy interrupted?")
 
 
+def _is_step(place: Place) -> bool:
+    """Whether it is the folder of a step of openpi's trainers: the one in JAX, or the one in PyTorch."""
+    return openpi.recognises(place) or openpi_torch.recognises(place)
+
+
 def _contents(place: Place) -> str:
     if place.local is None:
         return ""
@@ -210,7 +215,7 @@ def _contents(place: Place) -> str:
     names = sorted(path.name for path in place.local.iterdir())
     if half := [name for name in names if ".orbax-checkpoint-tmp" in name]:
         return f": {half[0]} is incomplete, its save was interrupted; use another step"
-    steps = [int(name) for name in names if name.isdecimal() and openpi.recognises(place / name)]
+    steps = [int(name) for name in names if name.isdecimal() and _is_step(place / name)]
     if steps:
         return f": it is a run's directory; give one of its steps, such as {place / str(max(steps))}"
     shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -167,11 +167,12 @@ def our_items(stored: Stored, names: Mapping[str, str]) -> tuple[Leaves, Leaves]
     """The `params` and `train_state` items of our checkpoint with the content of `stored`.
 
     Our frozen parameters have one value. openpi averages them too, which may round them: the value used in training is
-    kept. Raises CheckpointError if the checkpoint was made for inference alone.
+    kept. Raises CheckpointError if the checkpoint has none: it was made for inference alone, or by another library.
     """
     if stored.train_state is None:
         raise CheckpointError(
-            f"{stored.where} has no train_state: it was published for inference. To load only its parameters, omit "
+            f"{stored.where} has no train_state: it was published for inference, or saved by a trainer whose optimizer "
+            "state is not read, as those in PyTorch. To load only its parameters, omit "
             "--weight-loader.continue-training"
         )
     published = set(names.values())

@@ -3,6 +3,7 @@
     model.safetensors                    the tensors (`torch_names.py`)
     config.json                          sizes, for reference: openpi does not read it
     assets/<asset_id>/norm_stats.json    as beside its JAX checkpoints
+    optimizer.pt, metadata.pt            in a step of its trainer: pickles, which are not read
 
 LeRobot's folders hold the same tensors with a prefix, PaliGemma's some of them. Read next: `torch_names.py` (the
 table), `lerobot_policy.py`, `paligemma_torch.py`, and `openpi.py` (the JAX checkpoints).
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 LORA = ".*lora.*"
 _TORCH_END = re.compile(r"\.(weight|bias)$")
 _ROOT = "paligemma_with_expert."
+# The training state of openpi's PyTorch trainer (`scripts/train_pytorch.py`).
+_PICKLES = ("optimizer.pt", "metadata.pt")
 _FIELDS = ("action_dim", "action_horizon", "paligemma_variant", "action_expert_variant")
 # LeRobot before 0.4 kept norm stats among the tensors.
 OLD_STATS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
@@ -55,6 +58,8 @@ def recognises(place: Place) -> bool:
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """Open the model's parameters by published name. Raises CheckpointError if they do not fit the model."""
+    if left := [name for name in _PICKLES if place.has(name)]:
+        logger.info("%s: not read, since they are pickles: %s. The optimizer begins anew", place, ", ".join(left))
     params, norm_stats = read_params(place, needed(model, place)), openpi.read_norm_stats(place)
     return Stored(where=str(place), format="openpi_torch", params=params, norm_stats=norm_stats)
 

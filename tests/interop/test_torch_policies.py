@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import json
+import pickle
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +22,10 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_model
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD
+from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models import pi0_network
 from openpi_train.nn.params import merge_module
+from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sampling.flow import FlowSampler
 
 FLOW = ["lerobot_pi0", "lerobot_pi05", "openpi_torch_pi0", "openpi_torch_pi05"]
@@ -208,3 +213,43 @@ def published(case, dtype) -> Stored:
 def test_recorded_policies_are_recognised_by_their_content():
     for name, form in FORMS.items():
         assert open_checkpoint(RECORDED / name, recorded_config(RECORDED / name)).format == form
+
+
+class Harmful:
+    """An object that makes a file where it is unpickled."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __reduce__(self):
+        return Path.touch, (self.place,)
+
+
+@pytest.fixture
+def trainers_run(tmp_path) -> Path:
+    """A run of openpi's PyTorch trainer with two steps, as `scripts/train_pytorch.py` saves them."""
+    for step in ("1000", "2000"):
+        folder = tmp_path / "run" / step
+        (folder / "assets" / "robot").mkdir(parents=True)
+        (folder / "assets" / "robot" / "norm_stats.json").write_text('{"norm_stats": {}}')
+        shutil.copy(RECORDED / "openpi_torch_pi0" / "model.safetensors", folder)
+        for name in ("optimizer.pt", "metadata.pt"):
+            (folder / name).write_bytes(pickle.dumps(Harmful(tmp_path / "touched")))
+    return tmp_path / "run"
+
+
+def test_a_step_of_openpis_pytorch_trainer_gives_its_weights_and_its_pickles_are_not_read(trainers_run, caplog):
+    caplog.set_level("INFO")
+    case = load_case("openpi_torch_pi0")
+    loader = CheckpointWeightLoader(params_path=str(trainers_run / "2000"))
+    found = loader.load(case.config)
+    assert found.keys() == case.params.keys()
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(leaf.whole(), case.params[path], err_msg=path)
+    assert "not read, since they are pickles: optimizer.pt, metadata.pt. The optimizer begins anew" in caplog.text
+    assert open_checkpoint(trainers_run / "2000", case.config).norm_stats == {"robot": {"norm_stats": {}}}
+    with pytest.raises(CheckpointError, match="a trainer whose optimizer state is not read, as those in PyTorch"):
+        dataclasses.replace(loader, continue_training=True).load_state(case.config)
+    with pytest.raises(CheckpointError, match=r"a run's directory; give one of its steps, such as \S+/2000"):
+        open_checkpoint(trainers_run, case.config)
+    assert not (trainers_run.parent / "touched").exists()
