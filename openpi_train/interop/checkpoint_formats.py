@@ -25,6 +25,8 @@ from openpi_train.interop import (
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
+from openpi_train.interop.torch_file import is_torch_file
+from openpi_train.interop.vla import vla_checkpoint
 from openpi_train.models.accompanied import CRITIC, REFERENCE
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -125,6 +127,12 @@ FORMATS: tuple[Format, ...] = (
         "start weights of ACT's backbone: torchvision's ResNet-18, a file by torch.save (resnet18-f37072fd.pth)",
         lacks=torchvision_resnet.NOT_IN_IT,
     ),
+    _of(
+        vla_checkpoint,
+        "vla",
+        "start weights of a PaliGemma backbone: a checkpoint of the VLA's PyTorch trainer (best_model.pth)",
+        lacks=paligemma_torch.NOT_IN_IT,
+    ),
 )
 
 
@@ -210,6 +218,8 @@ def _is_step(place: Place) -> bool:
 def _contents(place: Place) -> str:
     if place.local is None:
         return ""
+    if is_torch_file(place):
+        return ": its tensors are of no model that is read from such a file"
     if not place.local.is_dir():
         return f": it is a file; give the directory, {place.parent}"
     names = sorted(path.name for path in place.local.iterdir())

@@ -2,7 +2,8 @@
 
 Such a file is a pickle that names tensors, and their values: a zip file with one entry per storage, or (before torch
 1.6, and torchvision's older weights) the values behind the pickle. Only the names of tensors and what torch itself
-needs to rebuild them are accepted in the pickle. Read next: `torchvision_resnet.py`.
+needs to rebuild them are read; any other object, such as a trainer's config beside the tensors, is a blank in its
+place. Read next: `torchvision_resnet.py`, `vla/vla_checkpoint.py`.
 """
 
 import collections
@@ -13,12 +14,13 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import ml_dtypes
 import numpy as np
 
 from openpi_train.interop.big_vision import values_offset
+from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, mapped
 from openpi_train.runtime.exits import CheckpointError
 
@@ -35,12 +37,13 @@ _DTYPES: Mapping[str, np.dtype] = {
 # The first pickle of a file without zip (`torch/serialization.py: MAGIC_NUMBER`), and how many precede the tensors'.
 _MAGIC, _BEFORE = 0x1950A86A20F9469CFC6C, 3
 _COUNT_BYTES = 8
+_SUFFIXES = (".pth", ".pt", ".pth.tar")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Storage:
     key: str
-    dtype: np.dtype
+    dtype: Any  # a np.dtype; of a type that is not read, its blank
     size: int
 
 
@@ -52,12 +55,41 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
+class _Blank:
+    """Stands for an object that is none of the tensors. It takes what a pickle gives it, and keeps nothing."""
+
+    what: ClassVar[str] = "an object"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        del args, kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Blank":
+        del args, kwargs
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        del state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        del key, value
+
+    def append(self, value: Any) -> None:
+        del value
+
+    def extend(self, values: Any) -> None:
+        del values
+
+
 class _Names(pickle.Unpickler):
-    """Reads the names of tensors; whatever else a pickle asks for is an error. `storages` are those that it met."""
+    """Reads the names of tensors, with blanks for all other objects: none of their code is imported.
+
+    `storages` are those that it met, `others` the names of the other classes and functions.
+    """
 
     def __init__(self, file: BinaryIO):
         super().__init__(file)
         self.storages: dict[str, _Storage] = {}
+        self.others: list[str] = []
 
     def find_class(self, module: str, name: str) -> Any:
         known: dict[tuple[str, str], Any] = {
@@ -71,7 +103,9 @@ class _Names(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not needed for tensors: it is not read")
+            self.others.append(f"{module}.{name}")
+            # A class of its own, since a pickle may set attributes of what it is given.
+            return type("Blank", (_Blank,), {"what": self.others[-1]})
         return known[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -81,23 +115,37 @@ class _Names(pickle.Unpickler):
         return self.storages.setdefault(str(key), _Storage(str(key), dtype, int(size)))
 
 
+def is_torch_file(place: Place) -> bool:
+    """Whether the place is a file on a disk with an ending that such files have."""
+    return place.local is not None and place.url.endswith(_SUFFIXES) and place.local.is_file()
+
+
 def open_torch_file(path: Path) -> Leaves:
     """The tensors of a state dict by name; those of a dict "state_dict" or "model" in it, if the file has one.
 
-    Raises CheckpointError if the file is damaged, of another form, or holds other objects than tensors by name.
+    Raises CheckpointError if the file is damaged, of another form, or if other objects are among the tensors.
     """
     try:
         with path.open("rb") as file:
             found, places = _of_zip(path, file) if zipfile.is_zipfile(path) else _of_pickles(file)
         for name in ("state_dict", "model"):
             found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
-        if not isinstance(found, dict) or not all(isinstance(one, _Tensor) for one in found.values()):
-            raise ValueError("it is no dictionary of tensors by name")
+        if not isinstance(found, dict):
+            raise _no_tensor(found)
+        for one in found.values():
+            if not isinstance(one, _Tensor):
+                raise _no_tensor(one)
         return {str(name): _leaf(path, tensor, places) for name, tensor in found.items()}
     except (pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError, OSError, struct.error) as error:
         raise CheckpointError(f"{path} is no file of tensors that torch.save wrote, or damaged: {error}") from error
     except (AttributeError, IndexError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
+
+
+def _no_tensor(found: Any) -> ValueError:
+    if isinstance(found, _Blank):
+        return ValueError(f"it holds {found.what}, which is not needed for tensors: it is not read")
+    return ValueError("it is no dictionary of tensors by name")
 
 
 def _of_zip(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
@@ -115,7 +163,10 @@ def _of_zip(path: Path, file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
 
 def _of_pickles(file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
     """The same of a file without zip: pickles, and behind them for each storage its length and its values."""
-    if _Names(file).load() != _MAGIC:
+    first = _Names(file)
+    if first.load() != _MAGIC:
+        if first.others:
+            raise ValueError(f"it holds {first.others[0]}, which is not needed for tensors: it is not read")
         raise ValueError("its first bytes are not those of such a file")
     for _ in range(_BEFORE - 1):
         _Names(file).load()
@@ -131,7 +182,11 @@ def _of_pickles(file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
 
 def _leaf(path: Path, tensor: _Tensor, places: Mapping[str, int]) -> StoredLeaf:
     storage, begin = tensor.storage, places[tensor.storage.key]
+    if not isinstance(storage.dtype, np.dtype):
+        raise ValueError(f"its tensors are of {storage.dtype.what}, which is not read")
     last = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+    if min(tensor.offset, *tensor.shape, *tensor.strides, 0) < 0:
+        raise ValueError("values of a tensor lie before its beginning")
     if last >= storage.size or begin + storage.size * storage.dtype.itemsize > path.stat().st_size:
         raise ValueError("it is truncated: values lie beyond its end")
     strides = tuple(step * storage.dtype.itemsize for step in tensor.strides)

@@ -11,23 +11,20 @@ from openpi_train.interop.openpi import published_params
 from openpi_train.interop.openpi_torch import joined_params, needed
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
-from openpi_train.interop.torch_file import open_torch_file
+from openpi_train.interop.torch_file import is_torch_file, open_torch_file
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError
 
 _ROOT = "backbone/"
 # What such a file does not have, of the policy's published names.
 NOT_IN_IT = rf"(?!{_ROOT}).*"
-_SUFFIXES = (".pth", ".pt")
 # The classifier, and counts of torch's batch norms that nothing needs.
 _UNUSED = re.compile(r"fc\.|.*\.num_batches_tracked$")
 
 
 def recognises(place: Place) -> bool:
     """Whether the place is a file on a disk in torch's format that holds a ResNet's first convolution."""
-    if place.local is None or not place.url.endswith(_SUFFIXES) or not place.local.is_file():
-        return False
-    return "conv1.weight" in open_torch_file(place.local)
+    return place.local is not None and is_torch_file(place) and "conv1.weight" in open_torch_file(place.local)
 
 
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:

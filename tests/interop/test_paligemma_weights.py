@@ -28,6 +28,7 @@ from openpi_train.runtime.exits import CheckpointError
 from openpi_train.types import Observation
 
 HEAD = "head/"
+VLA = Path(__file__).parent / "recorded" / "vla" / "best_model.pth"
 
 
 def write(folder, changed) -> Path:
@@ -93,6 +94,17 @@ def test_an_npz_of_big_vision_gives_the_same_parameters(tmp_path, bytes_as):
     found = load(tmp_path / "pt_32.npz")
     assert_same(found, expected)
     assert {leaf.dtype for leaf in found.values()} == {np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)}
+
+
+def test_the_backbone_of_the_vla_trainers_checkpoint_is_taken_and_its_head_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert_same(load(VLA), {path: leaf.astype(ml_dtypes.bfloat16) for path, leaf in loaded().items()})
+    left_out = "action_head (2), device_param (1), paligemma_vlm.vision_resampler (2)"
+    assert f"Left out are {left_out}: the trainer's flow head is another network" in caplog.text
+    # The trainer's other name for its best, which its script in one process writes as well.
+    best = tmp_path / "model_best.pth.tar"
+    best.write_bytes(VLA.read_bytes())
+    assert open_checkpoint(best, CONFIG).format == "vla"
 
 
 @pytest.mark.parametrize("form", ["npz", "safetensors"])

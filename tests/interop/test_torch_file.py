@@ -1,5 +1,7 @@
 """Files that torch.save wrote (`recorded/torch_files`): their tensors, what is refused, and a backbone from one."""
 
+import collections
+import datetime
 import pickle
 import zipfile
 from pathlib import Path
@@ -53,6 +55,16 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_objects_beside_the_tensors_are_blanks_and_their_code_is_not_run(protocol, tmp_path):
+    others = [collections.deque([1]), collections.Counter("ab"), datetime.date(2024, 12, 1), Path, Harmful]
+    content = {"state_dict": {}, "config": [*others, Harmful(tmp_path / "touched")], "epoch": 3}
+    with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps(content, protocol=protocol))
+    assert open_torch_file(tmp_path / "x.pth") == {}
+    assert not (tmp_path / "touched").exists()
+
+
 @pytest.mark.parametrize("name", ["zip.pth", "old.pth"])
 @pytest.mark.parametrize("kept", [0, 100, -40])
 def test_a_damaged_file_is_an_error_that_names_it(name, kept, tmp_path):
@@ -79,3 +91,5 @@ def test_a_backbone_of_another_size_or_model_is_refused():
         loader.load(act_case.config(backbone_widths=(8,)))
     with pytest.raises(CheckpointError, match="only ACT with cameras starts from"):
         loader.load(act_case.config(cameras=()))
+    with pytest.raises(CheckpointError, match=r"zip\.pth: its tensors are of no model that is read from such a file"):
+        CheckpointWeightLoader(params_path=str(FOLDER / "zip.pth")).load(SMALL)

@@ -193,5 +193,6 @@ def test_a_checkpoint_is_this_runs_or_anothers(path, point):
 def test_a_file_of_the_trainer_is_refused(tmp_path):
     file = tmp_path / "best_model.pth"
     file.touch()
-    with pytest.raises(UsageError, match="its flow head is another network"):
+    with pytest.raises(UsageError, match="its flow head is another network") as error:
         translate_vla(GUIDE, {"resume_checkpoint": str(file)})
+    assert f"in place of resume_checkpoint give --weight-loader.params-path {file}" in str(error.value)

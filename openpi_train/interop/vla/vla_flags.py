@@ -261,7 +261,8 @@ def _resume(file: YamlFile) -> None:
     if Path(value).expanduser().is_file():
         raise UsageError(
             f"{key} is {value}, a file of the trainer: its flow head is another network, so no run can go on from it. "
-            f"Give the folder of a run of ours, or of a step in it; {MODEL_KEY} are start weights of the backbone"
+            f"Its backbone can begin a new run: in place of {key} give --weight-loader.params-path {value}. To go on "
+            "with a run of ours, give its folder, or that of a step in it"
         )
     base, name = Path(file.flags.get("checkpoint-base-dir", DEFAULT_OUTPUT)).expanduser(), file.flags.get("exp-name")
     own = [] if name is None else [Path(base / NAME / name).absolute(), Path(base / name).absolute()]
