@@ -143,6 +143,7 @@ def test_a_certificate_makes_it_wss_and_nothing_goes_in_the_clear(pairs):
         with server.connect(ssl=trust, server_hostname="localhost") as connection:
             assert wire.decode(connection.recv(timeout=10))["robot"] == "Stub"
             assert ask(connection, request(1))["draw"] == 0
+            assert not connection.socket.session.has_ticket
         served = ssl.get_server_certificate((server.host, server.port), timeout=10)
         assert ssl.PEM_cert_to_DER_cert(served) == ssl.PEM_cert_to_DER_cert((own / "cert.pem").read_text())
         server.scheme = "ws"
