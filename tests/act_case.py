@@ -1,35 +1,18 @@
 """ACT as LeRobot recorded it (`interop/recorded/lerobot_act`): our config of the same sizes, its weights and inputs."""
 
-import functools
-import json
-from pathlib import Path
-
 import jax.numpy as jnp
-import numpy as np
+from lerobot_recorded import Recorded
 
 from openpi_train.models.act import ActConfig
 from openpi_train.types import ActionBatch, Observation
 
-FOLDER = Path(__file__).resolve().parent / "interop" / "recorded" / "lerobot_act"
+RECORDED = Recorded("lerobot_act")
 _SAME = ("dim_model", "n_heads", "dim_feedforward", "n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers")
-
-
-@functools.cache
-def recorded() -> dict:
-    """Sizes, versions, and how far LeRobot's own float32 is from its float64."""
-    return json.loads((FOLDER / "recorded.json").read_text())
-
-
-@functools.cache
-def arrays() -> dict[str, np.ndarray]:
-    """Inputs and outputs."""
-    with np.load(FOLDER / "io.npz") as file:
-        return dict(file)
 
 
 def config(**changes) -> ActConfig:
     """The model of the recorded sizes."""
-    sizes = recorded()["sizes"]
+    sizes = RECORDED.facts["sizes"]
     fields = {
         "dtype": "float32",
         "remat": "none",
@@ -48,7 +31,7 @@ def config(**changes) -> ActConfig:
 
 def batch() -> ActionBatch:
     """The recorded rows, which end after 6, 4 and 1 steps."""
-    io, slots = arrays(), recorded()["sizes"]["cameras"]
+    io, slots = RECORDED.arrays, RECORDED.facts["sizes"]["cameras"]
     rows = len(io["in/state"])
     return ActionBatch(
         observation=Observation(

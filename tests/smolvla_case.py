@@ -1,35 +1,19 @@
 """SmolVLA as LeRobot recorded it (`interop/recorded/lerobot_smolvla`): our config of the same sizes, and its inputs."""
 
-import functools
-import json
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
+from lerobot_recorded import Recorded
 
 from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.types import ActionBatch, Observation
 
-FOLDER = Path(__file__).resolve().parent / "interop" / "recorded" / "lerobot_smolvla"
-
-
-@functools.cache
-def recorded() -> dict:
-    """Sizes, versions, and how far LeRobot's own float32 is from its float64."""
-    return json.loads((FOLDER / "recorded.json").read_text())
-
-
-@functools.cache
-def arrays() -> dict[str, np.ndarray]:
-    """Inputs and outputs."""
-    with np.load(FOLDER / "io.npz") as file:
-        return dict(file)
+RECORDED = Recorded("lerobot_smolvla")
 
 
 def config(**changes) -> SmolVlaConfig:
     """The model of the recorded sizes."""
-    sizes = recorded()["sizes"]
+    sizes = RECORDED.facts["sizes"]
     text, vision = sizes["text"], sizes["vision"]
     fields = {
         "dtype": "float32",
@@ -60,7 +44,7 @@ def config(**changes) -> SmolVlaConfig:
 
 def batch() -> ActionBatch:
     """The recorded rows: one lacks a camera; they end after 5, 3 and 1 steps; their prompts have 8, 3 and 5 tokens."""
-    io, width = arrays(), recorded()["sizes"]["padded_dim"]
+    io, width = RECORDED.arrays, RECORDED.facts["sizes"]["padded_dim"]
     rows, dims = len(io["in/state"]), io["in/actions"].shape[-1]
 
     def padded(values: np.ndarray) -> jnp.ndarray:
@@ -68,8 +52,8 @@ def batch() -> ActionBatch:
 
     return ActionBatch(
         observation=Observation(
-            images={slot: jnp.asarray(io[f"in/image/{slot}"]) for slot in recorded()["seen"]},
-            image_masks={slot: jnp.asarray(io[f"in/image_mask/{slot}"]) for slot in recorded()["seen"]},
+            images={slot: jnp.asarray(io[f"in/image/{slot}"]) for slot in RECORDED.facts["seen"]},
+            image_masks={slot: jnp.asarray(io[f"in/image_mask/{slot}"]) for slot in RECORDED.facts["seen"]},
             state=padded(io["in/state"]),
             prompt_tokens=jnp.asarray(io["in/tokens"], jnp.int32),
             prompt_mask=jnp.asarray(io["in/token_mask"]),

@@ -21,12 +21,12 @@ from openpi_train.nn.params import merge_module
 from openpi_train.objectives.conditional_vae import ConditionalVae
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
-CONFIG, IO = act_case.config(), act_case.arrays()
+CONFIG, IO = act_case.config(), act_case.RECORDED.arrays
 
 
 @pytest.fixture(scope="module")
 def stored() -> Stored:
-    return open_checkpoint(act_case.FOLDER, CONFIG)
+    return open_checkpoint(act_case.RECORDED.folder, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,15 @@ def ours(stored):
 
 def test_losses_and_chunk_are_lerobots(ours):
     apart = {key: np.abs(value - IO[key]).max() / np.abs(IO[key]).max() for key, value in ours[1].items()}
-    print({key: f"{value:.1e}" for key, value in apart.items()}, "LeRobot's float32:", act_case.recorded()["float32"])
+    print(
+        {key: f"{value:.1e}" for key, value in apart.items()}, "LeRobot's float32:", act_case.RECORDED.facts["float32"]
+    )
     # Rounding of float32, of which LeRobot's own has up to 3e-7.
     assert max(apart.values()) < 2e-6
 
 
 def test_gradient_of_every_parameter_has_lerobots_norm(ours):
-    least, apart, seen = act_case.recorded()["sizes"]["least"], {}, []
+    least, apart, seen = act_case.RECORDED.facts["sizes"]["least"], {}, []
     for path, grad in ours[0].items():
         for place, tensor in layout(path, grad.shape).tensors.items():
             if CONFIG.frozen(path):
@@ -76,7 +78,7 @@ def test_gradient_of_every_parameter_has_lerobots_norm(ours):
 
 
 def test_executed_actions_are_those_of_lerobots_temporal_ensemble():
-    chunks, rate = IO["ensemble/chunks"], act_case.recorded()["sizes"]["coefficient"]
+    chunks, rate = IO["ensemble/chunks"], act_case.RECORDED.facts["sizes"]["coefficient"]
     for step, wanted in enumerate(IO["ensemble/executed"]):
         plans = list(chunks[max(0, step + 1 - chunks.shape[2]) : step + 1])
         executed = ensemble(plans, range(len(plans))[::-1], rate)[:, 0]
@@ -96,20 +98,22 @@ def test_rows_are_normalised_as_lerobots_processors_do(stored):
 
 def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
     named("lerobot").write(tmp_path / "out", stored, CONFIG)
-    names = {path.name for path in act_case.FOLDER.iterdir()} - {"io.npz", "recorded.json"}
+    names = {path.name for path in act_case.RECORDED.folder.iterdir()} - {"io.npz", "recorded.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", act_case.FOLDER))
+    written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", act_case.RECORDED.folder))
     assert list(written) == list(genuine)
     for tensor, leaf in genuine.items():
         np.testing.assert_array_equal(written[tensor].whole(), leaf.whole(), err_msg=tensor)
     for name in ("policy_preprocessor.json", "policy_postprocessor.json", "config.json"):
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", act_case.FOLDER))
+        ours, theirs = (
+            json.loads((folder / name).read_text()) for folder in (tmp_path / "out", act_case.RECORDED.folder)
+        )
         for step in (step for pipeline in (ours, theirs) for step in pipeline.get("steps", [])):
             step["config"].pop("eps", None)  # ours is 1e-6
         ours |= {"dropout": 0.0} if "dropout" in ours else {}  # the recorded policy was made without
         assert {**theirs, **ours} == theirs
     file = next(name for name in names if name.startswith("policy_preprocessor_step"))
-    ours, theirs = (open_file(Place.of(folder), file) for folder in (tmp_path / "out", act_case.FOLDER))
+    ours, theirs = (open_file(Place.of(folder), file) for folder in (tmp_path / "out", act_case.RECORDED.folder))
     for key, leaf in ours.items():
         added = 1e-6 * ("images" in key and key.endswith("std"))  # by our processors, to every divisor
         np.testing.assert_allclose(leaf.whole() + added, theirs[key].whole(), rtol=1e-6)
@@ -119,8 +123,8 @@ def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
 
 def test_statistics_among_the_tensors_are_those_of_older_versions(stored, tmp_path):
     """Their names are those of lerobot 0.3.3 (`policies/normalize.py`): published policies are older than 0.4."""
-    tensors = dict(open_model(Place.of(act_case.FOLDER)))
-    now = open_file(Place.of(act_case.FOLDER), "policy_preprocessor_step_3_normalizer_processor.safetensors")
+    tensors = dict(open_model(Place.of(act_case.RECORDED.folder)))
+    now = open_file(Place.of(act_case.RECORDED.folder), "policy_preprocessor_step_3_normalizer_processor.safetensors")
     for name, leaf in now.items():
         feature, _, key = name.rpartition(".")
         parts = ("normalize_targets", "unnormalize_outputs") if feature == "action" else ("normalize_inputs",)
@@ -128,7 +132,7 @@ def test_statistics_among_the_tensors_are_those_of_older_versions(stored, tmp_pa
             f"{part}.buffer_{feature.replace('.', '_')}.{key}": leaf for part in parts if key in ("mean", "std")
         }
     write_file(tmp_path / "model.safetensors", tensors)
-    (tmp_path / "config.json").write_text((act_case.FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text((act_case.RECORDED.folder / "config.json").read_text())
     old = open_checkpoint(tmp_path, CONFIG)
     assert old.params.keys() == stored.params.keys()
     kept = ("mean", "std")
@@ -151,7 +155,7 @@ def test_statistics_among_the_tensors_are_those_of_older_versions(stored, tmp_pa
 )
 def test_another_policy_is_refused_with_the_flag_to_give(changes, message):
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(act_case.FOLDER, dataclasses.replace(CONFIG, **changes))
+        open_checkpoint(act_case.RECORDED.folder, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +169,8 @@ def test_another_policy_is_refused_with_the_flag_to_give(changes, message):
     ],
 )
 def test_what_is_not_implemented_is_refused(field, value, message, tmp_path):
-    for path in act_case.FOLDER.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    changed = {**json.loads((act_case.FOLDER / "config.json").read_text()), field: value}
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path, CONFIG)
+        open_checkpoint(act_case.RECORDED.with_field(field, value, tmp_path), CONFIG)
 
 
 def test_a_policy_without_cameras_is_not_lerobots(stored, tmp_path):

@@ -25,7 +25,7 @@ from openpi_train.nn.params import merge_module
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.runtime.exits import CheckpointError
 
-CONFIG, IO = smolvla_case.config(), smolvla_case.arrays()
+CONFIG, IO = smolvla_case.config(), smolvla_case.RECORDED.arrays
 OBJECTIVE = FlowMatching(mask_action_dims=True, augment=False)
 # What LeRobot trains of a published policy.
 TRAINED = ("state_proj", "action_", "expert")
@@ -33,7 +33,7 @@ TRAINED = ("state_proj", "action_", "expert")
 
 @pytest.fixture(scope="module")
 def stored() -> Stored:
-    return open_checkpoint(smolvla_case.FOLDER, CONFIG)
+    return open_checkpoint(smolvla_case.RECORDED.folder, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def ours(stored):
 
 def test_loss_and_chunk_are_lerobots(ours):
     apart = {key: np.abs(value - IO[key]).max() / np.abs(IO[key]).max() for key, value in ours[2].items()}
-    float32 = smolvla_case.recorded()["float32"]
+    float32 = smolvla_case.RECORDED.facts["float32"]
     print({key: f"{value:.1e}" for key, value in apart.items()}, "LeRobot's float32:", float32)
     assert apart["out/loss"] < 2e-6  # rounding of float32, of which LeRobot's own has 2e-7
     # And that of the flow times, which are summed up in float32 as openpi's are: 250 turns make 1e-4 of 1e-7.
@@ -73,7 +73,7 @@ def test_loss_and_chunk_are_lerobots(ours):
 
 
 def test_gradient_of_every_parameter_has_lerobots_norm(ours):
-    least, apart, seen = smolvla_case.recorded()["sizes"]["least"], {}, []
+    least, apart, seen = smolvla_case.RECORDED.facts["sizes"]["least"], {}, []
     for path, grad in ours[0].items():
         for place, tensor in layout(CONFIG, path, grad.shape).tensors.items():
             wanted = IO[f"grad/model.{tensor}"]
@@ -115,7 +115,7 @@ def test_images_are_scaled_as_lerobots_but_for_rounding_to_bytes():
 
 
 def test_prompts_are_tokenized_as_lerobots_and_kept_with_checkpoints(tmp_path):
-    folder, texts = smolvla_case.FOLDER / "tokenizer", smolvla_case.recorded()["texts"]
+    folder, texts = smolvla_case.RECORDED.folder / "tokenizer", smolvla_case.RECORDED.facts["texts"]
     words = open_tokenizer(CONFIG, str(folder))
     for text, tokens, mask in zip(texts, IO["text/tokens"], IO["text/mask"], strict=True):
         found, valid = words.prompt(text, CONFIG.max_token_len)
@@ -140,26 +140,30 @@ def test_names_and_shapes_of_the_published_size_are_lerobots():
     model = SmolVlaConfig()
     layouts = layouts_of(model, lambda name, shape: layout(model, name, shape))
     shapes = {f"model.{tensor}": list(one.tensor_shape) for one in layouts.values() for tensor in one.tensors.values()}
-    assert shapes == json.loads((smolvla_case.FOLDER / "published.json").read_text())
+    assert shapes == json.loads((smolvla_case.RECORDED.folder / "published.json").read_text())
     assert sum(np.prod(leaf.shape) for leaf in published_params(model).values()) == sum(map(np.prod, shapes.values()))
 
 
 def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
     named("lerobot").write(tmp_path / "out", stored, CONFIG)
     others = {"io.npz", "recorded.json", "published.json", "tokenizer"}
-    names = {path.name for path in smolvla_case.FOLDER.iterdir()} - others
+    names = {path.name for path in smolvla_case.RECORDED.folder.iterdir()} - others
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", smolvla_case.FOLDER))
+    written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", smolvla_case.RECORDED.folder))
     assert list(written) == list(genuine)
     for tensor, leaf in genuine.items():
         np.testing.assert_array_equal(written[tensor].whole(), leaf.whole(), err_msg=tensor)
     for name in ("policy_preprocessor.json", "policy_postprocessor.json", "config.json"):
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", smolvla_case.FOLDER))
+        ours, theirs = (
+            json.loads((folder / name).read_text()) for folder in (tmp_path / "out", smolvla_case.RECORDED.folder)
+        )
         for step in (step for pipeline in (ours, theirs) for step in pipeline.get("steps", [])):
             step["config"].pop("eps", None)  # ours is 1e-6
         assert {**theirs, **ours} == theirs
     for file in (name for name in names if "normalizer_processor" in name):
-        ours, theirs = (open_file(Place.of(folder), file) for folder in (tmp_path / "out", smolvla_case.FOLDER))
+        ours, theirs = (
+            open_file(Place.of(folder), file) for folder in (tmp_path / "out", smolvla_case.RECORDED.folder)
+        )
         for key, leaf in ours.items():
             np.testing.assert_allclose(leaf.whole(), theirs[key].whole(), rtol=1e-6)
     again = open_checkpoint(tmp_path / "out", CONFIG)
@@ -178,7 +182,7 @@ def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
 )
 def test_another_policy_is_refused_with_the_flag_to_give(changes, message):
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(smolvla_case.FOLDER, dataclasses.replace(CONFIG, **changes))
+        open_checkpoint(smolvla_case.RECORDED.folder, dataclasses.replace(CONFIG, **changes))
 
 
 @pytest.mark.parametrize(
@@ -193,21 +197,16 @@ def test_another_policy_is_refused_with_the_flag_to_give(changes, message):
     ],
 )
 def test_what_is_not_implemented_is_refused(field, value, message, tmp_path):
-    for path in smolvla_case.FOLDER.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    changed = {**json.loads((smolvla_case.FOLDER / "config.json").read_text()), field: value}
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(tmp_path, CONFIG)
+        open_checkpoint(smolvla_case.RECORDED.with_field(field, value, tmp_path), CONFIG)
 
 
 def test_a_tensor_that_is_not_the_models_is_named(stored, tmp_path):
-    tensors = dict(open_model(Place.of(smolvla_case.FOLDER)))
+    tensors = dict(open_model(Place.of(smolvla_case.RECORDED.folder)))
     known = "model.vlm_with_expert.lm_expert.layers.3.self_attn.k_proj.weight"
     tensors["model.vlm_with_expert.lm_expert.lm_head.weight"] = tensors.pop(known)
     write_file(tmp_path / "model.safetensors", tensors)
-    (tmp_path / "config.json").write_text((smolvla_case.FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text((smolvla_case.RECORDED.folder / "config.json").read_text())
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(tmp_path, CONFIG)
     assert "vlm_with_expert.lm_expert.layers.3.self_attn.k_proj.weight" in str(error.value)

@@ -69,7 +69,7 @@ def test_what_trains_is_what_lerobot_trains():
 
 
 def test_velocities_depend_on_what_counts_alone():
-    batch, noise = smolvla_case.batch(), jnp.asarray(smolvla_case.arrays()["in/noise"])
+    batch, noise = smolvla_case.batch(), jnp.asarray(smolvla_case.RECORDED.arrays["in/noise"])
     graphdef, params = nnx.split(SMALL.build(nnx.Rngs(0)))
     seen, draws = batch.observation, jnp.stack([noise, 2 * noise[::-1]], axis=1)
     times = jnp.array([[0.1, 0.9], [0.5, 0.2], [0.7, 0.3]])
