@@ -1,4 +1,7 @@
-"""`--profile N`: a trace of N steps in `<run>/profile`, for TensorBoard, XProf or Perfetto. Read next: `loop.py`."""
+"""`--profile N`: a trace of N steps in `<run>/profile`, for TensorBoard, XProf or Perfetto.
+
+Read next: `traced_steps.py`, which reads it.
+"""
 
 import contextlib
 import logging
@@ -26,6 +29,7 @@ class Profiler:
         self._first = first_step + _STEPS_BEFORE
         self._last = self._first + num_steps - 1
         self._waits, self._runs = num_steps > 0, False
+        self._traced, self._written = 0, False
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -35,6 +39,7 @@ class Profiler:
             self._start()
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
+        self._traced += self._runs
         if step == self._last:
             self._stop()
 
@@ -50,9 +55,16 @@ class Profiler:
         if self._waits:
             logger.warning("--profile: the run ended before step %d, where the trace was to begin", self._first)
 
+    def take_trace(self) -> tuple[Path, int] | None:
+        """The file of the trace and the number of its steps, once after it is written."""
+        if not self._written or not self._traced:
+            return None
+        self._written = False
+        return max(self._directory.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime), self._traced
+
     def _stop(self) -> None:
         if self._runs:
-            self._runs = False
+            self._runs, self._written = False, True
             with phase("writing the profile"):
                 self._wait()
                 jax.profiler.stop_trace()

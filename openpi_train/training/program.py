@@ -14,7 +14,8 @@ import jax
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.traffic import collectives
 from openpi_train.training.state import TrainState
-from openpi_train.training.step import Metrics, StepFunction, Trainer
+from openpi_train.training.step import Metrics, Trainer
+from openpi_train.training.traced_steps import instruction_roles
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Programs:
 
     def __init__(self, trainer: Trainer, state_shardings: Any, state: TrainState, batches: Iterable[Any]):
         """Compile the step for `batches`, trees of shapes, which must be the same on all processes."""
-        self._steps: dict[Any, tuple[StepFunction, Program]] = {}
+        self._steps: dict[Any, tuple[jax.stages.Compiled, Program]] = {}
         found: list[tuple[Program, Any]] = []
         for batch in batches:
             started = time.perf_counter()
@@ -79,6 +80,11 @@ class Programs:
         """One step, by the program for this batch's shapes."""
         step, self.last = self._steps[_shapes(batch)]
         return step(state, batch)
+
+    def instruction_roles(self) -> dict[str, str | None]:
+        """Which instructions of these programs communicate, and which only run others (`traced_steps.py`)."""
+        texts = filter(None, (step.as_text() for step, _ in self._steps.values()))
+        return {name: role for text in texts for name, role in instruction_roles(text).items()}
 
 
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:

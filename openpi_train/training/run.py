@@ -36,6 +36,7 @@ from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
+from openpi_train.training.traced_steps import read_trace
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,18 @@ class Run:
         """Wraps the loop's work for one step, without evaluating and saving."""
         with self.profiler.step(step):
             yield
+        self._tell_traced(step)
+
+    def _tell_traced(self, step: int) -> None:
+        """Write what the traced steps spent in communication, once their trace is written."""
+        written = self.profiler.take_trace()
+        if written is None or self.programs is None:
+            return
+        with phase("reading the profile"):
+            found = read_trace(written[0], self.programs.instruction_roles(), written[1])
+        if found is not None:
+            logger.info("%s", found.line())
+            self.metrics.log(step, found.metrics())
 
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record a step's metrics (device arrays), and show progress."""
@@ -241,6 +254,7 @@ class Run:
     def close(self) -> None:
         """Wait for the last checkpoint, and close everything. Every process must call it."""
         self.profiler.close()
+        self._tell_traced(self.step)
         self.checkpoints.close()
         self.feed.close()
         self.progress.close()
