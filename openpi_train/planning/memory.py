@@ -137,23 +137,27 @@ def predict(
     gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row}
     of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
     grads = held("grads", shapes.params, jnp.float32)
-    if num_micros == 1 and plan.cuts("state") and not plan.cuts("grads"):
-        # Nothing is summed: the gradients of what is gathered in `dtype` are whole in it (`training/devices.py`).
-        narrow = {path for path in of_layers & set(shapes.params) if leaves[path].ndim > 2}
+    cut_stacks = cut_stack_paths(module)
+    if num_micros == 1 and not (plan.cuts("grads") and gathered):
+        # Nothing is summed: the gradients of what is gathered in `dtype` (`training/devices.py`), or cast to it before
+        # it is cut (`nn/layers.py: cut_last`), are whole in it.
+        of_copies = of_layers | (cut_stacks - gathered)
+        narrow = {path for path in of_copies & set(shapes.params) if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
     narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype}
     copied = narrowed | gathered
     if plan.cuts("copy"):
-        cut = cut_stack_paths(module) & of_layers
+        cut = cut_stacks & of_layers
         compute_copy = held("copy", narrowed - gathered, dtype)
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut)
         whole = {path: leaves[path] for path in gathered - of_layers}
         compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
     else:
         compute_copy = held("copy", copied, dtype)
-    if num_micros > 1 and plan.cuts("state") and not plan.cuts("copy"):
-        # A stack less its last layer (`nn/layers.py: cut_last`) is a second copy; the next micro-batch needs the first.
-        compute_copy += held("copy", copied & cut_stack_paths(module), dtype)
+    if not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
+        # A gathered stack less its last layer (`nn/layers.py: cut_last`) is a second copy: the first is read by the
+        # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
+        compute_copy += held("copy", gathered & cut_stacks, dtype)
     micro_grads = grads if plan.cuts("grads") else held("copy", shapes.params, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),

@@ -128,8 +128,8 @@ def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
 def test_small_devices_get_more_cutting_recomputation_or_accumulation():
     chosen = {gib: report("pi0_bridge_traj", gib=gib).recommended for gib in (140.0, 24.0, 14.5)}
     found = {gib: (one.layout.strategy, one.policy.remat, one.grad_accum) for gib, one in chosen.items() if one}
-    # 24 GiB leave 19.4: zero2 13.2 and 32 rows of 0.112. 14.5 leave 11.7: zero3 9.5, 1.5 of a micro-batch, and 6 rows.
-    assert found == {140.0: ("zero1", "dots", 1), 24.0: ("zero2", "full", 1), 14.5: ("zero3", "full", 8)}
+    # 24 GiB leave 19.4: zero3 9.5 and 32 rows of 0.258. 14.5 leave 11.7: zero3 9.5, 1.5 of a micro-batch, and 6 rows.
+    assert found == {140.0: ("zero1", "dots", 1), 24.0: ("zero3", "attention", 1), 14.5: ("zero3", "full", 8)}
     assert report("pi0_bridge_traj", gib=8.0).recommended is None
 
 
@@ -199,7 +199,8 @@ def test_every_way_of_training_a_vla_is_planned_and_what_is_frozen_takes_two_byt
     whole = found.forecasts[0].memory
     assert found.forecasts[0].layout.strategy == "replicated"
     assert whole.frozen == 2 * found.num_frozen
-    assert whole.params == whole.grads == 4 * found.num_params
+    assert whole.params == 4 * found.num_params
+    assert 2 * found.num_params <= whole.grads <= whole.params  # those of a stack that is cut are bfloat16
     assert whole.optimizer == pytest.approx(2 * whole.params, rel=1e-3)
     assert whole.ema == (whole.params if found.experiment.ema_decay is not None else 0)
     # Forward, forward again, and twice that backward: less where there is nothing to learn.
