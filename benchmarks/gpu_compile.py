@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,25 @@ COLUMNS += ("forecast / compiled", "bound ms", "of it products ms", "GB moved", 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to compile: an experiment, its flags as on the command line, and the devices."""
+    """A step to compile: an experiment, its flags as on the command line, XLA's own flags, and the devices."""
 
     experiment: str
     flags: str = ""
     devices: int = 8
     hosts: int = 1
+    xla: str = ""
 
 
+# After --xla_gpu_.
+XLA_FLAGS = (
+    "enable_latency_hiding_scheduler=false",
+    "enable_analytical_sol_latency_estimator=true",
+    "enable_analytical_sol_latency_estimator=false",
+    "enable_pipelined_reduce_scatter=false",
+    "enable_pipelined_all_gather=true",
+    "enable_while_loop_double_buffering=true",
+    "all_gather_combine_threshold_bytes=268435456 --xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
+)
 _ZERO3 = "--sharding.strategy zero3"
 _PI0 = "pi0_bridge_traj"
 SETS = {
@@ -48,6 +60,17 @@ SETS = {
                 ("replicated", "zero1", "zero2", "zero3"), ("none", "dots", "attention", "full")
             )
         ),
+    ],
+    # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
+    "flags": [
+        Case(_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn {rows}", devices, hosts, xla)
+        for rows, devices, hosts in (
+            ("--batch-size 32", 8, 1),
+            ("--batch-size 256", 8, 1),
+            ("--batch-size 512", 16, 2),
+            ("--batch-size 1024", 32, 4),
+        )
+        for xla in ("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS))
     ],
     # Every family of models and every way to train them.
     "families": [
@@ -109,7 +132,8 @@ def main(argv: Sequence[str]) -> list[Table]:
         problems: list[str] = []
         for case in cases:
             found, problem = _compiled(case, args.device_kind)
-            told = [case.experiment, case.flags, f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices]
+            devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
+            told: list[Cell] = [case.experiment, f"{case.flags} {case.xla}".strip(), devices]
             rows.append([*told, *(_figures(found) if found else [None] * (len(COLUMNS) - len(told)))])
             problems += [f"{case.experiment} {case.flags}: {problem}"] if problem else []
             print(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]), file=sys.stderr, flush=True)
@@ -122,7 +146,8 @@ def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]
     """What the verb `compile` says of one step, or why it cannot be compiled."""
     command = [sys.executable, "-m", "openpi_train", "compile", case.experiment, "--device-kind", device_kind, "--json"]
     command += ["--devices", str(case.devices), "--hosts", str(case.hosts), *case.flags.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environ = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla}".strip()}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if any(map(str.isalpha, line))]
         return None, (said or [f"code {done.returncode}"])[-1][:300]
