@@ -25,6 +25,9 @@ from openpi_train.types import PracticeBatch
 _LARGEST = 20.0
 # A larger share of clipped units says that the learning rate is too high.
 _MANY_CLIPPED = 0.2
+# So does a larger divergence from the acting policy, in nats per unit, which may be spent on units that cannot be
+# clipped: those whose advantage is 0. At 1 nat a ratio is typically 4, or a quarter.
+_FAR_NATS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,13 +158,20 @@ class PolicyGradient(Objective):
         return 0.5 * jnp.square(d) if self.kl_kind == "k2" else jnp.exp(self._limited(d)) - d - 1
 
     def warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """A warning if many units are clipped."""
-        if (metrics.get("clip_fraction") or 0.0) <= _MANY_CLIPPED:
-            return []
-        return [
-            f"more than {_MANY_CLIPPED:g} of the units are clipped (clip_fraction): the policy moves too far on one "
-            "collection. Lower --lr-schedule.peak-lr, or --practice.epochs"
-        ]
+        """Warnings if many units are clipped, or the policy leaves the acting one by much."""
+        said = []
+        if (metrics.get("clip_fraction") or 0.0) > _MANY_CLIPPED:
+            said.append(
+                f"more than {_MANY_CLIPPED:g} of the units are clipped (clip_fraction): the policy moves too far on "
+                "one collection. Lower --lr-schedule.peak-lr, or --practice.epochs"
+            )
+        if (metrics.get("approx_kl") or 0.0) > _FAR_NATS:
+            said.append(
+                f"the policy is more than {_FAR_NATS:g} nats per unit from the one that acted (approx_kl): it moves "
+                "too far on one collection. Lower --lr-schedule.peak-lr; in the first steps of a run raise "
+                "--lr-schedule.warmup-steps, since Adam's first steps are its largest"
+            )
+        return said
 
     def _weights(self, mask: Float[Array, "b u"], lengths: Any, norms: Norms) -> Float[Array, "b u"]:
         """How much each unit counts."""

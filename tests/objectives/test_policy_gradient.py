@@ -309,3 +309,11 @@ def test_many_clipped_units_are_warned_of():
     objective = PolicyGradient()
     assert not objective.warnings({"clip_fraction": 0.2}) and not objective.warnings({})
     assert "Lower --lr-schedule.peak-lr" in objective.warnings({"clip_fraction": 0.3})[0]
+
+
+def test_a_policy_that_goes_far_is_warned_of_though_few_of_its_units_are_clipped():
+    """What a diffusion policy showed whose first step of Adam had the full learning rate."""
+    said = PolicyGradient().warnings({"clip_fraction": 0.09, "approx_kl": 2.1})
+    assert len(said) == 1 and "approx_kl" in said[0] and "--lr-schedule.warmup-steps" in said[0]
+    assert not PolicyGradient().warnings({"clip_fraction": 0.09, "approx_kl": 1.0})
+    assert len(PolicyGradient().warnings({"clip_fraction": 0.3, "approx_kl": 2.1})) == 2
