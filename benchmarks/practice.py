@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.practice_studies import STUDIES, Practised, Study, mean_interval, problems
+from benchmarks.practice_studies import STUDIES, Practised, Study, mean_interval, nearest_step, problems
 from benchmarks.report import ROOT, Spread, Table
 from openpi_train.cli import parse_experiment
 from openpi_train.envs.score import wilson
@@ -112,7 +112,7 @@ def practised(study: Study, seed: int, out: Path, *, quick: bool = False) -> Pra
         made.touch()
     start_flags = (*_QUICK, *_QUICK_START) if quick else study.start_flags
     start, start_s = runs.run(study.start, start_flags if quick else (*start_flags, *study.quiet_flags))
-    weights = ("--weight-loader.params-path", str(start))
+    weights = ("--weight-loader.params-path", str(_begun_from(start, study)))
     practice, cpu_s = runs.run(study.practice, (*weights, *_QUICK, *_QUICK_PRACTICE) if quick else weights)
     found = read(_lines(practice), study.measured, cpu_s)
     if study.most_by_imitation is None:
@@ -124,6 +124,14 @@ def practised(study: Study, seed: int, out: Path, *, quick: bool = False) -> Pra
     longer, longer_s = runs.run(study.start, more, place="longer", copied=start)
     imitated = read(_lines(longer), study.measured, longer_s)
     return dataclasses.replace(found, imitated=imitated.after, imitated_s=longer_s)
+
+
+def _begun_from(start: Path, study: Study) -> Path:
+    """The checkpoint of the run `start` from which practice begins."""
+    if not study.start_nearest:
+        return start
+    assert study.start_between is not None, "start_nearest needs a range"
+    return start / str(nearest_step(read(_lines(start), study.measured, 0.0).evaluations, study.start_between))
 
 
 def num_more(cpu_s: float, step_s: float) -> int:

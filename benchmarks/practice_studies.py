@@ -17,6 +17,10 @@ MOST_CLIPPED = 0.2
 _QUIET = ("--eval.interval", "0")
 _QUIET_ROBOT = (*_QUIET, "--eval.closed-loop.interval", "0", "--eval.closed-loop.episodes-per-task", "1")
 
+# Half of the episodes of practice are enough to choose a checkpoint.
+_EVERY_50 = ("--save-interval", "50", "--keep-period", "50", "--eval.interval", "50")
+_EVERY_50 += ("--eval.closed-loop.interval", "50", "--eval.closed-loop.episodes-per-task", "50")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
@@ -28,6 +32,8 @@ class Study:
         least_gain: practice must gain more than this, or so much if it is above 0.
         most_by_imitation: what as many CPU seconds of more imitation may gain; None: this is not measured.
         start_between: where practice must begin; None: anywhere.
+        start_nearest: practice begins at the checkpoint of imitation that was evaluated nearest the middle of
+            `start_between`, instead of the last: how soon imitation succeeds differs between seeds.
         least_end: where it must end.
     """
 
@@ -40,6 +46,7 @@ class Study:
     least_gain: float = 0.0
     most_by_imitation: float | None = None
     start_between: tuple[float, float] | None = None
+    start_nearest: bool = False
     least_end: float = 0.0
 
     @property
@@ -49,7 +56,9 @@ class Study:
 
     @property
     def quiet_flags(self) -> tuple[str, ...]:
-        """Flags with which what imitates is hardly evaluated."""
+        """Flags with which what imitates is hardly evaluated, unless its evaluations count."""
+        if self.start_nearest:
+            return ()
         return _QUIET if self.measured == SOLVED else _QUIET_ROBOT
 
 
@@ -97,7 +106,8 @@ STUDIES: Mapping[str, Study] = {
     "metaworld": Study(
         start="metaworld_reach",
         practice="metaworld_rloo",
-        start_flags=("--num-train-steps", "250", "--save-interval", "250"),
+        start_flags=_EVERY_50,
+        start_nearest=True,
         flags=("--dataset", "{out}/metaworld_reach.zarr"),
         before=(("data", "collect", "metaworld", "--tasks", "reach", "--out", "{out}/metaworld_reach.zarr"),),
         package="metaworld",
@@ -134,6 +144,12 @@ class Practised:
     def gain(self) -> float:
         """What practice gained."""
         return self.after - self.before
+
+
+def nearest_step(evaluations: Mapping[int, float], between: tuple[float, float]) -> int:
+    """The step, after the first, whose success is nearest the middle of `between`; of several the first."""
+    middle = sum(between) / 2
+    return min((step for step in sorted(evaluations) if step), key=lambda step: abs(evaluations[step] - middle))
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:

@@ -62,11 +62,11 @@ metaworld_rloo = dataclasses.replace(
         episodes_per_device=128,
     ),
     # Adam's first steps are its largest: without a warm-up a quarter of the units is clipped.
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=5e-5, decay_steps=40, decay_lr=5e-5),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=5e-5, decay_steps=20, decay_lr=5e-5),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
     batch_size=32,
-    num_train_steps=40,
+    num_train_steps=20,
     log_interval=4,
     save_interval=20,
     eval=dataclasses.replace(

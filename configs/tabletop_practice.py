@@ -94,13 +94,16 @@ tabletop_dp_rloo = dataclasses.replace(
     ),
     # The last denoising steps have the least standard deviation, so what moves the actions by a tenth changes their
     # log-probability by tens. Adam's first step at 1.5e-4, without a warm-up, does that, and success falls.
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=4e-5, decay_steps=140, decay_lr=4e-5),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=4e-5, decay_steps=40, decay_lr=4e-5),
+    num_train_steps=40,
     eval=dataclasses.replace(
         tabletop_few_rloo.eval,
+        interval=20,
         num_sample_steps=10,
         closed_loop=dataclasses.replace(
             tabletop_few_rloo.eval.closed_loop,
             env=tabletop_runs.tabletop_dp.eval.closed_loop.env,
+            interval=20,
             episodes_per_task=200,
         ),
     ),

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import random
 import re
 import shlex
@@ -119,6 +120,15 @@ def test_gains_have_students_interval_over_seeds():
 )
 def test_what_practice_does_not_reach_is_a_failure(study, found, said):
     assert practice_studies.problems("x", study, found) == said
+
+
+def test_practice_begins_at_the_checkpoint_that_is_half_trained(tmp_path):
+    """Wanted is 0.5; the start of the run does not count, and of 0.4 and 0.6 the earlier does."""
+    lines = [(0, 0.5), (50, 0.1), (100, 0.4), (150, 0.6), (200, 0.9)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "success/all": found}) + "\n" for step, found in lines))
+    assert practice._begun_from(tmp_path, METAWORLD) == tmp_path / "100"
+    assert practice._begun_from(tmp_path, PI0) == tmp_path
 
 
 def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_not_repeated(tmp_path, monkeypatch):
