@@ -78,6 +78,6 @@ metaworld_rloo = dataclasses.replace(
 """It goes on by policy gradients.
 
 Command: python -m openpi_train metaworld_rloo --exp-name x --weight-loader.params-path checkpoints/metaworld_reach/x
-Hardware: 2 CPU cores. Time: some two minutes. Result: 100 of 100 unseen episodes, from 46 (one seed; 2026-11-24, commit
-bb6cf4d).
+Hardware: 2 CPU cores. Time: 89 to 98 CPU s. Result: 100 of 100 unseen episodes, from 42, 40 and 48 (seeds 42 to 44,
+half trained; 2026-11-26; docs/benchmarks.md).
 """
