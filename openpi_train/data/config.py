@@ -91,10 +91,17 @@ class DataConfig(Data):
             )
         return problems
 
+    def check_dims(self, model: RowModel) -> None:
+        """Raise ValueError, with the flag to give, if the model does not take the dims of each dataset's robot."""
+        for dataset in self.datasets:
+            model.check_dims(len(dataset.robot.state_names), len(dataset.robot.action_names))
+
     def examine(self, model: RowModel) -> list[str]:
         from openpi_train.data.examination import examine  # which imports this module
 
-        return examine(self, model.window)
+        notes = examine(self, model.window)
+        self.check_dims(model)
+        return notes
 
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)

@@ -104,6 +104,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
         raise
     windows = open_windows(config, request.model.window)
     model: RowModel = request.model
+    config.check_dims(model)
     length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
     data = open_data(
         config,

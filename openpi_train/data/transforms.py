@@ -15,6 +15,11 @@ from openpi_train.data.tokenizer import Tokenizer
 Row = dict[str, Any]
 
 
+def blank_row(num_state_dims: int, num_action_dims: int) -> Row:
+    """A row with zeros for `state` [dims] and `actions` [1, dims], to try the transforms of dims on."""
+    return {"state": np.zeros(num_state_dims), "actions": np.zeros((1, num_action_dims))}
+
+
 @dataclasses.dataclass(frozen=True)
 class Normalize:
     """Normalise `state` and `actions`, float32. Raises ValueError if the stats are narrower than the data."""

@@ -81,6 +81,11 @@ class ExactPolicyConfig(PolicyConfig):
             }
         )
 
+    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
+        from openpi_train.data.transforms import ExactDims, blank_row
+
+        ExactDims(self.action_dim, self.used_state_dim)(blank_row(num_state_dims, num_action_dims))
+
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.transforms import ExactDims, ResizeImages

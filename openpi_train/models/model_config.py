@@ -175,6 +175,9 @@ class PolicyConfig(ModelConfig):
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
 
+    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
+        """Raise ValueError, with the flag to give, if the model takes no rows of so many dims (default: takes all)."""
+
     @property
     def text_limit(self) -> int | None:
         """The most text tokens of a row, padding included; None for a model without text (default)."""

@@ -79,6 +79,11 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
         return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
 
+    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
+        from openpi_train.data.transforms import PadDims, blank_row
+
+        PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
+
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 

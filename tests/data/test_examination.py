@@ -8,6 +8,8 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.examination import examine
 from openpi_train.data.windows import WindowShape
 from openpi_train.data.zarr import Zarr
+from openpi_train.models.act import ActConfig
+from openpi_train.models.pi0 import Pi0Config
 from openpi_train.robots.robotwin import RoboTwin
 
 STORE = Path(__file__).with_name("zarr") / "fixtures" / "arms_14.zarr"
@@ -36,3 +38,14 @@ def test_what_is_not_indexed_is_told_and_what_is_is_read_as_the_run_does(tmp_pat
         examine(data(tmp_path, dims=10), SHAPE)
     with pytest.raises(ValueError, match="reads the image feature 'front'"):
         examine(data(tmp_path, cameras={"head_camera": "front"}), SHAPE)
+
+
+def test_a_model_of_other_dims_than_the_robots_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"14 dims, the model takes 7 and pads none: set --model.action-dim 14"):
+        data(tmp_path).examine(ActConfig(action_dim=7))
+    with pytest.raises(ValueError, match=r"state has 14 dims, the model takes 6 and pads none: set --model.state-dim"):
+        data(tmp_path).examine(ActConfig(action_dim=14, state_dim=6))
+    with pytest.raises(ValueError, match=r"14 dims, the model takes 8: set --model.action-dim 14 or more"):
+        data(tmp_path).examine(Pi0Config(action_dim=8))
+    (sentence,) = data(tmp_path).examine(ActConfig(action_dim=14))
+    assert "not indexed yet" in sentence
