@@ -217,6 +217,12 @@ def config_of(model: ActConfig) -> dict[str, Any]:
     """The `config.json`, without what is left to LeRobot's defaults. Raises UsageError if the model has no cameras."""
     if not model.cameras:
         raise UsageError("LeRobot's ACT reads at least one image, and this model has no cameras: it cannot be written")
+    if model.backbone_widths != (whole := ActConfig().backbone_widths):
+        logger.warning(
+            "LeRobot does not load this folder: the backbone of its ACT has the widths %s, this model's %s. "
+            "Train with --model.backbone-widths %s",
+            *(" ".join(map(str, widths)) for widths in (whole, model.backbone_widths, whole)),
+        )
     image = feature("VISUAL", 3, model.image_height, model.image_width)
     images = {f"{_CAMERA}{slot}": image for slot in model.cameras}
     kinds = ("VISUAL", "STATE", "ACTION")

@@ -13,10 +13,11 @@ from flax import nnx
 from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.envs.ensembling import ensemble
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
-from openpi_train.interop.lerobot_act import layout
+from openpi_train.interop.lerobot_act import config_of, layout
 from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_file, open_model, write_file
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.models.act import ActConfig
 from openpi_train.nn.params import merge_module
 from openpi_train.objectives.conditional_vae import ConditionalVae
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -96,8 +97,11 @@ def test_rows_are_normalised_as_lerobots_processors_do(stored):
     np.testing.assert_allclose(back, IO["norm/back"], rtol=4e-6, atol=4e-6)
 
 
-def test_what_is_written_is_lerobots_folder_again(stored, tmp_path):
+def test_what_is_written_is_lerobots_folder_again(stored, tmp_path, caplog):
     named("lerobot").write(tmp_path / "out", stored, CONFIG)
+    assert "LeRobot does not load this folder" in caplog.text  # the recorded backbone was made smaller by hand
+    assert config_of(ActConfig())["vision_backbone"] == "resnet18"
+    assert caplog.text.count("does not load") == 1
     names = {path.name for path in act_case.RECORDED.folder.iterdir()} - {"io.npz", "recorded.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     written, genuine = (open_model(Place.of(folder)) for folder in (tmp_path / "out", act_case.RECORDED.folder))
