@@ -97,9 +97,9 @@ class DataConfig(Data):
             model.check_dims(len(dataset.robot.state_names), len(dataset.robot.action_names))
 
     def examine(self, model: RowModel) -> list[str]:
-        from openpi_train.data.examination import examine  # which imports this module
+        from openpi_train.data.examination import examine, examine_files  # which imports this module
 
-        notes = examine(self, model.window)
+        notes = examine(self, model.window) + examine_files(self, model)
         self.check_dims(model)
         return notes
 

@@ -1,10 +1,16 @@
 """Looks at a run's datasets without reading them at length, for a dry run. Read next: `opened.py`, which opens them."""
 
+import importlib.util
+
 import numpy as np
 
-from openpi_train.data import embedded
+from openpi_train.data import embedded, hub
 from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.model import RowModel
+from openpi_train.data.normalize import read_norm_stats
+from openpi_train.data.tokens import open_tokenizer
 from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.runtime.exits import DataError
 
 
 def examine(config: DataConfig, shape: WindowShape) -> list[str]:
@@ -37,3 +43,24 @@ def _examine(dataset: Dataset, config: DataConfig, shape: WindowShape) -> str:
     return (
         f"{source.location}: not indexed yet; a start reads all of it, and `data index {source.location}` does so now"
     )
+
+
+def examine_files(config: DataConfig, model: RowModel) -> list[str]:
+    """Raise what reading given norm stats and the tokenizer would, and say if the tokenizer is still on the hub.
+
+    Raises FileNotFoundError, ValueError, UsageError or DataError.
+    """
+    for dataset in config.datasets:
+        if dataset.norm_stats is not None:
+            read_norm_stats(dataset.norm_stats)
+    if any(embedded.missing(dataset.source.location) for dataset in config.datasets):
+        return []  # its tokenizer is written with it
+    name = config.tokenizer
+    try:
+        open_tokenizer(model, name, offline=True)
+    except (FileNotFoundError, DataError):
+        on_hub = name.startswith(hub.SCHEME) or (hub.may_be_repository(name) and not name.endswith(".model"))
+        if not on_hub or config.offline or hub.is_offline() or importlib.util.find_spec("huggingface_hub") is None:
+            raise
+        return [f"tokenizer {name}: it is not on this machine; a start fetches it from the hub"]
+    return []

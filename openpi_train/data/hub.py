@@ -44,6 +44,11 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def may_be_repository(name: str) -> bool:
+    """Whether `name` has the form of a repository on the hub, USER/NAME, and not of a path."""
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
+
+
 def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) -> Path:
     """The path of `file` of `repository` in the hub client's cache; downloads it if it is missing and not `offline`.
 
@@ -51,7 +56,7 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
 
     Raises FileNotFoundError.
     """
-    if repository.count("/") != 1 or repository.startswith((".", "~", "/")):
+    if not may_be_repository(repository):
         raise FileNotFoundError(f"no {what} at {repository}: {how}")
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)

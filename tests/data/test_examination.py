@@ -1,5 +1,6 @@
 """What a dry run finds out about robots' datasets: what opening them would say, without writing anything."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,18 @@ def test_a_model_of_other_dims_than_the_robots_is_refused(tmp_path):
         data(tmp_path).examine(Pi0Config(action_dim=8))
     (sentence,) = data(tmp_path).examine(ActConfig(action_dim=14))
     assert "not indexed yet" in sentence
+
+
+def test_norm_stats_and_tokenizers_that_are_not_there_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    given, pi0 = data(tmp_path), Pi0Config(action_dim=14)
+    stats = dataclasses.replace(given.datasets[0], norm_stats=str(tmp_path / "norm_stats.json"))
+    with pytest.raises(FileNotFoundError, match="no norm stats at"):
+        dataclasses.replace(given, datasets=(stats,), tokenizer="bytes").examine(pi0)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at nowhere\.model"):
+        dataclasses.replace(given, tokenizer="nowhere.model").examine(pi0)
+    # What the hub holds is fetched by a start, if it may.
+    _, note = dataclasses.replace(given, tokenizer="someone/tokens").examine(pi0)
+    assert note == "tokenizer someone/tokens: it is not on this machine; a start fetches it from the hub"
+    with pytest.raises(FileNotFoundError, match="offline and not cached"):
+        dataclasses.replace(given, tokenizer="someone/tokens", offline=True).examine(pi0)
