@@ -1,5 +1,6 @@
 """docs/your_own_robot.md from its first file to its last command, as a user would: only the sizes are smaller."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from PIL import Image
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 PAGE = ROOT / "docs" / "your_own_robot.md"
 SMALL = ("--num-train-steps", "3", "--batch-size", "4", "--eval.interval", "0", "--save-interval", "3")
+SMALL_ACT = ("--model.image-height", "16", "--model.image-width", "16", "--model.backbone-widths", "8")
+SMALL_ACT += ("--model.dim-model", "16", "--model.dim-feedforward", "16", "--model.n-encoder-layers", "1")
+SMALL_ACT += ("--model.remat", "none", "--ema-decay", "None", "--data.validation-fraction", "0")
 SMALLER = ("--model.language.depth", "2", "--model.action-expert.depth", "2", "--objective.num-flow-draws", "1")
 
 
@@ -42,7 +46,7 @@ def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
 
     run("record.py")
     assert (tmp_path / "my_arm" / "meta" / "info.json").is_file()
-    inspect, train = commands()
+    inspect, train, train_act, *_ = commands()
     text = run("-m", "openpi_train", *inspect)
     assert "12, of" in text and "10 Hz" in text and "shoulder_rad" in text
     assert re.search(r"wrist_rad .*constant", text)  # the page's arm never moves it
@@ -52,3 +56,8 @@ def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
     assert (tmp_path / "checkpoints" / "first" / "x" / "3" / "manifest.json").is_file()
     place = re.search(r"the arm is at \[(.*)\]", run("drive.py"))
     assert place and np.isfinite([float(number) for number in place[1].split()]).all()
+    run("-m", "openpi_train", *train_act, *SMALL, *SMALL_ACT)
+    run_directory = tmp_path / "checkpoints" / "act" / "x"
+    assert (run_directory / "3" / "manifest.json").is_file()
+    written = json.loads((run_directory / "experiment.json").read_text())
+    assert (written["model"]["__class__"], written["model"]["action_dim"]) == ("ActConfig", 4)
