@@ -79,5 +79,5 @@ metaworld_rloo = dataclasses.replace(
 
 Command: python -m openpi_train metaworld_rloo --exp-name x --weight-loader.params-path checkpoints/metaworld_reach/x
 Hardware: 2 CPU cores. Time: 89 to 98 CPU s. Result: 100 of 100 unseen episodes, from 42, 40 and 48 (seeds 42 to 44,
-half trained; 2026-11-26; docs/benchmarks.md).
+half trained; 2026-11-26, commit 574e7dc; docs/benchmarks.md).
 """
