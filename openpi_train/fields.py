@@ -47,7 +47,7 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
     """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
     `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it. So is
-    a switch that is off, as by default, and that the saved run's version had not.
+    a switch that is off, as by default, or a tuple of its default, which the saved run's version had not.
     """
     rule: OnResume = "warn"
     default: Any = None
@@ -64,7 +64,7 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
             config = config[int(name)]
         else:
             config = None
-    if saved is None and given is False and default is False:
+    if saved is None and (default is False or (isinstance(default, tuple) and default)) and given == as_json(default):
         return "retired"
     if rule == "refuse_class":
         return "refuse" if names[-1] == "__class__" else "warn"

@@ -45,6 +45,7 @@ class Switched:
     """A config with a switch that older runs have not."""
 
     new: bool = setting(False, on_resume="refuse")
+    sizes: tuple[int, ...] = setting((1, 2), on_resume="refuse")
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,10 @@ class Switched:
 )
 def test_a_switch_that_the_runs_version_had_not_is_off_in_it(saved, given, verdict):
     assert resume_verdict(Switched(new=given), "new", saved, given) == verdict
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "verdict"), [(None, [1, 2], "retired"), (None, [1, 3], "refuse"), ([1, 3], [1, 2], "refuse")]
+)
+def test_a_tuple_that_the_runs_version_had_not_is_of_its_default_in_it(saved, given, verdict):
+    assert resume_verdict(Switched(sizes=tuple(given)), "sizes", saved, given) == verdict

@@ -22,7 +22,7 @@ FILE_NAME = "norm_stats.json"
 
 _EPSILON = 1e-6
 # For min_max: a dim whose range is smaller, in its own unit, is normalised to 0.
-_CONSTANT_RANGE = 1e-4
+CONSTANT_RANGE = 1e-4
 # The smallest divisor, as a fraction of the dim's own range: normalised values stay within about 1 / fraction.
 # BridgeData's rotations, whose range is large because of rare wraps by 2 pi, are above both.
 _LEAST_STD_OF_RANGE = 2e-3
@@ -85,7 +85,7 @@ def _limits(stats: NormStats) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Low, scale and centre of each dim: `(x - low) * scale - centre` maps min to -1, max to 1, constant dims to 0."""
     if stats.low is None or stats.high is None:
         raise ValueError("these norm stats have no min and max, which min_max normalisation needs")
-    constant = stats.high - stats.low < _CONSTANT_RANGE
+    constant = stats.high - stats.low < CONSTANT_RANGE
     scale = np.where(constant, 1.0, 2.0 / np.where(constant, 1.0, stats.high - stats.low))
     return stats.low, scale, np.where(constant, 0.0, 1.0)
 

@@ -10,24 +10,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.lerobot_folder import (
     BATCH,
+    CAMERA,
     DEVICE,
-    EPSILON,
     NORMALIZE,
     PREFIX,
     RENAME,
     UNNORMALIZE,
     differences,
     feature,
+    image_problems,
+    old_stats,
     read_stats,
 )
 from openpi_train.interop.openpi_torch import OLD_STATS, joined_params, layouts_of
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory
+from openpi_train.interop.stored_leaves import Leaves, in_memory
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.models.act import ActConfig
 from openpi_train.models.act_network import sine_table
@@ -41,7 +41,6 @@ TYPE = "act"
 STEPS = ((RENAME, BATCH, DEVICE, NORMALIZE), (UNNORMALIZE, DEVICE))
 # A fixed table that LeRobot keeps among the tensors.
 _POSITIONS = "vae_encoder_pos_enc"
-_CAMERA = "observation.images."
 # LeRobot's fields that are ours, too.
 _SIZES = ("dim_model", "n_heads", "dim_feedforward", "n_encoder_layers", "n_decoder_layers", "use_vae", "latent_dim")
 _EQUAL = {**{name: name for name in _SIZES}, "n_vae_encoder_layers": "n_vae_encoder_layers"}
@@ -126,7 +125,7 @@ def layout(name: str, shape: tuple[int, ...]) -> TensorLayout:
 def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
     problems = differences(config, model, _FIXED, _EQUAL, "ACT")
-    problems += _check_features(config, model) + _check_images(model, stats)
+    problems += _check_features(config, model) + image_problems(model, stats)
     forms = config.get("normalization_mapping", {})
     if odd := {kind: form for kind, form in forms.items() if kind in ("STATE", "ACTION") and form != "MEAN_STD"}:
         problems.append(f"it normalises by {odd}: ACT here by mean and standard deviation (MEAN_STD)")
@@ -139,7 +138,7 @@ def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str
 def _check_features(config: Mapping[str, Any], model: ActConfig) -> list[str]:
     """What of inputs and outputs is not the model's."""
     inputs, problems = config["input_features"], []
-    cameras = {name.removeprefix(_CAMERA): entry for name, entry in inputs.items() if entry["type"] == "VISUAL"}
+    cameras = {name.removeprefix(CAMERA): entry for name, entry in inputs.items() if entry["type"] == "VISUAL"}
     if len(cameras) != len(model.cameras):
         problems.append(f"it has the cameras {', '.join(cameras)}: give --model.cameras {' '.join(cameras)}")
     elif set(cameras) != set(model.cameras):
@@ -148,30 +147,10 @@ def _check_features(config: Mapping[str, Any], model: ActConfig) -> list[str]:
     size = [3, model.image_height, model.image_width]
     if odd := {name: entry["shape"] for name, entry in cameras.items() if list(entry["shape"]) != size}:
         logger.warning("its images are %s (colours, rows, columns), the model's %s: it sees other sizes", odd, size)
-    if others := [name for name in inputs if name not in ("observation.state", *(_CAMERA + one for one in cameras))]:
+    if others := [name for name in inputs if name not in ("observation.state", *(CAMERA + one for one in cameras))]:
         problems.append(f"it reads {', '.join(others)} beside images and state: ACT here does not")
     if "observation.state" not in inputs:
         problems.append("it reads no state, and ACT here does: choose another policy")
-    return problems
-
-
-def _check_images(model: ActConfig, stats: Leaves) -> list[str]:
-    """Why the images are normalised in another way than the model's."""
-    ours = {"mean": model.image_mean, "std": model.image_std}
-    found = {key: {} for key in ours}
-    for name, leaf in stats.items():
-        camera, _, key = name.rpartition(".")
-        if camera.startswith(_CAMERA) and key in found:
-            found[key][camera] = tuple(float(value) for value in leaf.whole().reshape(-1))
-    problems = []
-    for key, own in ours.items():
-        if all(np.allclose(values, own, rtol=1e-4) for values in found[key].values()):
-            continue
-        if len(set(found[key].values())) == 1:
-            values = " ".join(f"{value:.6g}" for value in next(iter(found[key].values())))
-            problems.append(f"its images have the {key} {values}: give --model.image-{key} {values}")
-        else:
-            problems.append(f"its cameras are normalised each in its own way ({found[key]}), here all in one")
     return problems
 
 
@@ -181,23 +160,11 @@ def read(folder: Place, config: Mapping[str, Any], model: ActConfig) -> tuple[Le
     Raises CheckpointError if the policy does not fit the model, or a tensor is missing, unknown, or of another shape.
     """
     found = {name.removeprefix(PREFIX): leaf for name, leaf in safetensors_file.open_model(folder).items()}
-    stats = _old_stats(found, config) or read_stats(folder)
+    stats = old_stats(found, config) or read_stats(folder)
     check(config, model, stats, str(folder))
     # The fixed table is computed here.
     tensors = {name: leaf for name, leaf in found.items() if name != _POSITIONS and not name.startswith(OLD_STATS)}
     return joined_params(folder, tensors, layouts_of(model, layout), model), stats
-
-
-def _old_stats(found: Leaves, config: Mapping[str, Any]) -> dict[str, StoredLeaf]:
-    """The statistics by their present names, of policies that LeRobot saved before 0.4, which kept them as tensors."""
-    stats = {}
-    for name in (*config["input_features"], *config["output_features"]):
-        part = "unnormalize_outputs" if name in config["output_features"] else "normalize_inputs"
-        for key in ("mean", "std"):
-            leaf = found.get(f"{part}.buffer_{name.replace('.', '_')}.{key}")
-            if leaf is not None and np.isfinite(leaf.whole()).all():  # infinite: never set
-                stats[f"{name}.{key}"] = leaf
-    return stats
 
 
 def write_params(directory: Path, params: Leaves, model: ActConfig) -> None:
@@ -224,7 +191,7 @@ def config_of(model: ActConfig) -> dict[str, Any]:
             *(" ".join(map(str, widths)) for widths in (whole, model.backbone_widths, whole)),
         )
     image = feature("VISUAL", 3, model.image_height, model.image_width)
-    images = {f"{_CAMERA}{slot}": image for slot in model.cameras}
+    images = {f"{CAMERA}{slot}": image for slot in model.cameras}
     kinds = ("VISUAL", "STATE", "ACTION")
     return {
         "type": TYPE,
@@ -239,12 +206,3 @@ def config_of(model: ActConfig) -> dict[str, Any]:
         "temporal_ensemble_coeff": None,
         "dropout": model.dropout,
     }
-
-
-def image_stats(model: ActConfig) -> dict[str, np.ndarray]:
-    """The statistics with which LeRobot's normaliser treats images as the model does, which adds nothing to `std`."""
-    found = {}
-    for slot in model.cameras:
-        found[f"{_CAMERA}{slot}.mean"] = np.reshape(model.image_mean, (3, 1, 1)).astype(np.float32)
-        found[f"{_CAMERA}{slot}.std"] = (np.reshape(model.image_std, (3, 1, 1)) - EPSILON).astype(np.float32)
-    return found

@@ -9,6 +9,7 @@ As `lerobot` 0.6.1 writes and reads them (`processor/pipeline.py`, `processor/no
 """
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from openpi_train.data.files import write_json
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, in_memory
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ CONFIG, _PREPROCESSOR = "config.json", "policy_preprocessor.json"
 # The folder of the policy in a checkpoint of LeRobot's training.
 _PRETRAINED = "pretrained_model"
 FEATURES = {"state": "observation.state", "actions": "action"}
-_STATS = ("mean", "std", "q01", "q99")
+CAMERA = "observation.images."
+_STATS = ("mean", "std", "q01", "q99", "min", "max")
 # openpi's, with which models are trained here, not LeRobot's 1e-8: it is added to every divisor.
 EPSILON = 1e-6
 
@@ -55,6 +57,55 @@ def read_stats(folder: Place) -> Leaves:
     if not folder.has(files[0]):
         raise CheckpointError(f"{folder} is incomplete: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
     return safetensors_file.open_file(folder, files[0])
+
+
+def old_stats(found: Leaves, config: Mapping[str, Any]) -> dict[str, StoredLeaf]:
+    """The statistics by their present names, of policies that LeRobot saved before 0.4, which kept them as tensors.
+
+    `found` are the tensors, without the prefix.
+    """
+    stats = {}
+    for name in (*config["input_features"], *config["output_features"]):
+        part = "unnormalize_outputs" if name in config["output_features"] else "normalize_inputs"
+        for key in _STATS:
+            leaf = found.get(f"{part}.buffer_{name.replace('.', '_')}.{key}")
+            if leaf is not None and np.isfinite(leaf.whole()).all():  # infinite: never set
+                stats[f"{name}.{key}"] = leaf
+    return stats
+
+
+def image_problems(model: Any, stats: Leaves) -> list[str]:
+    """Why the images of a policy with these statistics are normalised in another way than the model's, and what to do.
+
+    The model has `image_mean` and `image_std`.
+    """
+    ours = {"mean": model.image_mean, "std": model.image_std}
+    found = {key: {} for key in ours}
+    for name, leaf in stats.items():
+        camera, _, key = name.rpartition(".")
+        if camera.startswith("observation.image") and key in found:
+            found[key][camera] = tuple(float(value) for value in leaf.whole().reshape(-1))
+    problems = []
+    for key, own in ours.items():
+        if all(np.allclose(values, own, rtol=1e-4) for values in found[key].values()):
+            continue
+        if len(set(found[key].values())) == 1:
+            values = next(iter(found[key].values()))
+            problems.append(
+                f"its images have the {key} {_spaced(values)}: give {flag_of(f'model.image_{key}', values)}"
+            )
+        else:
+            problems.append(f"its cameras are normalised each in its own way ({found[key]}), here all in one")
+    return problems
+
+
+def image_stats(model: Any) -> dict[str, np.ndarray]:
+    """The statistics with which LeRobot's normaliser treats images as the model does, which adds nothing to `std`."""
+    found = {}
+    for slot in model.cameras:
+        found[f"{CAMERA}{slot}.mean"] = np.reshape(model.image_mean, (3, 1, 1)).astype(np.float32)
+        found[f"{CAMERA}{slot}.std"] = (np.reshape(model.image_std, (3, 1, 1)) - EPSILON).astype(np.float32)
+    return found
 
 
 def norm_stats_of(stats: Leaves) -> dict[str, Any]:
@@ -86,9 +137,15 @@ def feature(kind: str, *shape: int) -> dict[str, Any]:
 
 
 def flag_of(field: str, value: Any) -> str:
-    """The flag that gives a field of the model this value."""
-    name = field.replace("_", "-")
-    return f"--model.{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--model.{name} {value}"
+    """The flag that gives a field of an experiment (`model.unet.widths`) this value."""
+    *parts, name = field.replace("_", "-").split(".")
+    flag = "--" + ".".join([*parts, f"no-{name}" if value is False else name])
+    return flag if isinstance(value, bool) else f"{flag} {_spaced(value)}"
+
+
+def _spaced(value: Any) -> str:
+    """A value as in a command; numbers of a tuple with six digits."""
+    return " ".join(f"{one:.6g}" for one in value) if isinstance(value, list | tuple) else str(value)
 
 
 def differences(
@@ -97,7 +154,7 @@ def differences(
     """What a folder's policy says otherwise than the model, and what to do about each.
 
     Args: `fixed` are values that policies of this `name` have here, by LeRobot's field; `equal` are the model's fields
-    by LeRobot's. An absent field is as here.
+    by LeRobot's, dotted if they lie in another. An absent field is as here.
     """
     problems = [
         f"{field} is {config[field]!r}: {name} here has {value!r}, choose another policy"
@@ -105,9 +162,10 @@ def differences(
         if config.get(field, value) != value
     ]
     for field, ours in equal.items():
-        value, own = config.get(field), getattr(model, ours)
+        value, own = config.get(field), operator.attrgetter(ours)(model)
+        value = tuple(value) if isinstance(value, list) else value
         if value is not None and value != own:
-            problems.append(f"{field} is {value}: give {flag_of(ours, value)} (here {own})")
+            problems.append(f"{field} is {value}: give {flag_of(f'model.{ours}', value)} (here {own})")
     return problems
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from openpi_train.data.fast_tokenizer import PUBLISHED
 from openpi_train.data.files import write_json
-from openpi_train.interop import lerobot_act, lerobot_smolvla
+from openpi_train.interop import lerobot_act, lerobot_diffusion, lerobot_smolvla
 from openpi_train.interop.lerobot_folder import (
     BATCH,
     CONFIG,
@@ -27,6 +27,7 @@ from openpi_train.interop.lerobot_folder import (
     TOKENIZE,
     UNNORMALIZE,
     feature,
+    image_stats,
     norm_stats_of,
     policy_folder,
     read_stats,
@@ -37,7 +38,9 @@ from openpi_train.interop.openpi import published_params
 from openpi_train.interop.openpi_torch import needed, read_params, write_params
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.interop.trained_with import Settings, settings_of
 from openpi_train.models.act import ActConfig
+from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -126,14 +129,18 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     config = folder.json(CONFIG)
     model, where = as_policy(needed(model, folder)), str(folder)
     _check_type(config["type"], model, where)
-    if isinstance(model, ActConfig):
+    trained_with: Settings = {}
+    if isinstance(model, DiffusionPolicyConfig):
+        params, stats, trained_with = lerobot_diffusion.read(folder, config, model)
+    elif isinstance(model, ActConfig):
         params, stats = lerobot_act.read(folder, config, model)
     elif isinstance(model, SmolVlaConfig):
         params, stats = lerobot_smolvla.read(folder, config, model)
     else:
         _check(config, model, where)
         params, stats = read_params(folder, model, PREFIX), read_stats(folder)
-    return Stored(where=where, format="lerobot", params=params, norm_stats=norm_stats_of(stats))
+    norm_stats = norm_stats_of(stats)
+    return Stored(where=where, format="lerobot", params=params, norm_stats=norm_stats, trained_with=trained_with)
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
@@ -150,11 +157,18 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     if not stats:
         logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
     policy = as_policy(model)
-    if isinstance(policy, ActConfig):
+    if isinstance(policy, DiffusionPolicyConfig):
+        settings = settings_of(stored.experiment) if stored.experiment else stored.trained_with
+        config = lerobot_diffusion.config_of(policy, settings)
+        stats = lerobot_diffusion.ranges_there(stats, config["normalization_mapping"]["ACTION"])
+        directory.mkdir(parents=True)
+        lerobot_diffusion.write_params(directory, stored.params, policy, config)
+        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **image_stats(policy)})
+    elif isinstance(policy, ActConfig):
         config = lerobot_act.config_of(policy)
         directory.mkdir(parents=True)
         lerobot_act.write_params(directory, stored.params, policy)
-        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **lerobot_act.image_stats(policy)})
+        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **image_stats(policy)})
     elif isinstance(policy, SmolVlaConfig):
         config = lerobot_smolvla.config_of(policy, stats)
         directory.mkdir(parents=True)
@@ -181,7 +195,11 @@ def _policy_of(model: PolicyConfig) -> LeRobotPolicy:
 
 def _check_type(given: str, model: PolicyConfig, where: str) -> None:
     """Raise CheckpointError if the folder's policy, of the type `given`, is not of the model's type."""
-    others = {ActConfig: lerobot_act.TYPE, SmolVlaConfig: lerobot_smolvla.TYPE}
+    others = {
+        ActConfig: lerobot_act.TYPE,
+        SmolVlaConfig: lerobot_smolvla.TYPE,
+        DiffusionPolicyConfig: lerobot_diffusion.TYPE,
+    }
     own = others.get(type(model)) or _policy_of(model).type
     if given not in _types():
         raise CheckpointError(f"{where} holds a policy of type {given!r}; allowed: {_allowed()}")
@@ -284,7 +302,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _types() -> list[str]:
-    return [*(policy.type for policy in POLICIES), lerobot_act.TYPE, lerobot_smolvla.TYPE]
+    return [*(policy.type for policy in POLICIES), lerobot_act.TYPE, lerobot_smolvla.TYPE, lerobot_diffusion.TYPE]
 
 
 def _allowed() -> str:

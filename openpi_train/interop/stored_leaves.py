@@ -192,7 +192,8 @@ class Stored:
     for `accounting.py` to report. `train_state` is by openpi's names (`openpi.py`), None if there is none.
     `norm_stats` has the content of each `norm_stats.json`, by asset id. For our own runs, `experiment` is the JSON of
     the experiment, `tokenizer` the tokenizer's fingerprint, and `token_files` the folder of its files, if there;
-    `text_length` is the number of text tokens of its longest rows, None where nothing tells.
+    `text_length` is the number of text tokens of its longest rows, None where nothing tells. `trained_with` are fields
+    of an experiment beside its model's, by dotted name, of other trainers' policies that say how they were trained.
     """
 
     where: str
@@ -204,6 +205,7 @@ class Stored:
     tokenizer: str | None = None
     token_files: Place | None = None
     text_length: int | None = None
+    trained_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

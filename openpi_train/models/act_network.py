@@ -18,7 +18,7 @@ from openpi_train.nn.dropout import RowKeys, dropped, numbered
 from openpi_train.nn.layers import keep, scan_layers, stack_layers
 from openpi_train.nn.resnet import EPSILON, TORCH_INIT, ResNet18
 from openpi_train.nn.shard import as_varied
-from openpi_train.nn.siglip import float_images
+from openpi_train.nn.siglip import float_images, normalize_images
 from openpi_train.types import Observation
 
 if TYPE_CHECKING:
@@ -268,8 +268,7 @@ class Act(nnx.Module):
 
     def _normalized(self, images: Float[Array, "n height width 3"]) -> Float[Array, "n height width 3"]:
         """Images in [-1, 1] as the backbone's published weights expect them."""
-        mean, std = jnp.asarray(self.config.image_mean), jnp.asarray(self.config.image_std)
-        return ((images + 1) / 2 - mean) / std
+        return normalize_images(images, self.config.image_mean, self.config.image_std)
 
 
 def sine_table(length: int, width: int) -> Float[np.ndarray, "t d"]:

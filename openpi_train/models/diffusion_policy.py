@@ -12,7 +12,7 @@ from flax import nnx
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
-from openpi_train.models.diffusion_policy_network import DiffusionPolicy
+from openpi_train.models.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import RowTransform
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
@@ -37,12 +37,18 @@ class DiffusionPolicyConfig(ExactPolicyConfig):
     cameras: tuple[str, ...] = ("head_camera",)
     # Instructions that the policy distinguishes, one-hot encoded beside the state; () for a single task.
     instructions: tuple[str, ...] = ()
+    # Mean of the pixels in [0, 1], per colour, that is subtracted; by default they are scaled to [-1, 1].
+    image_mean: tuple[float, float, float] = UNIT_RANGE
+    # Their standard deviation, by which is divided.
+    image_std: tuple[float, float, float] = UNIT_RANGE
     # One image encoder for all cameras, or one for each.
     share_encoder: bool = False
     # Pooling of an encoder's last feature map: its mean, or keypoints and a linear layer.
     pooling: Pooling = "average"
     # Keypoints of spatial_softmax.
     num_keypoints: int = 32
+    # A ReLU after the encoders, as LeRobot and robomimic have it.
+    relu_features: bool = False
     # Widths of the encoder's stages (ResNet-18's).
     encoder_widths: tuple[int, ...] = (64, 128, 256, 512)
     # The denoising network.
@@ -70,6 +76,8 @@ class DiffusionPolicyConfig(ExactPolicyConfig):
             problems += denoiser.problems(self.action_horizon if denoiser is self.network else None)
         if any(width % 16 for width in self.encoder_widths):
             problems.append(f"encoder_widths {self.encoder_widths} must be multiples of 16, the channels of a group")
+        if min(self.image_std) <= 0:
+            problems.append(f"image_std {self.image_std} must be above 0")
         if len(set(self.instructions)) < len(self.instructions):
             problems.append(f"instructions name one twice: {', '.join(self.instructions)}")
         if problems:
@@ -119,5 +127,12 @@ class DiffusionPolicyConfig(ExactPolicyConfig):
             name: ResNet18(self.pooling, widths=self.encoder_widths, num_keypoints=self.num_keypoints, rngs=rngs)
             for name in names
         }
-        denoiser = self.network.build(self, rngs)
-        return DiffusionPolicy(encoders, denoiser, self.num_diffusion_steps, len(self.instructions))
+        return DiffusionPolicy(
+            encoders,
+            self.network.build(self, rngs),
+            num_diffusion_steps=self.num_diffusion_steps,
+            num_instructions=len(self.instructions),
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+            relu_features=self.relu_features,
+        )

@@ -12,8 +12,11 @@ from jaxtyping import Array, Float
 
 from openpi_train.models.denoisers import DenoisingNetwork
 from openpi_train.nn.resnet import ResNet18
-from openpi_train.nn.siglip import float_images
+from openpi_train.nn.siglip import float_images, normalize_images
 from openpi_train.types import Observation
+
+# Mean and standard deviation of pixels in [0, 1] that stand for a scaling to [-1, 1].
+UNIT_RANGE = (0.5, 0.5, 0.5)
 
 
 class DiffusionPolicy(nnx.Module):
@@ -24,18 +27,26 @@ class DiffusionPolicy(nnx.Module):
         denoiser: from (noisy chunks, diffusion steps, condition per observation step) to a chunk.
         num_diffusion_steps: the diffusion step that corresponds to flow time 1, pure noise.
         num_instructions: number of instructions, indexed by the observation's one token; 0: no token is read.
+        image_mean: what is subtracted from pixels in [0, 1], per colour.
+        image_std: by what is divided then.
+        relu_features: whether a ReLU follows the encoders.
     """
 
     def __init__(
         self,
         encoders: Mapping[str, ResNet18],
         denoiser: DenoisingNetwork,
+        *,
         num_diffusion_steps: int,
         num_instructions: int = 0,
+        image_mean: tuple[float, float, float] = UNIT_RANGE,
+        image_std: tuple[float, float, float] = UNIT_RANGE,
+        relu_features: bool = False,
     ):
         self.encoders = nnx.Dict(encoders)
         self.denoiser = denoiser
         self.num_diffusion_steps, self.num_instructions = num_diffusion_steps, num_instructions
+        self.image_mean, self.image_std, self.relu_features = image_mean, image_std, relu_features
 
     @jax.named_scope("encode")
     def context(self, observation: Observation) -> Float[Array, "b o e"]:
@@ -47,9 +58,10 @@ class DiffusionPolicy(nnx.Module):
         features = []
         for slot in sorted(observation.images):
             encoder = self.encoders[slot if slot in self.encoders else "shared"]
-            images = float_images(observation.images[slot])
+            images = normalize_images(float_images(observation.images[slot]), self.image_mean, self.image_std)
             images = images if images.ndim == 5 else images[:, None]  # b o height width 3
             found = encoder(images.reshape(-1, *images.shape[2:])).reshape(*images.shape[:2], -1)
+            found = nnx.relu(found) if self.relu_features else found
             features.append(jnp.where(observation.image_masks[slot][:, None, None], found, 0.0))
         state = observation.state if observation.state.ndim == 3 else observation.state[:, None]
         if self.num_instructions:

@@ -4,6 +4,7 @@ Read next: `models/pi0.py`, which puts the tokens before the prompt.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,13 @@ def float_images(images: UInt8[Array, "*b 3"] | Float[Array, "*b 3"]) -> Float[A
     if images.dtype == jnp.uint8:
         return images.astype(jnp.float32) / 255.0 * 2.0 - 1.0
     return images.astype(jnp.float32)
+
+
+def normalize_images(images: Float[Array, "*b 3"], mean: Sequence[float], std: Sequence[float]) -> Float[Array, "*b 3"]:
+    """Images in [-1, 1], with the mean subtracted and divided by the deviation of pixels in [0, 1], per colour."""
+    if (*mean, *std) == (0.5,) * 6:
+        return images  # they lie in this range already
+    return ((images + 1) / 2 - jnp.asarray(mean)) / jnp.asarray(std)
 
 
 class PatchEmbedding(nnx.Module):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
-from openpi_train.fields import as_json, changed_fields, retired
+from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
@@ -28,6 +28,7 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
+from openpi_train.interop.trained_with import other_settings
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -98,6 +99,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     stored = checkpoint_formats.open_checkpoint(request.source, model, request.source_format)
     check_target(request.target, stored.where)
     _check_same_model(stored, model)
+    _check_same_training(stored, experiment)
     params = checkpoint_formats.model_params(stored, model)
     name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
@@ -268,7 +270,7 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
     changed = {
         name: values
         for name, values in changed.items()
-        if name.rpartition(".")[2] not in _OF_THE_RUN and name not in retired(type(model))
+        if name.rpartition(".")[2] not in _OF_THE_RUN and resume_verdict(model, name, *values) != "retired"
     }
     if changed:
         listing = "\n".join(
@@ -278,6 +280,15 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
             f"{stored.where} was trained with another model; repeat its --model flags, or leave --experiment and all "
             f"of them out:\n{listing}"
         )
+
+
+def _check_same_training(stored: Stored, experiment: Experiment) -> None:
+    """Raise UsageError if another trainer's policy says that it was trained otherwise than the experiment trains."""
+    if not stored.trained_with:
+        return
+    if problems := other_settings(stored.trained_with, as_json(experiment), experiment.policy.normalization):
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise UsageError(f"{stored.where} was trained otherwise than the experiment says:\n{listing}")
 
 
 def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
