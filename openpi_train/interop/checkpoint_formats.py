@@ -13,6 +13,7 @@ from typing import Any
 from openpi_train.interop import (
     big_vision,
     checkpoint_hub,
+    diffusion_policy_checkpoint,
     huggingface,
     lerobot_policy,
     openpi,
@@ -120,6 +121,11 @@ FORMATS: tuple[Format, ...] = (
         "peft",
         "a low-rank adapter of a language model, by PEFT: adapter_config.json, adapter_model.safetensors",
         holds=peft_adapter.HELD,
+    ),
+    _of(
+        diffusion_policy_checkpoint,
+        "diffusion_policy",
+        "diffusion_policy's: a file by torch.save (latest.ckpt), or the folder of one",
     ),
     _of(
         torchvision_resnet,

@@ -18,6 +18,8 @@ from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.nn.resnet import num_features
 
 ENCODERS, DENOISER = "encoders/", "denoiser/"
+# The widths of image encoders that PyTorch's libraries build: torchvision's.
+WIDTHS = (64, 128, 256, 512)
 _WHERE = {"down": "down_modules", "middle": "mid_modules", "up": "up_modules"}
 _ENDS = {"step_in": "diffusion_step_encoder.1", "step_out": "diffusion_step_encoder.3", "outputs": "final_conv.1"}
 _PARTS = {"conv": 0, "norm": 1}

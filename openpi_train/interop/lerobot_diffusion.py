@@ -19,6 +19,7 @@ from openpi_train.interop import safetensors_file
 from openpi_train.interop.denoiser_tensors import (
     DENOISER,
     ENCODERS,
+    WIDTHS,
     condition_order,
     from_torch,
     renamed,
@@ -48,6 +49,7 @@ from openpi_train.interop.trained_with import (
     SCHEDULE,
     SCHEDULE_FIELDS,
     Settings,
+    schedule_of,
 )
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -58,8 +60,6 @@ TYPE = "diffusion"
 # The places of keypoints, a fixed table that LeRobot keeps among the tensors.
 _GRID = "pool.pos_grid"
 _STATE = "observation.state"
-# The only widths that LeRobot builds: torchvision's.
-WIDTHS = (64, 128, 256, 512)
 # LeRobot's fields, and ours that must be equal.
 _EQUAL = {name: name for name in ("n_obs_steps", "n_action_steps", "diffusion_step_embed_dim")}
 _EQUAL |= {"horizon": "action_horizon", "kernel_size": "unet.kernel_size", "n_groups": "unet.num_groups"}
@@ -286,6 +286,6 @@ def config_of(model: DiffusionPolicyConfig, settings: Settings) -> dict[str, Any
         "crop_shape": crop if crop[0] is not None else None,
         _SEPARATE: not model.share_encoder,
         "noise_scheduler_type": str(settings[SAMPLER]).upper(),
-        **{field: settings[f"{SCHEDULE}.{field}"] for field in SCHEDULE_FIELDS},
+        **schedule_of(settings),
         "num_inference_steps": settings.get(NUM_STEPS),
     }

@@ -3,16 +3,17 @@
 Such a file is a pickle that names tensors, and their values: a zip file with one entry per storage, or (before torch
 1.6, and torchvision's older weights) the values behind the pickle. Only the names of tensors and what torch itself
 needs to rebuild them are read; any other object, such as a trainer's config beside the tensors, is a blank in its
-place. Read next: `torchvision_resnet.py`, `vla/vla_checkpoint.py`.
+place. Read next: `torchvision_resnet.py`, `diffusion_policy_checkpoint.py`, `torch_save.py` (the writer).
 """
 
 import collections
+import contextlib
 import dataclasses
 import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from openpi_train.interop.big_vision import values_offset
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, mapped
+from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory, mapped
 from openpi_train.runtime.exits import CheckpointError
 
 _DTYPES: Mapping[str, np.dtype] = {
@@ -56,19 +57,23 @@ class _Tensor:
 
 
 class _Blank:
-    """Stands for an object that is none of the tensors. It takes what a pickle gives it, and keeps nothing."""
+    """Stands for an object that is none of the tensors. It takes what a pickle gives it, and keeps its state.
+
+    What is called with one argument, as `OmegaConf.create` with a dict, keeps that.
+    """
 
     what: ClassVar[str] = "an object"
+    held: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         del args, kwargs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Blank":
-        del args, kwargs
+    def __call__(self, *args: Any) -> "_Blank":
+        self.held = {"_content": args[0]} if len(args) == 1 else None
         return self
 
     def __setstate__(self, state: Any) -> None:
-        del state
+        self.held = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         del key, value
@@ -125,17 +130,56 @@ def open_torch_file(path: Path) -> Leaves:
 
     Raises CheckpointError if the file is damaged, of another form, or if other objects are among the tensors.
     """
+    with _reading(path) as (found, places):
+        for name in ("state_dict", "model"):
+            found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
+        return _tensors(path, found, places)
+
+
+def open_payload(path: Path) -> tuple[Mapping[str, Leaves], Any]:
+    """The tensors of each dict in "state_dicts" of such a file, and the plain values of its "cfg", None without one.
+
+    It is what diffusion_policy's trainers write. Raises CheckpointError as `open_torch_file`.
+    """
+    with _reading(path) as (found, places):
+        if not isinstance(found, dict) or not isinstance(found.get("state_dicts"), dict):
+            raise ValueError('it has no "state_dicts"')
+        models = {
+            str(name): _tensors(path, one, places)
+            for name, one in found["state_dicts"].items()
+            if isinstance(one, dict) and any(isinstance(value, _Tensor) for value in one.values())
+        }
+        return models, _plain(found.get("cfg"))
+
+
+def _plain(value: Any) -> Any:
+    """The numbers, words, lists and dicts that a pickled OmegaConf holds; None in place of anything else."""
+    if isinstance(value, _Blank):
+        held = value.held if isinstance(value.held, dict) else {}
+        return _plain(held.get("_content", held.get("_val")))
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, str | int | float) else None
+
+
+def _tensors(path: Path, found: Any, places: Mapping[str, int]) -> Leaves:
+    if not isinstance(found, dict):
+        raise _no_tensor(found)
+    for one in found.values():
+        if not isinstance(one, _Tensor):
+            raise _no_tensor(one)
+    return {str(name): _leaf(path, tensor, places) for name, tensor in found.items()}
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[tuple[Any, Mapping[str, int]]]:
+    """What is pickled in the file, and where its values begin; errors of reading as CheckpointErrors."""
     try:
         with path.open("rb") as file:
             found, places = _of_zip(path, file) if zipfile.is_zipfile(path) else _of_pickles(file)
-        for name in ("state_dict", "model"):
-            found = found[name] if isinstance(found, dict) and isinstance(found.get(name), dict) else found
-        if not isinstance(found, dict):
-            raise _no_tensor(found)
-        for one in found.values():
-            if not isinstance(one, _Tensor):
-                raise _no_tensor(one)
-        return {str(name): _leaf(path, tensor, places) for name, tensor in found.items()}
+        yield found, places
     except (pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError, OSError, struct.error) as error:
         raise CheckpointError(f"{path} is no file of tensors that torch.save wrote, or damaged: {error}") from error
     except (AttributeError, IndexError, zipfile.BadZipFile) as error:
@@ -181,6 +225,8 @@ def _of_pickles(file: BinaryIO) -> tuple[Any, Mapping[str, int]]:
 
 
 def _leaf(path: Path, tensor: _Tensor, places: Mapping[str, int]) -> StoredLeaf:
+    if 0 in tensor.shape:
+        return in_memory(np.zeros(tensor.shape, np.float32))
     storage, begin = tensor.storage, places[tensor.storage.key]
     if not isinstance(storage.dtype, np.dtype):
         raise ValueError(f"its tensors are of {storage.dtype.what}, which is not read")

@@ -23,6 +23,12 @@ def settings_of(experiment: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _field(experiment, name) for name in _FIELDS}
 
 
+def schedule_of(settings: Settings) -> dict[str, Any]:
+    """The fields of the noise schedule that these settings say, by their own names, which are diffusers'."""
+    named = {field: f"{SCHEDULE}.{field}" for field in SCHEDULE_FIELDS}
+    return {field: settings[name] for field, name in named.items() if name in settings}
+
+
 def _field(value: Any, dotted: str) -> Any:
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
