@@ -50,6 +50,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.asked.append(f"GET {self.path}")
+        if self.path == "/api/whoami-v2":
+            return self._json({"name": "somebody"})
         if match := re.fullmatch(rf"{_REPO}(/revision/(?P<revision>[^/?]+))?(\?.*)?", self.path):
             return self._about(match["repo"], match["revision"] or "main")
         if match := re.fullmatch(rf"{_REPO}/tree/(?P<revision>[^/?]+).*", self.path):

@@ -8,7 +8,7 @@ Read next: `paligemma_torch.py`, for the same model in Hugging Face's format.
 import struct
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from openpi_train.data.files import replacing
 from openpi_train.interop.paligemma_torch import TABLE, backbone_of, without_filling
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, at_hand, bytes_in_order, in_file
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, at_hand, bytes_in_order, in_file
 from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError
 
@@ -53,22 +53,31 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     return Stored(where=str(place), format="big_vision", params=params)
 
 
-def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write `paligemma.npz` with the arrays that a published file has. Call it in one process.
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of `paligemma.npz` with the arrays that a published file has. In one process.
 
     Raises UsageError as `backbone_of`.
     """
     del model  # its names are the published ones
     params = backbone_of(stored.params)
-    with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, leaf in params.items():
-            entry = f"{_ROOT}{name.removeprefix(_PUBLISHED)}.npy"
-            with archive.open(entry, "w", force_zip64=True) as member, at_hand(leaf, directory) as near:
-                described = _UNTYPED if leaf.dtype == ml_dtypes.bfloat16 else np.lib.format.dtype_to_descr(leaf.dtype)
-                header = {"descr": described, "fortran_order": False, "shape": leaf.shape}
-                np.lib.format.write_array_header_1_0(member, header)
-                for piece in bytes_in_order(near):
-                    member.write(piece)
+
+    def write(directory: Path) -> None:
+        with replacing(directory / FILE) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, leaf in params.items():
+                entry = f"{_ROOT}{name.removeprefix(_PUBLISHED)}.npy"
+                with archive.open(entry, "w", force_zip64=True) as member, at_hand(leaf, directory) as near:
+                    _write_array(member, near)
+
+    return write
+
+
+def _write_array(file: Any, leaf: StoredLeaf) -> None:
+    """Write the array as numpy does; bfloat16, which it has not, as plain bytes."""
+    described = _UNTYPED if leaf.dtype == ml_dtypes.bfloat16 else np.lib.format.dtype_to_descr(leaf.dtype)
+    header = {"descr": described, "fortran_order": False, "shape": leaf.shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    for piece in bytes_in_order(leaf):
+        file.write(piece)
 
 
 def _file(place: Place) -> Place | None:

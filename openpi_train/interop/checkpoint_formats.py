@@ -25,7 +25,7 @@ from openpi_train.interop import (
 )
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored
+from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.torch_file import is_torch_file
 from openpi_train.interop.vla import vla_checkpoint
 from openpi_train.models.accompanied import CRITIC, REFERENCE
@@ -42,7 +42,8 @@ class Format:
         summary: one line of help: what such a checkpoint looks like.
         recognises: whether a place holds one; looks at few files.
         open: opens one, with published names; gets the model, if known, for formats with other layouts.
-        write: writes one into a directory that does not exist yet; None if the format is read only.
+        prepare: checks that a checkpoint of a model can be written in this format, and returns what writes it into a
+            directory that does not exist yet; None if the format is read only.
         keeps: the parts of an opened checkpoint that the format can hold; None: all but the training state.
         lacks: a regular expression for published names that such a base checkpoint does not have.
         part: the part of a model that such a checkpoint holds; default: all of it.
@@ -54,12 +55,17 @@ class Format:
     summary: str
     recognises: Callable[[Place], bool]
     open: Callable[[Place, ModelConfig | None], Stored]
-    write: Callable[[Path, Stored, ModelConfig | None], None] | None = None
+    prepare: Callable[[Stored, ModelConfig | None], Writer] | None = None
     keeps: Callable[[Stored, ModelConfig], Stored] | None = None
     lacks: str | None = None
     part: Callable[[ModelConfig], ModelConfig] = lambda model: model
     holds: str | None = None
     has_norm_stats: bool = True
+
+    def write(self, directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+        """Check and write into a directory that does not exist yet. Raises UsageError if it cannot be written."""
+        assert self.prepare is not None, f"{self.name} is only read"
+        self.prepare(stored, model)(directory)
 
     def kept(self, stored: Stored, model: ModelConfig) -> Stored:
         """The parts of the model's checkpoint that can be written in this format."""
@@ -69,9 +75,17 @@ class Format:
 
 
 def _of(module: Any, name: str, summary: str, **others: Any) -> Format:
-    """The format whose module recognises, opens and, unless it is read only, writes it."""
-    write = getattr(module, "write", None)
-    parts = {"recognises": module.recognises, "open": module.open_checkpoint, "write": write}
+    """The format whose module recognises, opens and, unless it is read only, writes it.
+
+    A module without `prepare` writes every checkpoint.
+    """
+    prepare, write = getattr(module, "prepare", None), getattr(module, "write", None)
+
+    def unchecked(stored: Stored, model: ModelConfig | None) -> Writer:
+        return lambda directory: write(directory, stored, model)  # pyright: ignore[reportOptionalCall]
+
+    prepare = unchecked if prepare is None and write is not None else prepare
+    parts = {"recognises": module.recognises, "open": module.open_checkpoint, "prepare": prepare}
     return Format(name=name, summary=summary, **parts, **others)
 
 

@@ -42,16 +42,20 @@ def fetch(text: str) -> Path:
     return found
 
 
-def check_push(text: str, *, private: bool = True) -> None:
+def check_push(text: str, *, private: bool = True, create: bool = True) -> None:
     """Create the repository if it does not exist, to find problems with a push before it is prepared.
 
-    Raises UsageError and CheckpointError as `fetch` does.
+    Without `create` it only asks who is logged in. Raises UsageError and CheckpointError as `fetch` does.
     """
     address = Address.of(text)
     if is_offline():
         raise UsageError(f"{address} cannot be pushed to: HF_HUB_OFFLINE is set; unset it, or give a directory")
     with asking(address, "cannot be pushed to") as client:
-        client.HfApi().create_repo(address.name, private=private, exist_ok=True)
+        hub = client.HfApi()
+        if create:
+            hub.create_repo(address.name, private=private, exist_ok=True)
+        else:
+            hub.whoami()
 
 
 def push(directory: Path, text: str, card: str) -> str:

@@ -30,7 +30,7 @@ from openpi_train.interop.lerobot_act import backbone_layout
 from openpi_train.interop.lerobot_folder import differences, flag_of
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_memory
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory
 from openpi_train.interop.torch_file import open_payload
 from openpi_train.interop.torch_names import Layout, TensorLayout, tensors_of
 from openpi_train.interop.torch_save import Call, Name, save
@@ -225,8 +225,8 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write `latest.ckpt` into a new directory, for the trainer's `load_payload`.
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of `latest.ckpt` into a new directory, for the trainer's `load_payload`.
 
     Raises UsageError if the trainer has no such policy.
     """
@@ -235,20 +235,18 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     settings = settings_of(stored.experiment) if stored.experiment else stored.trained_with
     config = config_of(model, settings)
     normalizer = _normalizer(stored, sorted(model.cameras), settings.get(NORMALIZATION) or model.normalization)
-    directory.mkdir(parents=True)
-    params = to_torch(stored.params, _same_order(model))
-    with tensors_of(params, directory, _layout(model, sorted(model.cameras))) as tensors:
-        dummies = {name: in_memory(np.zeros(0, np.float32)) for name in _DUMMIES}
-        every = {**dummies, **tensors, **normalizer}
-        create = Call(Name("__builtin__", "getattr"), (Name("omegaconf", "OmegaConf"), "create"))
-        save(
-            directory / FILE,
-            {
-                "cfg": Call(create, (config,)),
-                "state_dicts": dict.fromkeys(_MODELS[::-1], every),
-                "pickles": {},
-            },
-        )
+    params, layout = to_torch(stored.params, _same_order(model)), _layout(model, sorted(model.cameras))
+    create = Call(Name("__builtin__", "getattr"), (Name("omegaconf", "OmegaConf"), "create"))
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        with tensors_of(params, directory, layout) as tensors:
+            dummies = {name: in_memory(np.zeros(0, np.float32)) for name in _DUMMIES}
+            every = {**dummies, **tensors, **normalizer}
+            models = dict(zip(_MODELS[::-1], (every, every), strict=True))
+            save(directory / FILE, {"cfg": Call(create, (config,)), "state_dicts": models, "pickles": {}})
+
+    return write
 
 
 def _normalizer(stored: Stored, cameras: Sequence[str], form: Form) -> dict[str, StoredLeaf]:

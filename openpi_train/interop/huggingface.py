@@ -23,7 +23,7 @@ from openpi_train.interop import ours, safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_factors
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Stored, StoredLeaf, same_values
+from openpi_train.interop.stored_leaves import Stored, StoredLeaf, Writer, same_values
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.models.accompanied import AccompaniedConfig
 from openpi_train.models.hf_config import FAMILIES, hf_config, hf_reward_config, sizes_of
@@ -143,7 +143,12 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write a folder for `AutoModelForCausalLM.from_pretrained` and its tokenizer's. In one process.
+    """Check and write, as `prepare`."""
+    prepare(stored, model)(directory)
+
+
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of a folder for `AutoModelForCausalLM.from_pretrained` and its tokenizer's. In one process.
 
     A reward model's is for `AutoModelForSequenceClassification`. Raises UsageError if the model cannot be written.
     """
@@ -163,13 +168,17 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         raise UsageError(f"this model cannot be written for transformers: {error}") from error
     if isinstance(model, RewardConfig):
         config = hf_reward_config(config)
-    directory.mkdir(parents=True)
-    copy_token_files(stored, directory, KEPT)
-    known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
-    if not _describes(known, language, config):
-        write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
-    with tensors_of(stored.params, directory, hf_layout) as tensors:
-        safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        copy_token_files(stored, directory, KEPT)
+        known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
+        if not _describes(known, language, config):
+            write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
+        with tensors_of(stored.params, directory, hf_layout) as tensors:
+            safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
+
+    return write
 
 
 def hf_layout(published: str, shape: tuple[int, ...]) -> TensorLayout:

@@ -7,7 +7,7 @@ As `lerobot` 0.6.1 writes and reads them: names of fields and steps, and default
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from openpi_train.interop.lerobot_folder import (
     write_processors,
 )
 from openpi_train.interop.openpi import published_params
-from openpi_train.interop.openpi_torch import needed, read_params, write_params
+from openpi_train.interop.openpi_torch import check_params, needed, read_params, write_params
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Stored
+from openpi_train.interop.stored_leaves import Stored, Writer
 from openpi_train.interop.trained_with import Settings, settings_of
 from openpi_train.models.act import ActConfig
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
@@ -144,7 +144,15 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write a policy's folder, for `PI0Policy.from_pretrained` and similar. Call it in one process."""
+    """Check and write, as `prepare`."""
+    prepare(stored, model)(directory)
+
+
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of a policy's folder, for `PI0Policy.from_pretrained` and similar. In one process.
+
+    Raises UsageError if LeRobot has no such policy.
+    """
     if model is None:
         raise UsageError("a policy's folder includes the model's sizes: give the experiment")
     if len(stored.norm_stats) > 1:
@@ -156,32 +164,53 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
     stats = to_lerobot(content["norm_stats"]) if content else {}
     if not stats:
         logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
-    policy = as_policy(model)
+    config, stats, steps, settings, write_tensors = _parts(stored, as_policy(model), stats)
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        write_tensors(directory)
+        write_processors(directory, config, steps, settings, stats)
+        write_json(directory / CONFIG, config)
+
+    return write
+
+
+_Parts = tuple[
+    dict[str, Any],
+    Mapping[str, np.ndarray],
+    tuple[Sequence[str], Sequence[str]],
+    Mapping[str, Mapping[str, Any]],
+    Writer,
+]
+
+
+def _parts(stored: Stored, policy: PolicyConfig, stats: Mapping[str, np.ndarray]) -> _Parts:
+    """What a policy's folder holds: config, norm stats, steps around the model and their settings; tensors' writer."""
+    params = stored.params
     if isinstance(policy, DiffusionPolicyConfig):
-        settings = settings_of(stored.experiment) if stored.experiment else stored.trained_with
-        config = lerobot_diffusion.config_of(policy, settings)
+        known = settings_of(stored.experiment) if stored.experiment else stored.trained_with
+        config = lerobot_diffusion.config_of(policy, known)
         stats = lerobot_diffusion.ranges_there(stats, config["normalization_mapping"]["ACTION"])
-        directory.mkdir(parents=True)
-        lerobot_diffusion.write_params(directory, stored.params, policy, config)
-        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **image_stats(policy)})
-    elif isinstance(policy, ActConfig):
-        config = lerobot_act.config_of(policy)
-        directory.mkdir(parents=True)
-        lerobot_act.write_params(directory, stored.params, policy)
-        write_processors(directory, config, lerobot_act.STEPS, {}, {**stats, **image_stats(policy)})
-    elif isinstance(policy, SmolVlaConfig):
+        stats = {**stats, **image_stats(policy)}
+        return (
+            config,
+            stats,
+            lerobot_act.STEPS,
+            {},
+            lambda to: lerobot_diffusion.write_params(to, params, policy, config),
+        )
+    if isinstance(policy, ActConfig):
+        config, stats = lerobot_act.config_of(policy), {**stats, **image_stats(policy)}
+        return config, stats, lerobot_act.STEPS, {}, lambda to: lerobot_act.write_params(to, params, policy)
+    if isinstance(policy, SmolVlaConfig):
         config = lerobot_smolvla.config_of(policy, stats)
-        directory.mkdir(parents=True)
-        lerobot_smolvla.write_params(directory, stored.params, policy)
-        write_processors(directory, config, lerobot_smolvla.STEPS, lerobot_smolvla.settings(config), stats)
-    else:
-        theirs, dtypes = _policy_of(policy), {str(leaf.dtype) for leaf in stored.params.values()}
-        config = _config_of(theirs, policy, stats, dtypes)
-        directory.mkdir(parents=True)
-        write_params(directory, stored.params, PREFIX)
-        steps = (theirs.steps, (UNNORMALIZE, _ABSOLUTE, DEVICE))
-        write_processors(directory, config, steps, _settings(config), stats)
-    write_json(directory / CONFIG, config)
+        steps, settings = lerobot_smolvla.STEPS, lerobot_smolvla.settings(config)
+        return config, stats, steps, settings, lambda to: lerobot_smolvla.write_params(to, params, policy)
+    theirs, dtypes = _policy_of(policy), {str(leaf.dtype) for leaf in params.values()}
+    check_params(params)
+    config = _config_of(theirs, policy, stats, dtypes)
+    steps = (theirs.steps, (UNNORMALIZE, _ABSOLUTE, DEVICE))
+    return config, stats, steps, _settings(config), lambda to: write_params(to, params, PREFIX)
 
 
 def _policy_of(model: PolicyConfig) -> LeRobotPolicy:

@@ -22,7 +22,7 @@ from openpi_train.data.files import write_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_memory, same_values
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory, same_values
 from openpi_train.interop.torch_names import (
     EMBEDDING,
     TIED_HEAD,
@@ -64,14 +64,22 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     return Stored(where=str(place), format="openpi_torch", params=params, norm_stats=norm_stats)
 
 
-def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write what `examples/convert_jax_model_to_pytorch.py` writes, for `load_pytorch`. Call it in one process."""
-    directory.mkdir(parents=True)
-    write_params(directory, stored.params)
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of what `examples/convert_jax_model_to_pytorch.py` writes, for `load_pytorch`. In one process.
+
+    Raises UsageError as `check_params`.
+    """
+    check_params(stored.params)
     precision = {str(leaf.dtype) for leaf in stored.params.values()}
     sizes: dict[str, Any] = {field: getattr(model, field) for field in _FIELDS if hasattr(model, field)}
-    write_json(directory / "config.json", {**sizes, "precision": "/".join(sorted(precision))})
-    openpi.write_norm_stats(directory, stored.norm_stats)
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        write_params(directory, stored.params)
+        write_json(directory / "config.json", {**sizes, "precision": "/".join(sorted(precision))})
+        openpi.write_norm_stats(directory, stored.norm_stats)
+
+    return write
 
 
 def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
@@ -111,14 +119,19 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
     return {name: one.joined(found) for name, one in layouts.items()}
 
 
-def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
-    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError if they lack a parameter."""
+def check_params(params: Leaves) -> None:
+    """Raise UsageError if PyTorch's models lack one of these parameters, or they are low-rank factors."""
     refuse_factors(params)
     try:
         for name, leaf in params.items():
             layout_of(name, leaf.shape)
     except KeyError as error:
         raise UsageError(f"this model cannot be written for PyTorch: {error.args[0]}") from error
+
+
+def write_params(folder: Path, params: Leaves, prefix: str = "") -> None:
+    """Write `model.safetensors`, for strict loading by PyTorch's models. Raises UsageError as `check_params`."""
+    check_params(params)
     with tensors_of(params, folder) as tensors:
         if (output := params.get("PaliGemma/llm/layers/attn/attn_vec_einsum_1/w")) is not None:
             head = tensors[TIED_HEAD]

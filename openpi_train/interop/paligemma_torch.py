@@ -23,7 +23,7 @@ from openpi_train.interop import safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed, refuse_factors, settle_heads
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf, Writer
 from openpi_train.interop.torch_names import TIED_HEAD, tensors_of
 from openpi_train.models.model_config import ModelConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -87,20 +87,25 @@ def params_of(place: Place, tensors: Leaves, model: ModelConfig) -> Leaves:
     return joined_params(place, found, layouts_of(model, without=NOT_IN_IT), model)
 
 
-def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write a folder for `PaliGemmaForConditionalGeneration.from_pretrained`. Call it in one process.
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of a folder for `PaliGemmaForConditionalGeneration.from_pretrained`. In one process.
 
     Raises UsageError as `backbone_of`.
     """
     del model  # sizes are in the parameters' shapes
     params = dict(backbone_of(stored.params))
-    directory.mkdir(parents=True)
-    write_json(directory / _CONFIG, published_config(params))
-    copy_token_files(stored, directory, (FILE,))
+    config = published_config(params)
     params[TABLE] = with_filling(params[TABLE])
-    with tensors_of(params, directory) as tensors:
-        named = {_published_name(name): tensor for name, tensor in tensors.items()}
-        safetensors_file.write_model(directory, named, metadata={"format": "pt"})
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        write_json(directory / _CONFIG, config)
+        copy_token_files(stored, directory, (FILE,))
+        with tensors_of(params, directory) as tensors:
+            named = {_published_name(name): tensor for name, tensor in tensors.items()}
+            safetensors_file.write_model(directory, named, metadata={"format": "pt"})
+
+    return write
 
 
 def backbone_of(params: Leaves) -> Leaves:

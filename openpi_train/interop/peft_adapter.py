@@ -28,7 +28,7 @@ from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_torch import layouts_of
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, in_memory
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory
 from openpi_train.interop.torch_names import TensorLayout, tensors_of
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.models.model_config import ModelConfig
@@ -196,21 +196,23 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
-    """Write an adapter for `PeftModel.from_pretrained`. In one process. Raises UsageError if the model has none."""
+    """Check and write, as `prepare`."""
+    prepare(stored, model)(directory)
+
+
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """The writer of an adapter for `PeftModel.from_pretrained`. In one process.
+
+    Raises UsageError if the model has none.
+    """
     language = None if model is None else language_of(model)
     factors = {name: leaf for name, leaf in stored.params.items() if re.fullmatch(HELD, name)}
     if language is None or not language.adapter.enabled or not any("lora" in name for name in factors):
         raise UsageError("--to peft writes low-rank adapters of language models, and this model has none")
     is_reward = isinstance(model, RewardConfig)
-    directory.mkdir(parents=True)
-    copy_token_files(stored, directory, FILES)
-    with tensors_of(factors, directory, _layout) as tensors:
-        idle = _idle_modules(tensors)
-        kept = {name: leaf for name, leaf in tensors.items() if _module(name) not in idle}
-        safetensors_file.write_file(directory / FILE, kept, metadata={"format": "pt"})
     base, revision = _base_of(stored.experiment or {})
     adapter, alpha = language.adapter, language.adapter.alpha
-    config = {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_reward else "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -218,7 +220,6 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         "r": adapter.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": adapter.rslora,
-        "target_modules": sorted({_module(name) for name in kept} - {"score"}),
         "modules_to_save": ["score"] if is_reward else None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -226,7 +227,19 @@ def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> 
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    write_json(directory / CONFIG, config)
+
+    def write(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        copy_token_files(stored, directory, FILES)
+        with tensors_of(factors, directory, _layout) as tensors:
+            idle = _idle_modules(tensors)
+            kept = {name: leaf for name, leaf in tensors.items() if _module(name) not in idle}
+            safetensors_file.write_file(directory / FILE, kept, metadata={"format": "pt"})
+        write_json(
+            directory / CONFIG, {**config, "target_modules": sorted({_module(name) for name in kept} - {"score"})}
+        )
+
+    return write
 
 
 def _layout(published: str, shape: tuple[int, ...]) -> TensorLayout:

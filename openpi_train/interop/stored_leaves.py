@@ -182,6 +182,8 @@ def at_hand(leaf: StoredLeaf, folder: Path | None) -> Iterator[StoredLeaf]:
 
 
 Leaves = Mapping[str, StoredLeaf]
+# Writes what was checked into a directory that does not exist yet.
+Writer = Callable[[Path], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored
+from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import other_settings
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools.draft import check_target, drafted
+from openpi_train.tools.draft import check_draft, check_target, drafted
 from openpi_train.tools.requests import ConvertRequest
 from openpi_train.training.checkpoints.meta import check_asset_ids
 from openpi_train.training.rundir import package_versions
@@ -64,8 +64,11 @@ def main(
         experiment = recorded(stored.experiment)
     conversion = plan(request, experiment)
     print(conversion.summary())
+    is_pushed = checkpoint_hub.is_address(str(request.target))
     if not request.dry_run:
-        print(_push(conversion) if checkpoint_hub.is_address(str(request.target)) else conversion.run())
+        print(_push(conversion) if is_pushed else conversion.run())
+    elif is_pushed:
+        checkpoint_hub.check_push(str(request.target), create=False)
     return 0
 
 
@@ -94,7 +97,10 @@ def _read_if_there(path: Path) -> Any:
 
 
 def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversion":
-    """Open the source and account for every key; nothing is written. Raises CheckpointError and UsageError."""
+    """Open the source, account for every key, and check all that the conversion refuses; nothing is written.
+
+    A dry run ends here. Raises CheckpointError and UsageError.
+    """
     model = experiment.model
     stored = checkpoint_formats.open_checkpoint(request.source, model, request.source_format)
     check_target(request.target, stored.where)
@@ -103,8 +109,8 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     params = checkpoint_formats.model_params(stored, model)
     name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
-    if form.write is None:
-        written = ", ".join(one.name for one in checkpoint_formats.FORMATS if one.write is not None)
+    if form.prepare is None:
+        written = ", ".join(one.name for one in checkpoint_formats.FORMATS if one.prepare is not None)
         raise UsageError(f"--to {name}: this form is only read; allowed: {written}")
     found = stored.train_state or {}
     if request.params_only or request.merge_lora or request.dtype:
@@ -134,18 +140,23 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     _check_widths(norm_stats, experiment)
     without_place = [] if form.has_norm_stats else sorted(norm_stats)
     norm_stats = norm_stats if form.has_norm_stats else {}
-    return CheckpointConversion(
+    wanted = dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said)
+    conversion = CheckpointConversion(
         request=request,
         form=form,
         model=model,
         params=params,
         wanted_model=wanted_model,
-        wanted=dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said),
+        wanted=wanted,
+        writer=form.prepare(wanted, wanted_model),
         rest=rest,
         left_out=left_out,
         norm_stats_left_out=without_place,
         cameras=experiment.data.cameras if isinstance(model, PolicyConfig) else (),
     )
+    if not checkpoint_hub.is_address(str(request.target)):
+        check_draft(conversion.target, conversion.size_bytes, request.overwrite)
+    return conversion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,10 +172,16 @@ class CheckpointConversion:
     params: Leaves
     wanted_model: ModelConfig
     wanted: Stored
+    writer: Writer
     rest: Leaves
     left_out: list[str]
     norm_stats_left_out: list[str]
     cameras: tuple[str, ...]
+
+    @property
+    def target(self) -> Path:
+        """The directory that is written."""
+        return self.request.target.expanduser().absolute()
 
     @property
     def size_bytes(self) -> int:
@@ -199,12 +216,10 @@ class CheckpointConversion:
 
     def run(self) -> Path:
         """Write the target, read it back, compare, report. A failure leaves nothing behind."""
-        target = self.request.target.expanduser().absolute()
-        with drafted(target, self.size_bytes, self.request.overwrite) as draft:
-            assert self.form.write is not None, "checked when it was planned"
-            self.form.write(draft, self.wanted, self.wanted_model)
+        with drafted(self.target, self.size_bytes, self.request.overwrite) as draft:
+            self.writer(draft)
             write_json(draft / REPORT, self._checked(draft))
-        return target
+        return self.target
 
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on the result. Raises CheckpointError if it does not read back as intended."""

@@ -26,11 +26,7 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
     Remains of killed processes of this host are removed first. Raises UsageError if `target`
     exists and may not be moved aside, CheckpointError if it cannot be written.
     """
-    if target.exists() and not overwrite:
-        raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
-    if target.is_symlink() and not target.exists():
-        raise UsageError(f"{target} is a link to {target.readlink()}, which is not there; name the directory itself")
-    _check_room(target, needed)
+    check_draft(target, needed, overwrite)
     made = [folder for folder in target.parents if not folder.exists()]
     draft = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
     try:
@@ -51,6 +47,15 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
         for folder in made if not target.exists() else []:
             with contextlib.suppress(OSError):  # another process has put something there
                 folder.rmdir()
+
+
+def check_draft(target: Path, needed: int, overwrite: bool) -> None:
+    """Raise UsageError and CheckpointError as `drafted` does before it writes."""
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
+    if target.is_symlink() and not target.exists():
+        raise UsageError(f"{target} is a link to {target.readlink()}, which is not there; name the directory itself")
+    _check_room(target, needed)
 
 
 def check_target(target: Path, source: str) -> None:

@@ -302,13 +302,11 @@ def test_a_disk_that_fills_up_leaves_nothing(good, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_keeps_other_values_is_found_out(good, tmp_path, monkeypatch):
-    written = ours.write
-
-    def write_otherwise(directory, stored, model):
+    def write_otherwise(stored, model):
         changed = {**stored.params, KEY: stored.params[KEY].map(lambda value: value + 1)}
-        written(directory, dataclasses.replace(stored, params=changed), model)
+        return lambda directory: ours.write(directory, dataclasses.replace(stored, params=changed), model)
 
-    forms = tuple(dataclasses.replace(form, write=write_otherwise) for form in checkpoint_formats.FORMATS)
+    forms = tuple(dataclasses.replace(form, prepare=write_otherwise) for form in checkpoint_formats.FORMATS)
     monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
     assert f"{KEY} reads back with another value than was written" in refused(good, tmp_path / "out")
 
@@ -339,13 +337,12 @@ def test_a_training_state_that_lacks_a_moment(tmp_path, monkeypatch):
     state = training_state(params)
     stored = as_stored(params, train_state={name: as_stored(state).params[name] for name in state})
     lost = f"opt_state/1/0/mu/{KEY}"
-    kept = ours.write
 
-    def lose(directory, stored, model):
+    def lose(stored, model):
         state = {name: leaf for name, leaf in stored.train_state.items() if name != lost}
-        kept(directory, dataclasses.replace(stored, train_state=state), model)
+        return lambda directory: ours.write(directory, dataclasses.replace(stored, train_state=state), model)
 
-    forms = tuple(dataclasses.replace(form, write=lose) for form in checkpoint_formats.FORMATS)
+    forms = tuple(dataclasses.replace(form, prepare=lose) for form in checkpoint_formats.FORMATS)
     monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
     monkeypatch.setattr(checkpoint_formats, "open_checkpoint", lambda *_: stored)
     assert f"missing in the checkpoint (1):\n  {lost}" in refused("memory", tmp_path / "out")

@@ -195,10 +195,10 @@ def test_without_a_model_an_experiment_is_asked_for(folder):
 
 
 @pytest.mark.parametrize("form", [lerobot_policy, openpi_torch])
-def test_low_rank_factors_must_be_merged_before_they_are_written(form, tmp_path):
+def test_low_rank_factors_must_be_merged_before_they_are_written(form):
     experiment = tiny(language=LORA)
     with pytest.raises(UsageError, match="--merge-lora"):
-        form.write(tmp_path / "out", as_stored(made_up(experiment)), experiment.model)
+        form.prepare(as_stored(made_up(experiment)), experiment.model)
 
 
 def test_norm_stats_of_two_datasets_have_no_place_in_a_policy(tmp_path):

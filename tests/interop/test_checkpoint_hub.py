@@ -1,5 +1,6 @@
 """The hub, by its own client against a hub on the loopback interface: pushed to, fetched from, and what it refuses."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def test_a_converted_checkpoint_goes_to_the_hub_and_comes_back(fake, tmp_path, m
     source = write(tmp_path / "5", params)
 
     request = ConvertRequest(source=str(source), target=Path("hub:me/tiny"), target_format="lerobot", outputs=False)
+    convert_checkpoint.main(dataclasses.replace(request, dry_run=True), TINY, lambda name: TINY)
+    assert "GET /api/whoami-v2" in fake.asked and not fake.repos, "a dry run makes no repository"
     convert_checkpoint.main(request, TINY, lambda name: TINY)
     where = capsys.readouterr().out.splitlines()[-1]
     assert where.startswith(f"{fake.url}/me/tiny/commit/")

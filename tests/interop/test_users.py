@@ -165,16 +165,16 @@ def test_an_average_of_a_frozen_parameter_gives_way_to_what_was_trained_on(tmp_p
 
 @pytest.mark.slow
 def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkeypatch):
-    moment, written = "opt_state/1/0/nu/state_proj/bias", ours.write
+    moment = "opt_state/1/0/nu/state_proj/bias"
 
-    def write_otherwise(directory, opened, model):
+    def write_otherwise(opened, model):
         state = {**opened.train_state, moment: opened.train_state[moment].map(lambda value: value + 1)}
-        written(directory, dataclasses.replace(opened, train_state=state), model)
+        return lambda directory: ours.write(directory, dataclasses.replace(opened, train_state=state), model)
 
     monkeypatch.setattr(
         checkpoint_formats,
         "FORMATS",
-        tuple(dataclasses.replace(one, write=write_otherwise) for one in checkpoint_formats.FORMATS),
+        tuple(dataclasses.replace(one, prepare=write_otherwise) for one in checkpoint_formats.FORMATS),
     )
     with pytest.raises(CheckpointError, match=f"{moment} reads back with another value"):
         convert(saved, tmp_path / "out")
