@@ -7,9 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.forecast import RematCost
+from openpi_train.planning.kinds import product_rate
 from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
@@ -49,6 +52,7 @@ def cost(
         model_flops_per_row=product_flops(gradient.jaxpr, recomputed=False) / ROWS,
         activation_bytes_per_row=max(activation_bytes(gradient), 1.0),
         summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
+        product_rate=product_rate(np.dtype(gradient.experiment.model.compute_dtype).itemsize),
     )
 
 

@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from openpi_train.planning.kinds import kind_of
+from openpi_train.planning.kinds import kind_of, product_rate
 
 # Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of one device, or None if it is not in the table (such as a CPU)."""
+def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
+    """Peak FLOP/s of one device in products of this type, or None if it is not in the table (such as a CPU)."""
     kind = kind_of(device_kind)
-    return kind.peak_flops if kind.is_known else None
+    return kind.peak_flops * product_rate(jnp.dtype(dtype).itemsize) if kind.is_known else None
 
 
 def memory_bytes(device: Any, processes_on_host: int = 1) -> int:

@@ -42,6 +42,10 @@ class Machine:
         """Every host has as many."""
         return self.num_devices // self.num_hosts
 
+    def flops(self, product_rate: float) -> float:
+        """FLOP/s of one device while it computes, in products of this rate, a share of bfloat16's."""
+        return product_rate * self.kind.peak_flops * self.efficiency
+
     @property
     def usable_bytes(self) -> int:
         """The part of it that the run may plan with; the rest is workspace."""
@@ -70,7 +74,7 @@ class RematCost:
     """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
     at once on a device, bytes summed in tensor groups.
 
-    None: the model has no policies.
+    None: the model has no policies. `product_rate` is that of products in the model's type, as a share of bfloat16's.
     """
 
     remat: str | None
@@ -78,6 +82,7 @@ class RematCost:
     model_flops_per_row: float
     activation_bytes_per_row: float
     summed_bytes_per_row: float = 0.0
+    product_rate: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +112,7 @@ class Forecast:
     @property
     def compute_s(self) -> float:
         """Computing alone."""
-        machine = self.machine
-        return self.flops_per_step / (machine.num_devices * machine.kind.peak_flops * machine.efficiency)
+        return self.flops_per_step / (self.machine.flops(self.policy.product_rate) * self.machine.num_devices)
 
     @property
     def sending_s(self) -> float:

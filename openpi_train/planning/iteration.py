@@ -63,10 +63,11 @@ def forecast_iteration(cost: PracticeCost, chosen: Forecast) -> Iteration:
     All attempts are as long as is allowed, and no group is made again.
     """
     machine, tensor_devices = chosen.machine, chosen.layout.tensor_devices
-    rate = machine.num_devices * machine.kind.peak_flops * machine.efficiency
+    flops = machine.flops(chosen.policy.product_rate)
+    rate = machine.num_devices * flops
     acting_s = cost.acting_flops * cost.num_attempts / rate
     if cost.tokens is not None:
-        acting_s += _making_tokens_s(cost.tokens, cost.num_attempts, machine, tensor_devices)
+        acting_s += _making_tokens_s(cost.tokens, cost.num_attempts, machine, flops * tensor_devices, tensor_devices)
     held_at = machine.num_hosts if cost.is_local else 1
     return Iteration(
         cost=cost,
@@ -77,10 +78,15 @@ def forecast_iteration(cost: PracticeCost, chosen: Forecast) -> Iteration:
     )
 
 
-def _making_tokens_s(tokens: TokenSteps, num_attempts: int, machine: Machine, tensor_devices: int) -> float:
-    """Seconds for the tokens of all attempts: each step reads parameters and cache, and computes."""
+def _making_tokens_s(
+    tokens: TokenSteps, num_attempts: int, machine: Machine, flops: float, tensor_devices: int
+) -> float:
+    """Seconds for the tokens of all attempts: each step reads parameters and cache, and computes.
+
+    `flops` are those of a tensor group, per second.
+    """
     groups = machine.num_devices // tensor_devices
     rounds = -(-num_attempts // (groups * tokens.rows))
     reading_s = tokens.bytes_per_step / (machine.kind.memory_gb_s * 1e9 * DECODING_MEMORY_SHARE)
-    computing_s = tokens.flops_per_row * tokens.rows / (machine.kind.peak_flops * machine.efficiency * tensor_devices)
+    computing_s = tokens.flops_per_row * tokens.rows / flops
     return rounds * tokens.steps_per_attempt * max(reading_s, computing_s)

@@ -90,6 +90,17 @@ KINDS = (
 UNKNOWN = _kind("unknown", "", (0.0, 3350), 989, _NVLINK_4, "none")
 
 
+# The rate of products by the bytes of an element, as a share of that of bfloat16. XLA computes those of float32 in
+# TensorFloat-32 by default: half of it, in all data sheets above.
+_PRODUCT_RATE = {1.0: 2.0, 2.0: 1.0, 4.0: 0.5}
+_SLOW_RATE = 1 / 16  # float64, without tensor cores on most kinds
+
+
+def product_rate(item_bytes: float) -> float:
+    """The rate of products of elements of so many bytes, as a share of the bfloat16 peak."""
+    return _PRODUCT_RATE.get(item_bytes, _SLOW_RATE)
+
+
 def kind_of(device_kind: str) -> DeviceKind:
     """The kind with this `device_kind` in jax, or `UNKNOWN`."""
     return next((kind for kind in KINDS if re.search(kind.reported, device_kind, re.IGNORECASE)), UNKNOWN)

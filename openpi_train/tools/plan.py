@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.device_limits import CLIENT_SHARE
@@ -20,7 +22,7 @@ from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import has_target, target_of
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
-from openpi_train.planning.kinds import find_kind
+from openpi_train.planning.kinds import find_kind, product_rate
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
@@ -164,13 +166,18 @@ def _accumulations(experiment: Experiment, num_devices: int) -> list[int]:
     return [n for n in range(experiment.grad_accum, rows + 1) if rows % n == 0]
 
 
+# How XLA computes products of a type on GPUs.
+_PRODUCTS = {"float32": "TensorFloat-32"}
+
+
 def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
-    kind, sharding = machine.kind, experiment.sharding
+    kind, sharding, dtype = machine.kind, experiment.sharding, jnp.dtype(experiment.model.compute_dtype)
+    peak = kind.peak_tflops * product_rate(dtype.itemsize)
     lines = [
         f"{kind.name}: {machine.available_bytes / CLIENT_SHARE / GIB:.1f} GiB, of which jax may take "
         f"{CLIENT_SHARE:.0%}; a tenth of that is kept free as workspace (allocator, collectives, gathered layers)",
-        f"peak {kind.peak_tflops:g} TFLOP/s dense bfloat16 ({kind.source}), {machine.efficiency:.0%} of it while "
-        "computing, recomputation included (--efficiency)",
+        f"peak {peak:g} TFLOP/s dense {_PRODUCTS.get(dtype.name, dtype.name)} "
+        f"({kind.source}), {machine.efficiency:.0%} of it while computing, recomputation included (--efficiency)",
         f"{kind.link}: {kind.link_gb_s:g} GB/s out of a device, {LINK_SHARE:.0%} of it reached",
     ]
     if machine.num_hosts > 1:
@@ -203,7 +210,7 @@ def _as_json(
         "model_flops_per_sample": report.model_flops_per_row,
         "machine": {
             **dataclasses.asdict(machine),
-            "peak_flops": machine.kind.peak_flops,
+            "peak_flops": machine.kind.peak_flops * report.forecasts[0].policy.product_rate,
             "available_bytes": machine.available_bytes,
             "usable_bytes": machine.usable_bytes,
             "link_share": LINK_SHARE,

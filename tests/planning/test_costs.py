@@ -48,6 +48,8 @@ def test_narrower_types_and_fewer_draws_take_less():
 
     wide = with_model(debug, remat="none", dtype="float32")
     assert size(with_model(wide, dtype="bfloat16")) < 0.8 * size(wide)
+    rates = [of_policies(one)["none"].product_rate for one in (wide, with_model(wide, dtype="bfloat16"))]
+    assert rates == [0.5, 1.0]
     more = dataclasses.replace(wide, objective=dataclasses.replace(wide.objective, num_flow_draws=4))
     assert size(wide) < size(more)
 

@@ -52,3 +52,10 @@ def test_every_row_is_whole_and_found_by_its_own_name():
 def test_what_is_not_in_the_table_has_no_peak():
     assert kind_of("cpu") is UNKNOWN and kind_of("NVIDIA RTX A4000") is UNKNOWN
     assert peak_flops("cpu") is None and peak_flops("NVIDIA H200") == 989e12
+
+
+def test_products_of_float32_have_the_peak_of_tensorfloat_32():
+    # H100 Tensor Core GPU data sheet: 989 TFLOP/s with sparsity; A100's: 156 without.
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == 989e12 / 2
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 156e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float16") == 989e12

@@ -17,6 +17,7 @@ from openpi_train.planning.gpu.schedule import Played, play
 from openpi_train.planning.gpu.scopes import name_of, part_of, phase_of
 from openpi_train.planning.gpu.targets import GpuTarget
 from openpi_train.planning.hlo_text import HloInstruction, HloProgram, endless, read_hlo, runs
+from openpi_train.planning.kinds import product_rate
 from openpi_train.planning.links import ring_flow
 from openpi_train.planning.memory import HOST_LINK_GB_S
 from openpi_train.planning.traffic import collective, collective_kind
@@ -28,9 +29,6 @@ MATMUL_SHARE, MEMORY_SHARE = 0.81, 0.9
 LAUNCH_S, LATENCY_S = 2e-6, 10e-6
 # How many buffers are named.
 NUM_BUFFERS = 20
-# Two bytes per element reach the peak. Products of float32 are computed in TensorFloat-32 by default: half of it.
-_PRODUCT_RATE = {1.0: 2.0, 2.0: 1.0, 4.0: 0.5}
-_SLOW_RATE = 1 / 16  # float64, without tensor cores on most kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,8 +202,8 @@ class StepCosts:
 
     def product_s(self, work: KernelWork) -> float:
         """The least seconds of a kernel's products."""
-        rate = _PRODUCT_RATE.get(work.item_bytes, _SLOW_RATE)
-        return work.flops / (MATMUL_SHARE * rate * self._machine.kind.peak_flops)
+        rate = product_rate(work.item_bytes) * self._machine.kind.peak_flops
+        return work.flops / (MATMUL_SHARE * rate)
 
     def matmul_s(self) -> float:
         """The least seconds of all products."""
