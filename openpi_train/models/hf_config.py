@@ -64,6 +64,18 @@ _ONLY = {
     "quantization_config": (None,),
 }
 _ROPE_TYPES = ("default", "linear", "llama3")
+_WHOLE, _NUMBER, _FLAG, _OBJECT = "a whole number", "a number", "true or false", "an object"
+_TYPES = {_WHOLE: int, _NUMBER: (int, float), _FLAG: bool, _OBJECT: Mapping}
+# What the value of a key must be, unless it is null, which is as if the key were missing.
+_VALUES: Mapping[str, str] = {
+    **dict.fromkeys(("head_dim", "sliding_window", "sliding_window_pattern", "max_window_layers"), _WHOLE),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _WHOLE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), _NUMBER),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _NUMBER),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _NUMBER),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), _FLAG),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT),
+}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -82,6 +94,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 def sizes_of(config: Mapping[str, Any], where: str) -> DecoderSizes:
     """The sizes in a config.json; errors name it `where`. Raises CheckpointError for missing keys or unknown values."""
     family = family_of(config, where)
+    _check_values(config, where)
     said = {**_DEFAULTS[family], **config}
     _refuse_others(said, where)
     gemma = family in _GEMMAS
@@ -100,7 +113,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> DecoderSizes:
         head_dim=said.get("head_dim") or width // num_heads,
         activation=_activation(family, said, where),
         norms_from_one=gemma,
-        norm_eps=said.get("rms_norm_eps", 1e-6),
+        norm_eps=float(_or(said, "rms_norm_eps", 1e-6)),
         post_norms=family in ("gemma2", "gemma3_text"),
         scaled_embeddings=gemma,
         biases=family == "qwen2",
@@ -189,6 +202,20 @@ def _refuse_others(said: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {key} {said[key]!r} is not computed here; allowed: {allowed[0]!r}")
 
 
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if a value has not the type of `_VALUES`."""
+    for key, value in values.items():
+        needed = _VALUES.get(key)
+        if needed is None or value is None:
+            continue
+        if not isinstance(value, _TYPES[needed]) or isinstance(value, bool) != (needed == _FLAG):
+            raise CheckpointError(f"{where}: {key} is {value!r}; needed is {needed}: correct it, or fetch it again")
+
+
+def _or(said: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if said.get(key) is None else said[key]
+
+
 def _number(said: Mapping[str, Any], key: str, where: str) -> int:
     value = said.get(key)
     if value is None:
@@ -223,11 +250,13 @@ def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: 
     if kinds is None and family == "gemma2":
         kinds = [_SLIDING if at % 2 == 0 else _FULL for at in range(depth)]
     elif kinds is None and family == "gemma3_text":
-        every = said.get("sliding_window_pattern", 6)
+        every = _or(said, "sliding_window_pattern", 6)
+        if every < 1:
+            raise CheckpointError(f"{where}: sliding_window_pattern is {every}; needed is at least 1: fetch it again")
         kinds = [_SLIDING if (at + 1) % every else _FULL for at in range(depth)]
     elif kinds is None:
-        kinds = [_SLIDING if at >= said.get("max_window_layers", 28) else _FULL for at in range(depth)]
-    if len(kinds) != depth or set(kinds) - {_SLIDING, _FULL}:
+        kinds = [_SLIDING if at >= _or(said, "max_window_layers", 28) else _FULL for at in range(depth)]
+    if not isinstance(kinds, list) or len(kinds) != depth or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise CheckpointError(
             f"{where}: layer_types must name {_SLIDING} or {_FULL} for each of the {depth} layers, and is {kinds}"
         )
@@ -236,18 +265,24 @@ def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: 
 
 def _rope(family: Family, said: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of rotary positions, from `rope_parameters` (transformers 5), or `rope_scaling` and the bases."""
-    given = said.get("rope_parameters") or {}
+    given, scaling = said.get("rope_parameters") or {}, said.get("rope_scaling") or {}
     by_kind = given if _FULL in given else {}
-    rope = by_kind.get(_FULL) or given or said.get("rope_scaling") or {}
+    for values in (scaling, given, *(by_kind.get(kind, {}) for kind in (_FULL, _SLIDING))):
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{where}: rope_parameters of some layers are {values!r}; needed is {_OBJECT}")
+        _check_values(values, where)
+    rope = by_kind.get(_FULL) or given or scaling
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if given and scaling and any(value != rope.get(key) for key, value in scaling.items() if key != "type"):
+        raise CheckpointError(f"{where}: rope_scaling {scaling} and rope_parameters {given} differ: remove one of them")
     if kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{where}: rope type {kind!r} is not known; known are {', '.join(_ROPE_TYPES)}")
-    fields: dict[str, Any] = {"rope_base": float(rope.get("rope_theta") or said.get("rope_theta", 1e4))}
+    fields: dict[str, Any] = {"rope_base": float(_or(rope, "rope_theta", _or(said, "rope_theta", 1e4)))}
     if family == "gemma3_text":
         near = by_kind.get(_SLIDING, {})
         if near.get("rope_type", "default") != "default":
             raise CheckpointError(f"{where}: rope type {near['rope_type']!r} of sliding layers is not known: default")
-        fields["sliding_rope_base"] = float(near.get("rope_theta") or said["rope_local_base_freq"])
+        fields["sliding_rope_base"] = float(_or(near, "rope_theta", _or(said, "rope_local_base_freq", 1e4)))
     wanted = {"linear": {"rope_factor": "factor"}, "llama3": _LLAMA3}.get(kind, {})
     if absent := [key for key in wanted.values() if rope.get(key) is None]:
         raise CheckpointError(f"{where}: rope type {kind} needs {', '.join(absent)}; fetch the file again")

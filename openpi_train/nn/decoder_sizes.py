@@ -4,6 +4,7 @@ Read next: `decoder.py`, which uses them, and `models/hf_config.py`, which reads
 """
 
 import dataclasses
+import math
 
 from openpi_train.nn.gated_mlp import Activation
 from openpi_train.nn.rotary_frequencies import RotaryFrequencies
@@ -96,6 +97,19 @@ class DecoderSizes:
         ]
         if not problems and self.num_heads % self.num_kv_heads:
             problems.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        problems += [
+            f"{name} {value} must be above 0"
+            for name in (
+                *("norm_eps", "query_divisor", "attention_cap", "score_cap", "rope_base", "rope_factor"),
+                *("rope_original_length", "rope_low_frequency", "sliding_rope_base"),
+            )
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf
+        ]
+        if not self.rope_low_frequency < self.rope_high_frequency < math.inf:
+            problems.append(
+                f"rope_high_frequency {self.rope_high_frequency} must be above rope_low_frequency "
+                f"{self.rope_low_frequency}"
+            )
         if self.head_dim % 2:
             problems.append(f"head_dim {self.head_dim} must be even")
         if outside := [layer for layer in self.sliding_layers if not 0 <= layer < self.depth]:

@@ -119,6 +119,17 @@ def test_sizes_that_a_family_cannot_have_are_not_written():
         ({"num_attention_heads": "four"}, r"num_attention_heads is 'four'; needed is a whole number"),
         ({"hidden_size": True}, r"hidden_size is True; needed is a whole number"),
         ({"num_key_value_heads": 5}, r"num_heads 32 is not a multiple of num_kv_heads 5"),
+        ({"rope_scaling": "yarn"}, r"rope_scaling is 'yarn'; needed is an object: correct it, or fetch it again"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, r"factor is 'two'; needed is a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_factor 0\.0 must be above 0"),
+        ({"rope_scaling": LLAMA_32_1B["rope_scaling"] | {"high_freq_factor": 1}}, r"rope_high_frequency 1\.0 must be"),
+        ({"rope_parameters": {"rope_type": "default"}}, r"rope_scaling .*'llama3'.* and rope_parameters .* differ"),
+        ({"rope_parameters": {"full_attention": 5}, "rope_scaling": None}, r"rope_parameters of some layers are 5"),
+        ({"rope_theta": -1}, r"rope_base -1\.0 must be above 0"),
+        ({"head_dim": "64"}, r"head_dim is '64'; needed is a whole number"),
+        ({"rms_norm_eps": "1e-6"}, r"rms_norm_eps is '1e-6'; needed is a number"),
+        ({"max_position_embeddings": "256"}, r"max_position_embeddings is '256'; needed is a whole number"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings is 'false'; needed is true or false"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(changes, says):
@@ -130,8 +141,18 @@ def test_kinds_of_layers_must_be_known_and_as_many_as_layers():
     for kinds in (["full_attention"], ["chunked_attention"] * 34):
         with pytest.raises(CheckpointError, match=r"layer_types must name sliding_attention or full_attention"):
             read(GEMMA_3_4B_TEXT, layer_types=kinds)
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern is 0; needed is at least 1"):
+        read(GEMMA_3_4B_TEXT, sliding_window_pattern=0)
     with pytest.raises(CheckpointError, match=r"use_bidirectional_attention True"):
         read(GEMMA_3_4B_TEXT, use_bidirectional_attention=True)
+
+
+def test_what_is_null_is_as_if_it_were_missing():
+    names = ("rope_theta", "rms_norm_eps", "max_position_embeddings", "head_dim", "tie_word_embeddings")
+    nulls = LanguageConfig.published({**MISTRAL_7B_V01, **dict.fromkeys(names)}, "config.json")
+    without = {key: value for key, value in MISTRAL_7B_V01.items() if key not in names}
+    assert nulls == LanguageConfig.published(without, "config.json")
+    assert nulls.sizes.rope_base == 1e4 and nulls.sizes.norm_eps == 1e-6
 
 
 def test_every_family_is_known():
