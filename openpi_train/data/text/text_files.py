@@ -104,10 +104,12 @@ class TextFile:
                 names = file.schema_arrow.names
                 # With none of the columns, the names of all are needed for the message.
                 present = [name for name in columns if name in names] or names
+                if twice := sorted({name for name in present if names.count(name) > 1}):
+                    raise BadRecord(f"{self.name}: several columns are called {', '.join(twice)}; rename all but one")
                 for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=present):
                     for row in batch.to_pylist():
                         number += 1
-                        yield number, row
+                        yield number, {name: _without_nulls(value) for name, value in row.items()}
         except (pyarrow.ArrowException, OSError) as error:
             raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
 
@@ -171,6 +173,17 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
 def names_a_path(text: str) -> bool:
     """Whether the text is a path or an address, rather than the name of a split."""
     return "/" in text or text.endswith(_ENDINGS)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column's value without null entries of objects in it.
+
+    All objects of a column of a parquet file have the entries that one of them has, such as the arguments of all tools.
+    As in TRL's `data_utils.py: remove_none_values`.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _is_of(name: str, split: str) -> bool:

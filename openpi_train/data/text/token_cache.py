@@ -43,7 +43,7 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the arrays changes: all datasets are then encoded again.
-FORMAT = 2
+FORMAT = 3
 # What rows depend on.
 _CONTENT = ("tokens", "targets", "text_ends", "digests", "labels", "margins", "references")
 

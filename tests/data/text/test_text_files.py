@@ -79,6 +79,29 @@ def test_records_are_the_same_in_every_format(tmp_path, ending):
     )
 
 
+def test_entries_that_only_other_records_of_a_parquet_file_have_are_not_there(tmp_path):
+    calls = [[{"name": "add", "arguments": {"a": 1, "of": ["x", None]}}], [{"name": "now", "arguments": {"zone": "Z"}}]]
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"text": "x"}, {"image": "u"}]},
+                {"role": "assistant", "calls": one},
+            ]
+        }
+        for one in calls
+    ]
+    parquet.write_table(pa.Table.from_pylist([*records, {"messages": None}]), tmp_path / "a.parquet")
+    (file,) = find_files(str(tmp_path))
+    assert [record for _, record in file.records(["messages"])] == [*records, {"messages": None}]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    parquet.write_table(pa.table([["a"], ["b"], [1], [2]], names=["text", "text", "n", "n"]), tmp_path / "a.parquet")
+    (file,) = find_files(str(tmp_path))
+    with pytest.raises(BadRecord, match=r"a\.parquet: several columns are called text; rename all but one"):
+        list(file.records(["text"]))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
