@@ -117,13 +117,26 @@ class TextTokenizer:
 
     @functools.cached_property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates of the files by name; the usual one is `default`."""
+        """The chat templates of the files by name; the usual one is `default`. Raises ValueError if they are none."""
         if _TEMPLATE in self.files:
-            return {"default": self.files[_TEMPLATE].decode()}
+            try:
+                return {"default": self.files[_TEMPLATE].decode()}
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name}: {_TEMPLATE} is not UTF-8 ({error}); save it as UTF-8") from error
         template = self._json(_OLD_TEMPLATE).get("chat_template") or self.config.get("chat_template")
-        if isinstance(template, list):
-            return {entry["name"]: entry["template"] for entry in template}
-        return {} if template is None else {"default": template}
+        if template is None:
+            return {}
+        named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+        try:
+            found = {entry["name"]: entry["template"] for entry in named}
+        except (KeyError, TypeError):
+            found = {"default": None}
+        if not all(isinstance(text, str) for text in (*found, *found.values())):
+            raise ValueError(
+                f"{self.name}: chat_template is {template!r:.60}; needed is a text, or a list of objects with name and "
+                "template: fetch the file again"
+            )
+        return found
 
     def encode(self, texts: Sequence[str]) -> list[Pieces]:
         """The tokens of each text, without tokens before or after it; special tokens in the text are recognised.

@@ -73,6 +73,11 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     (folder / "tokenizer.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         load_text_tokenizer(str(folder))
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 .*; save it as UTF-8"):
+        _ = TextTokenizer({**chats.files(), "chat_template.jinja": b"\xff"}, "tiny").chat_templates
+    for wrong in (5, [{"name": "default"}], ["x"], [{"name": "default", "template": None}]):
+        with pytest.raises(ValueError, match=r"chat_template is .*; needed is a text, or a list of objects"):
+            _ = chats.tiny(chat_template=wrong).chat_templates
     with pytest.raises(ValueError, match=r"eos_token '<none>' .* is not in the vocabulary"):
         _ = chats.tiny(eos_token="<none>").eos
 
