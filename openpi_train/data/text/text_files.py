@@ -25,6 +25,8 @@ _PARQUET = (".parquet",)
 _ENDINGS = (*_LINES, *_PARQUET)
 # Those that may be one array of records.
 _ARRAYS = (".json", ".json.gz")
+# What the `datasets` library writes about a dataset, beside its files.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _MARK = b"\xef\xbb\xbf"
 # Words that mean the same split.
 _WORDS = (
@@ -157,7 +159,7 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
     names = sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")
-        if path.is_file() and path.name.endswith(_ENDINGS) and not path.name.startswith(".")
+        if path.is_file() and path.name.endswith(_ENDINGS) and not path.name.startswith((".", *_ABOUT))
     )
     if not names:
         raise FileNotFoundError(f"no texts in {where}: it needs files of {', '.join(_ENDINGS)}")

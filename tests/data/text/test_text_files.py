@@ -29,6 +29,7 @@ def folder(root, *names):
          ["data/train-00000-of-2.jsonl", "data/train-00001-of-2.jsonl"]),
         (["data/train-0.jsonl", "data/dev-0.jsonl"], "validation", ["data/dev-0.jsonl"]),
         (["a/training/x.json", "a/eval/x.json"], "test", ["a/eval/x.json"]),
+        (["a/part1.jsonl", "a/dataset_info.json", "dataset_infos.json"], "train", ["a/part1.jsonl"]),
         (["part1.jsonl", "part2.jsonl"], "train", ["part1.jsonl", "part2.jsonl"]),
         (["train_sft-0.parquet.json", "train_gen.json"], "train_sft", ["train_sft-0.parquet.json"]),
         (["constrained.jsonl", "train.jsonl"], "train", ["train.jsonl"]),
