@@ -217,11 +217,23 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
         least = least_memory(forecasts)
-        return None, (
+        why = (
             f"nothing fits: {least.words()} needs least, with {least.rows} row(s) on a device at a time, and "
             f"{least.machine.usable_bytes / GIB:.1f} GiB can be used; take more or larger devices, or train low-rank "
             "adapters only"
         )
+        memory = least.memory
+        if memory.generation > memory.step:
+            flags = (
+                "--eval.completions-per-device, or none in training: --eval.num-prompts 0"
+                if least.layout.practice is None
+                else "--practice.completions-per-device"
+            )
+            why += (
+                "; without the texts that are generated between steps it needs "
+                f"{(memory.state + memory.step) / GIB:.1f} GiB: generate fewer at a time ({flags})"
+            )
+        return None, why
     first = fitting[0]
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
     best = min(equal, key=lambda one: math.ceil(one.memory.total / (_EQUAL * one.machine.usable_bytes)))

@@ -242,6 +242,8 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.generation > memory.step:
         flags = ", ".join(size.flag for size in experiment.generation_sizes())
         advice.append(f"generate fewer texts at a time: less than {flags}")
+        if experiment.practice is None:
+            advice.append("complete no texts in training (`eval RUN` does so afterwards): --eval.num-prompts 0")
     elif memory.acting > memory.step:
         advice.append("act in fewer episodes at a time: a smaller --practice.episodes-per-device")
     elif memory.activations > 0.1 * memory.total:
