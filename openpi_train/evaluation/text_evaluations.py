@@ -167,7 +167,8 @@ def _held_out_prompts(running: Running, num_prompts: int) -> tuple[Any, list[Tex
     if not prompts:
         raise UsageError(
             f"the held-out texts have no prompts to complete{' that are short enough' if too_long else ''}. They need "
-            "tokens that are no targets: a prompt column, or --data.targets assistant; or set --eval.num-prompts 0"
+            "tokens that are no targets: a prompt column, or --data.targets assistant; and of labelled completions one "
+            "that is desirable. Or set --eval.num-prompts 0"
         )
     if len(prompts) < num_prompts:
         logger.info("there are %d held-out prompts, fewer than the %d asked for", len(prompts), num_prompts)

@@ -100,13 +100,17 @@ def load_text_model(
 
 
 def gives_texts(where: str | Path, experiment: str | None = None) -> bool:
-    """Whether a checkpoint is for `load_text_model`. The others are for `load_policy`, which says what is wrong."""
+    """Whether a checkpoint is for `load_text_model`: also a reward model's run, which that refuses by name.
+
+    The others are for `load_policy`, which says what is wrong.
+    """
     try:
         place = checkpoint_formats.open_place(where)
         form = checkpoint_formats.recognised(place)
         if experiment is None and form is not None and form.name == "huggingface":
             return True
-        return policy_of(open_run(where, experiment)[1].model) is not None
+        run = open_run(where, experiment)[1]
+        return policy_of(run.model) is not None or isinstance(run.data, TextData)
     except (CheckpointError, UsageError):
         return False
 

@@ -10,8 +10,11 @@ from text_models import write_model
 
 from benchmarks import hostile_http
 from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.interop.stored_leaves import Stored
+from openpi_train.policy import text_model
 from openpi_train.policy.text_model import gives_texts, load_text_model
-from openpi_train.registry import UnknownName
+from openpi_train.registry import UnknownName, load
+from openpi_train.runtime.exits import UsageError
 from openpi_train.serve.openai import text_main
 
 SETTINGS = SamplingSettings(max_new_tokens=12, seed=3)
@@ -116,8 +119,17 @@ def test_flags_of_the_other_kind_are_refused(folder, capsys):
     assert "run is no language model, so it has no --max-length" in capsys.readouterr().err
 
 
-def test_what_gives_texts_is_known_before_it_is_loaded(folder, tmp_path):
+def test_what_gives_texts_is_known_before_it_is_loaded(folder, tmp_path, monkeypatch):
     assert gives_texts(folder)
     assert not gives_texts(tmp_path / "nothing") and not gives_texts(tmp_path)
     with pytest.raises(UnknownName, match="no such experiment"):
         gives_texts(folder, "no such experiment")
+    # A reward model's run gives none, and is no robot's policy: what loads texts says so.
+    reward = load("arithmetic_reward")
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(
+        text_model, "open_run", lambda where, experiment: (Stored(where="x", format="ours", params={}), reward)
+    )
+    assert gives_texts(tmp_path)
+    with pytest.raises(UsageError, match=r"x is a RewardConfig \(arithmetic_reward\), which gives no texts"):
+        load_text_model(tmp_path)
