@@ -1,10 +1,11 @@
 """Start weights: the source of a run's initial parameters. Read next: `checkpoint_formats.py`, which opens files."""
 
 import abc
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from openpi_train.interop import peft_adapter
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
@@ -32,9 +33,9 @@ class WeightLoader(abc.ABC):
         Raises CheckpointError.
         """
 
-    def check(self) -> None:
-        """Raise CheckpointError if there is clearly no source. Called before anything of a run is written."""
-        return None
+    def check(self, model: ModelConfig) -> None:
+        """Raise what `load` would raise, as far as it is soon known. Called before anything of a run is written."""
+        del model
 
     def tokenizer(self) -> str | None:
         """`tokens_fingerprint` of the tokenizer that the weights were trained with; None if not recorded."""
@@ -116,10 +117,16 @@ class CheckpointWeightLoader(WeightLoader):
         score = {path: leaf for path, leaf in adapter.leaves.items() if path == SCORE}
         return {**model.from_base(found), **score}
 
-    def check(self) -> None:
-        """Raise CheckpointError if there is nothing at the path. Addresses are not looked at."""
-        if self.params_path and not is_address(self.params_path):
-            open_place(self.params_path)
+    def check(self, model: ModelConfig) -> None:
+        """Open what `load` opens, and forget it. Addresses are not looked at, of a bucket only whether it is there."""
+        if is_address(self.params_path) or not (self.params_path or self.adapter_path):
+            return
+        if self.params_path and open_place(self.params_path).local is None:
+            return
+        here = dataclasses.replace(self, adapter_path="") if is_address(self.adapter_path) else self
+        with _silence():  # the start itself says what it finds
+            if here.load_state(model) is None:
+                here.load(model)
 
     def tokenizer(self) -> str | None:
         """The fingerprint in one of our checkpoints; None for other formats."""
@@ -134,6 +141,16 @@ class CheckpointWeightLoader(WeightLoader):
         if not self.params_path:
             raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
         return state_leaves(open_checkpoint(self.params_path, model), parameter_names(model))
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _has_own(names: Collection[str], model: ModelConfig, base: ModelConfig) -> bool:

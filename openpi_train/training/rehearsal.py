@@ -8,7 +8,7 @@ import jax
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB, require
-from openpi_train.runtime.exits import DataError, reported_as
+from openpi_train.runtime.exits import CheckpointError, DataError, reported_as
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.metrics import require_writers
 from openpi_train.training.prepare import prepare_without_data
@@ -41,7 +41,8 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     check_run(given)
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     if begins(given):
-        experiment.weight_loader.check()
+        with reported_as(CheckpointError):
+            experiment.weight_loader.check(experiment.model)
     with reported_as(DataError):
         notes = experiment.data.examine(experiment.model)
     print("fits")

@@ -82,7 +82,8 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     if begins(settled.given):
-        experiment.weight_loader.check()  # a wrong path leaves no run's directory behind
+        with reported_as(CheckpointError):  # wrong weights leave no run's directory behind
+            experiment.weight_loader.check(experiment.model)
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)

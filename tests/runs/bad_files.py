@@ -85,6 +85,8 @@ def write_all(base: Path) -> Path:
     content = bytearray(flipped.read_bytes())
     content[len(content) * 5 // 16] ^= 0xFF
     flipped.write_bytes(content)
+    (base / "damaged").mkdir()
+    (base / "damaged" / "model.safetensors").touch()
 
     write_experiments(base / "bad_input_experiments.py")
     (base / "unfinished.py").write_text("try7 = (\n")

@@ -195,6 +195,12 @@ CASES = [
         "no checkpoint at",
         "there is no such directory",
     ),
+    case(
+        "damaged weights",
+        "debug --weight-loader.params-path HERE/damaged",
+        CHECKPOINT,
+        "damaged/model.safetensors is not a safetensors file",
+    ),
 ]
 
 

@@ -35,6 +35,12 @@ def test_what_fits_is_told_with_what_was_not_looked_at(given, tmp_path, capsys):
 def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_refused(given, tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
         rehearse(dataclasses.replace(given, weight_loader=CheckpointWeightLoader(params_path=f"{tmp_path}/nowhere")))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="not a safetensors file, or its first bytes are lost"):
+        rehearse(dataclasses.replace(given, weight_loader=CheckpointWeightLoader(params_path=f"{tmp_path}/weights")))
+    with pytest.raises(UsageError, match="adapter-path needs the weights that the adapter is added to"):
+        rehearse(dataclasses.replace(given, weight_loader=CheckpointWeightLoader(adapter_path="somewhere")))
     with pytest.raises(DataError, match="the points are damaged"):
         rehearse(dataclasses.replace(given, data=DamagedPoints()))
     with pytest.raises(UsageError, match="there is no complete checkpoint"):
