@@ -73,9 +73,10 @@ def example_of(record: Mapping[str, Any]) -> Example:
         return _preference(given, told)
     if {"prompt", "completion"} <= given.keys():
         prompt, completion = _texts(given, "prompt", "completion")
-        kind: Kind = "unpaired preference" if "label" in given else "prompt/completion"
+        # A record without its label is a bad one, not of another type.
+        kind: Kind = "unpaired preference" if "label" in record else "prompt/completion"
         if kind == "unpaired preference":
-            told |= {"label": _label(given["label"]), "reference": _reference(given, "reference_logps")}
+            told |= {"label": _label(record["label"]), "reference": _reference(given, "reference_logps")}
         _require_content("completion", completion)
         return Example(type=_type(kind, prompt), prompt=prompt, completions=(completion,), **told)
     for name in ("messages", "text"):
@@ -213,7 +214,7 @@ def _tools(given: Any) -> Any:
 
 def _label(value: Any) -> bool:
     if value not in (True, False):
-        raise ValueError(f"label is {value!r}; needed is true (desirable) or false")
+        raise ValueError(f"label is {value!r}; needed is true (desirable) or false, or no column label")
     return bool(value)
 
 

@@ -113,6 +113,7 @@ def test_further_columns_have_their_meaning_and_others_none():
         ({"chosen": "b", "rejected": "c", "margin": float("inf")}, "margin is inf; needed is a finite number"),
         ({"chosen": "b", "rejected": "c", "margin": 10**400}, "needed is a finite number"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'"),
+        ({"prompt": "a", "completion": "b", "label": None}, r"label is None; needed .* or no column label"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, "margin is 'big'"),
     ],
 )
