@@ -63,6 +63,8 @@ def complete_file(model: TextGenerator, source: Path, target: Path, settings: Sa
     Raises DataError for a record that cannot be completed, naming its line, and for a target of other prompts.
     """
     records = list(_records(source))
+    if not records:
+        raise DataError(f"{source} has no prompts: needed is one object per line, with `prompt` or `messages`")
     finished = _finished(target, records, samples)
     if finished:
         logger.info("%s has %d of %d prompts already", target, finished, len(records))

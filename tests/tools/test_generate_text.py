@@ -132,6 +132,14 @@ def test_a_record_that_cannot_be_completed_is_named_by_its_line(loaded, tmp_path
     assert not target.exists()
 
 
+def test_a_file_without_prompts_is_refused(loaded, tmp_path, capsys):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n \n")
+    assert cli.run(["generate", "somewhere", "--file", str(source), "--out", str(target)]) == DATA
+    assert "prompts.jsonl has no prompts: needed is one object per line" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_completions_of_other_prompts_are_not_continued(loaded, tmp_path, capsys):
     source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
