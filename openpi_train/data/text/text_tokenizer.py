@@ -127,10 +127,11 @@ class TextTokenizer:
         if template is None:
             return {}
         named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+        found: dict[Any, Any] = {}
         try:
-            found = {entry["name"]: entry["template"] for entry in named}
+            found |= {entry["name"]: entry["template"] for entry in named}
         except (KeyError, TypeError):
-            found = {"default": None}
+            found |= {"default": None}
         if not all(isinstance(text, str) for text in (*found, *found.values())):
             raise ValueError(
                 f"{self.name}: chat_template is {template!r:.60}; needed is a text, or a list of objects with name and "
