@@ -26,6 +26,7 @@ BENCHMARKS = {
     "practice_speed": "practice of robots: control steps per CPU second, where the time goes, overlap, memory",
     "language": "a language model on the arithmetic task: supervised, reward model, DPO; problems solved",
     "language_speed": "completions and SFT steps of language models, beside torch + transformers where installed",
+    "smollm2": "SmolLM2-135M-Instruct of the package index: asked, trained for 20 steps, written, read by transformers",
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "serving_texts": "the text server under OpenAI's client: tokens/s, latency, and 1,000 hostile requests",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",

@@ -76,7 +76,9 @@ class Measured:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(parts))
         tokenizer.save_pretrained(folder)
         quantised = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype="float32")
-        config = type(quantised.config)(**quantised.config.to_dict() | {"quantization_config": None})
+        said = quantised.config.to_dict()
+        said.pop("quantization_config", None)  # null would be taken for one by some versions of transformers
+        config = type(quantised.config)(**said)
         model = type(quantised)(config)
         model.load_state_dict(quantised.state_dict())
         model.save_pretrained(folder)

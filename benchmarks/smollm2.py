@@ -96,7 +96,7 @@ def train(start: Path, out: Path) -> tuple[list[float], float]:
     data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in sums(random.Random(0), 200)))
     experiment = f"{Path(__file__).with_name('smollm2_run.py')}:smollm2"
     words = ["--exp-name", "benchmark", "--checkpoint-base-dir", f"{out}/runs", "--assets-base-dir", f"{out}/assets"]
-    words += ["--weight-loader.params-path", str(start), "--data.tokenizer", str(start)]
+    words += ["--model.path", str(start)]
     words += ["--data.datasets.0.path", str(data), "--data.cache-dir", f"{out}/tokens", "--overwrite"]
     started = time.monotonic()
     subprocess.run([sys.executable, "-m", "openpi_train", experiment, *words], cwd=ROOT, check=True)

@@ -241,6 +241,11 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
     assert "failed: the bits differ" in capsys.readouterr().err
 
 
+def test_every_benchmark_is_listed():
+    sources = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    assert {name for name, text in sources.items() if f'prog="python -m benchmarks {name}"' in text} <= set(BENCHMARKS)
+
+
 @pytest.mark.slow
 def test_documented_commands_are_understood():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
