@@ -48,7 +48,7 @@ SETTINGS = (
         "devices",
         "--xla_gpu_enable_latency_hiding_scheduler",
         "true",
-        "lets collectives run while the GPU computes; off by default in jaxlib 0.10.2, left to XLA in 0.12",
+        "lets collectives run while the GPU computes; jaxlib 0.10.2 does so without it, too; left to XLA in 0.12",
         "docs.jax.dev/en/latest/gpu_performance_tips.html; docs.nvidia.com/jax-toolbox/environment-variables",
     ),
     Setting(
