@@ -111,6 +111,6 @@ tabletop_dp_rloo = dataclasses.replace(
 """The same with the diffusion policy of `tabletop_dp`, half trained.
 
 Command: python -m openpi_train tabletop_dp_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_dp/x
-Hardware: 2 CPU cores. Time: 293 CPU s. Result: 81 % from 66 %, after 150 steps of `tabletop_dp` (seed 42; 2026-11-26,
-commit 574e7dc; docs/benchmarks.md).
+Hardware: 2 CPU cores. Time: 251 to 293 CPU s. Result: 81, 50.5 and 83.5 % from 66, 35 and 57 %, after 150 steps of
+`tabletop_dp` (seeds 42 to 44; 2026-11-26, commit 574e7dc; docs/benchmarks.md).
 """
