@@ -2,49 +2,34 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from diffusion_case import batch_of, computed, config_of, objective_of
 from lerobot_recorded import Recorded
 from openpi_train_configs.robot_dp import pusht_flow, robot_dp_14
 
 from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.fields import as_json
 from openpi_train.interop import diffusion_policy_checkpoint
-from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
+from openpi_train.interop.checkpoint_formats import named, open_checkpoint
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.interop.torch_file import open_payload
 from openpi_train.interop.torch_save import Call, Name, save
 from openpi_train.interop.trained_with import other_settings
 from openpi_train.models.denoisers import UnetSizes
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
-from openpi_train.nn.augment import RandomCrop
-from openpi_train.nn.params import merge_module
-from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.types import ActionBatch, Observation
 
 RECORDED = Recorded("diffusion_policy")
 SIZES, IO = RECORDED.facts["sizes"], RECORDED.arrays
-CROP = RandomCrop(height=SIZES["crop"][0], width=SIZES["crop"][1])
-CONFIG = DiffusionPolicyConfig(
-    action_dim=SIZES["action_dim"],
-    state_dim=SIZES["state_dim"],
-    action_horizon=SIZES["horizon"],
-    n_obs_steps=SIZES["n_obs_steps"],
-    n_action_steps=SIZES["n_action_steps"],
+CONFIG = config_of(
+    SIZES,
     cameras=("head_camera",),
     image_height=SIZES["image"][0],
     image_width=SIZES["image"][1],
     image_mean=(0.7425, 0.728, 0.703),
     image_std=(0.1145, 0.112, 0.1125),
-    encoder_widths=tuple(SIZES["widths"]),
-    unet=UnetSizes(widths=tuple(SIZES["down_dims"]), kernel_size=SIZES["kernel_size"], num_groups=SIZES["n_groups"]),
-    diffusion_step_embed_dim=SIZES["diffusion_step_embed_dim"],
 )
-OBJECTIVE = Diffusion(sampler="ddim", augmentation=CROP)
+OBJECTIVE = objective_of(SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -64,33 +49,9 @@ def test_loss_and_chunk_are_diffusion_policys_from_the_robots_units_on(stored):
         normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization).astype(np.float32)
         for name in ("state", "actions")
     )
-    rows = len(state)
-    batch = ActionBatch(
-        observation=Observation(
-            images={"head_camera": jnp.asarray(IO["in/image"])},
-            image_masks={"head_camera": jnp.ones(rows, bool)},
-            state=jnp.asarray(state),
-            prompt_tokens=jnp.zeros((rows, 0), jnp.int32),
-            prompt_mask=jnp.zeros((rows, 0), bool),
-        ),
-        actions=jnp.asarray(actions),
-        action_mask=jnp.ones(actions.shape[:2], bool),
-        dim_mask=jnp.ones((rows, CONFIG.action_dim), bool),
-        row=jnp.arange(rows, dtype=jnp.int32),
-    )
-    params = {path: jnp.asarray(leaf.whole()) for path, leaf in model_params(stored, CONFIG).items()}
-    graphdef = nnx.split(nnx.eval_shape(lambda: CONFIG.build(nnx.Rngs(0))))[0]
-
-    @jax.jit
-    def compute(params, batch, noise, step, start):
-        model = merge_module(graphdef, params)
-        seen = dataclasses.replace(batch, observation=CROP(batch.observation, None))
-        loss, _ = OBJECTIVE.loss_at(model, seen, OBJECTIVE.norms(batch), noise, step)
-        return loss, OBJECTIVE.action_sampler.sample(model, batch.observation, start, None, SIZES["num_steps"])
-
-    noise, step = IO["in/noise"][:, None], IO["in/step"].astype(np.int32)[:, None]
-    loss, chunk = compute(params, batch, noise, step, IO["in/start"])
-    found = {"out/loss": loss, "out/chunk": unnormalize(np.asarray(chunk), stats["actions"], CONFIG.normalization)}
+    batch = batch_of({"head_camera": IO["in/image"]}, state, actions)
+    loss, chunk = computed(stored, CONFIG, SIZES, batch, IO)
+    found = {"out/loss": loss, "out/chunk": unnormalize(chunk, stats["actions"], CONFIG.normalization)}
     apart = {key: np.abs(value - IO[key]).max() / np.abs(IO[key]).max() for key, value in found.items()}
     print({key: f"{value:.1e}" for key, value in apart.items()}, "torch's float32:", RECORDED.facts["float32"])
     # Rounding of float32, of which torch's own has up to 1.7e-6 in chunks.

@@ -3,11 +3,9 @@
 import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from diffusion_case import batch_of, computed, config_of, objective_of
 from lerobot_recorded import Recorded
 from openpi_train_configs.robot_dp import pusht_dp, pusht_flow
 
@@ -15,28 +13,19 @@ from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop import lerobot_diffusion
-from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
+from openpi_train.interop.checkpoint_formats import named, open_checkpoint
 from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_file, open_model
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.interop.trained_with import other_settings
 from openpi_train.models.denoisers import UnetSizes
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.nn.augment import RandomCrop
-from openpi_train.nn.params import merge_module
-from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.types import ActionBatch, Observation
 
 RECORDED = Recorded("lerobot_diffusion")
 SIZES, IO = RECORDED.facts["sizes"], RECORDED.arrays
-CROP = RandomCrop(height=SIZES["crop"][0], width=SIZES["crop"][1])
-CONFIG = DiffusionPolicyConfig(
-    action_dim=SIZES["action_dim"],
-    state_dim=SIZES["state_dim"],
-    action_horizon=SIZES["horizon"],
-    n_obs_steps=SIZES["n_obs_steps"],
-    n_action_steps=SIZES["n_action_steps"],
+CONFIG = config_of(
+    SIZES,
     cameras=("head", "wrist"),
     image_height=SIZES["height"],
     image_width=SIZES["width"],
@@ -45,11 +34,8 @@ CONFIG = DiffusionPolicyConfig(
     pooling="spatial_softmax",
     num_keypoints=SIZES["spatial_softmax_num_keypoints"],
     relu_features=True,
-    encoder_widths=tuple(SIZES["widths"]),
-    unet=UnetSizes(widths=tuple(SIZES["down_dims"]), kernel_size=SIZES["kernel_size"], num_groups=SIZES["n_groups"]),
-    diffusion_step_embed_dim=SIZES["diffusion_step_embed_dim"],
 )
-OBJECTIVE = Diffusion(sampler="ddim", augmentation=CROP)
+OBJECTIVE = objective_of(SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +49,9 @@ def narrow(monkeypatch):
     monkeypatch.setattr(lerobot_diffusion, "WIDTHS", CONFIG.encoder_widths)
 
 
-def batch() -> ActionBatch:
-    rows = len(IO["in/state"])
-    return ActionBatch(
-        observation=Observation(
-            images={slot: jnp.asarray(IO[f"in/image/{slot}"]) for slot in CONFIG.cameras},
-            image_masks={slot: jnp.ones(rows, bool) for slot in CONFIG.cameras},
-            state=jnp.asarray(IO["in/state"]),
-            prompt_tokens=jnp.zeros((rows, 0), jnp.int32),
-            prompt_mask=jnp.zeros((rows, 0), bool),
-        ),
-        actions=jnp.asarray(IO["in/actions"]),
-        action_mask=jnp.ones((rows, CONFIG.action_horizon), bool),
-        dim_mask=jnp.ones((rows, CONFIG.action_dim), bool),
-        row=jnp.arange(rows, dtype=jnp.int32),
-    )
-
-
 def test_loss_and_chunk_are_lerobots(stored):
-    params = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in model_params(stored, CONFIG).items()}
-    graphdef = nnx.split(nnx.eval_shape(lambda: CONFIG.build(nnx.Rngs(0))))[0]
-
-    @jax.jit
-    def compute(params, batch, noise, step, start):
-        model = merge_module(graphdef, params)
-        seen = dataclasses.replace(batch, observation=CROP(batch.observation, None))
-        loss, _ = OBJECTIVE.loss_at(model, seen, OBJECTIVE.norms(batch), noise, step)
-        return loss, OBJECTIVE.action_sampler.sample(model, batch.observation, start, None, SIZES["num_steps"])
-
-    noise, step = IO["in/noise"][:, None], IO["in/step"].astype(np.int32)[:, None]
-    loss, chunk = compute(params, batch(), noise, step, IO["in/start"])
+    images = {slot: IO[f"in/image/{slot}"] for slot in CONFIG.cameras}
+    loss, chunk = computed(stored, CONFIG, SIZES, batch_of(images, IO["in/state"], IO["in/actions"]), IO)
     # LeRobot's chunk begins with the current step, the last of the observed ones.
     found = {"out/loss": loss, "out/chunk": chunk[:, CONFIG.n_obs_steps - 1 :]}
     apart = {key: np.abs(value - IO[key]).max() / np.abs(IO[key]).max() for key, value in found.items()}
