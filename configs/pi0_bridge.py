@@ -29,7 +29,7 @@ pi0_bridge_traj = Experiment(
 """Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the current one.
 
 Command: python -m openpi_train pi0_bridge_traj --exp-name x --fsdp-devices 8
-Hardware: 66 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
+Hardware: 62 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
 Time and result: not yet measured.
 """
 
@@ -57,7 +57,7 @@ pi05_bridge = Experiment(
 """pi0.5 (3.4 B parameters, state in the prompt, quantile normalisation) on BridgeData V2's own pose deltas.
 
 Command: python -m openpi_train pi05_bridge --exp-name x --fsdp-devices 8
-Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
+Hardware: 64 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 pi05_bridge_lora = dataclasses.replace(
