@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from diffusion_case import batch_of, computed, config_of, objective_of
 from lerobot_recorded import Recorded
 from openpi_train_configs.robot_dp import pusht_dp, pusht_flow
+from recorded_diffusion import batch_of, computed, config_of, objective_of
 
 from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.experiment import Experiment
