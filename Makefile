@@ -8,7 +8,8 @@ NEWEST ?= python3.13
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile bench clean
+.PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile gpu bench clean
+.PHONY: gpu-tests gpu-steps gpu-others gpu-serving gpu-run
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -103,6 +104,36 @@ gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
 	$(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --json $(GPU)/gpu_compile.json
+
+# What a GPU says, in pieces of less than ten minutes each (docs/benchmarks.md); tables and traces go to $(GPU_OUT). Without
+# a network: GPU_PYTHON=python3, of an environment that has what pyproject.toml names. A piece that fails does not keep
+# the others from running; an interrupted one tells what it has.
+GPU_PYTHON ?= $(GPU)/bin/python
+GPU_OUT ?= gpu_results
+GPU_PIECES ?= tests steps others serving run
+GPU_CUDA ?= cuda12
+PIECE = timeout --signal INT 590
+gpu:
+	test "$(GPU_PYTHON)" != $(GPU)/bin/python || test -x $(GPU_PYTHON) || $(PYTHON) -m venv $(GPU)
+	test "$(GPU_PYTHON)" != $(GPU)/bin/python || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,$(GPU_CUDA)]'
+	mkdir -p $(GPU_OUT)
+	$(MAKE) --keep-going $(GPU_PIECES:%=gpu-%)
+
+# Products in full float32, as the reference was computed.
+gpu-tests:
+	JAX_PLATFORMS=cuda XLA_FLAGS= JAX_DEFAULT_MATMUL_PRECISION=highest $(PIECE) $(GPU_PYTHON) -m pytest --tb=short tests/nn/test_attention.py tests/golden
+
+gpu-steps:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --details $(GPU_OUT)/steps --traced 5 --json $(GPU_OUT)/steps.json
+
+gpu-others:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets lora pi05 tokens dp llama --details $(GPU_OUT)/others --json $(GPU_OUT)/others.json
+
+gpu-serving:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_serving --json $(GPU_OUT)/serving.json
+
+gpu-run:
+	$(PIECE) $(GPU_PYTHON) -m openpi_train benchmarks/full_size.py:full_size --exp-name x --overwrite --checkpoint-base-dir $(GPU_OUT)/run --profile 3
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -15,6 +15,8 @@ BENCHMARKS = {
     "step_time": "training steps with 3, 2 and 1 present cameras, against our own step doing openpi's work",
     "traffic": "bytes that the compiled step sends between devices, against each strategy's formula; compiles only",
     "gpu_compile": "memory and bound of full-size steps by XLA's GPU compiler; needs jax's CUDA plugin, but no GPU",
+    "gpu_steps": "full-size steps on the local GPU: time beside the bound, memory beside the forecast",
+    "gpu_serving": "full-size models answering on the local GPU: action chunks and completions",
     "feed": "loader samples/s with 0, 1 and 2 worker processes, from RLDS and LeRobot data (against its own loader)",
     "weights": "memory and time in which processes load their shares of start weights",
     "checkpoint": "how long a save blocks training, synchronous and asynchronous",

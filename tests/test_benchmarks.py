@@ -17,6 +17,7 @@ from benchmarks import __main__ as program
 from benchmarks import (
     closed_loop,
     faults,
+    gpu_times,
     language,
     language_speed,
     practice,
@@ -27,6 +28,8 @@ from benchmarks import (
     steps,
 )
 from benchmarks.__main__ import BENCHMARKS
+from openpi_train.planning.forecast import Machine
+from openpi_train.planning.kinds import find_kind
 
 ROOT = Path(__file__).resolve().parent.parent
 F32 = ["--model.dtype", "float32"]
@@ -239,6 +242,28 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
     monkeypatch.setattr(program, "_start", lambda: None)
     assert program.main(["tabletop"]) == 1
     assert "failed: the bits differ" in capsys.readouterr().err
+
+
+def test_traced_kernels_stand_beside_their_bound_by_part_of_the_model():
+    hlo = """
+ENTRY %m (a: f32[1048576]) -> f32[1048576] {
+  %a = f32[1048576]{0} parameter(0)
+  %one = f32[1048576]{0} exponential(%a), metadata={op_name="jit(step)/gradient/jvp(loss)/mlp/exp"}
+  ROOT %two = f32[1048576]{0} negate(%one), metadata={op_name="jit(step)/optimizer/neg"}
+}
+"""
+    machine = Machine(kind=find_kind("h100"), num_devices=1, num_hosts=1, available_bytes=1)
+    bound_ms = 1e3 * (2 * 4 * 2**20 / (0.9 * 3350e9) + 2e-6)
+    kernels = [("one", 0.003), ("two", 0.002), ("one", 0.005), ("two", 0.002), ("other", 0.001)]
+    rows = gpu_times.by_part(kernels, hlo, machine, 2, "a case").rows
+    assert [row[:4] for row in rows] == [
+        ["mlp", "forward", 1, pytest.approx(4)],
+        ["optimizer", "update", 1, pytest.approx(2)],
+        ["not in the program", "", 0.5, pytest.approx(0.5)],
+        ["the others", "", 0, 0],
+        ["all", "", 2.5, pytest.approx(6.5)],
+    ]
+    assert rows[0][4:] == pytest.approx([bound_ms, 4 / bound_ms, 4 - bound_ms])
 
 
 def test_every_benchmark_is_listed():

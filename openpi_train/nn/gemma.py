@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import Remat, RMSNorm, cut_last, keep, scan_all_but_last, scan_layers, stack_layers
+from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_all_but_last, scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits
@@ -285,8 +285,7 @@ class Gemma(nnx.Module):
         tokens = {name: x.astype(self.dtype) for name, x in tokens.items()}
         if wanted is None or set(tokens) <= set(wanted):
             return scan_layers(self.layers, body, tokens, cache, remat=self.remat)
-        layers, last = cut_last(self.layers, self.dtype)
         caches = jax.tree.map(lambda x: x[:-1], cache), jax.tree.map(lambda x: x[-1], cache)
-        tokens, _ = scan_layers(layers, body, tokens, caches[0], remat=self.remat)
+        tokens, _, last = scan_to_last(self.layers, body, tokens, caches[0], remat=self.remat, dtype=self.dtype)
         # The backward pass begins with this layer and uses its activations at once, so recomputing them saves nothing.
         return body(last, tokens, caches[1], wanted)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from openpi_train.nn.params import FIXED
 from openpi_train.nn.shard import Gathering, is_shard, whole
 
 # What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
@@ -54,7 +55,7 @@ def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs, *, i
     """One module with the parameters of `depth` separately initialised layers, stacked on a new first axis.
 
     Run it by `scan_layers` and the functions below, which gather each layer when it runs. `is_cut`: training may run it
-    by `cut_last`, whose copy the forecast of memory then counts.
+    by `scan_to_last`, whose copy the forecast of memory then counts.
     """
     stacked = nnx.vmap(make)(rngs.split(depth))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
@@ -117,7 +118,7 @@ def _gathered(layer_params: Any) -> Any:
             return variable.replace(value.whole(wide=True))
         return variable.replace(tuple(entry.whole(wide=True) for entry in entries))
 
-    return jax.tree.map(gathered, layer_params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(gathered, layer_params, is_leaf=_is_variable)
 
 
 def each_layer(stacked: M) -> list[M]:
@@ -139,17 +140,62 @@ def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _WITHOUT_ARITHMETIC
 
 
-def cut_last(stacked: M, dtype: Any) -> tuple[M, M]:
-    """The stack without its last layer, and that layer, which may then be computed differently.
+def scan_to_last(
+    stacked: M,
+    body: Callable[[M, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    per_layer: Any = None,
+    *,
+    remat: Remat,
+    dtype: Any,
+) -> tuple[Any, Any, M]:
+    """Apply all layers but the last one, with a backward pass: the result of `scan_layers`, and the last layer, which
+    may then be computed differently.
 
-    Slicing copies the stack. Matrices, which layers cast to `dtype` anyway, are therefore cast first: the copy is then
-    the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are used in float32),
-    and so are shards, which are cast when gathered.
+    What needs a gradient is cut, which copies it. Matrices, which layers cast to `dtype` anyway, are therefore cast
+    first: the copy is then the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are
+    used in float32), and so are shards, which are cast when gathered. What is kept fixed (`params.py: mark_fixed`), and
+    need not be cast, is read from the stack layer by layer.
     """
     graph, params = _split(stacked)
-    params = jax.tree.map(lambda x: x if is_shard(x) or x.ndim < 3 else x.astype(dtype), params, is_leaf=is_shard)
-    before, last = (jax.tree.map(lambda x, part=part: x[part], params) for part in (slice(None, -1), -1))
-    return nnx.merge(graph, before), nnx.merge(graph, _gathered(last))
+
+    def is_read(variable: nnx.Variable) -> bool:
+        value = variable.get_value()
+        in_type = is_shard(value) or value.ndim < 3 or value.dtype == dtype
+        return in_type and variable.get_metadata(FIXED, False)
+
+    def parts(keep: Callable[[nnx.Variable], bool]) -> Any:
+        return jax.tree.map(lambda leaf: leaf if keep(leaf) else None, params, is_leaf=_is_variable)
+
+    def cast(x: Any) -> Any:
+        return x if is_shard(x) or x.ndim < 3 else x.astype(dtype)
+
+    read = parts(is_read)
+    cut = jax.tree.map(cast, parts(lambda leaf: not is_read(leaf)), is_leaf=is_shard)
+
+    def layer(index: Any, others: Any) -> Any:
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), read)
+        return jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
+
+    def step(carry, inputs):
+        index, others, extra = inputs
+        return body(nnx.merge(graph, _gathered(layer(index, others))), carry, extra)
+
+    if policy := _policy(remat, params):
+        step = jax.checkpoint(step, prevent_cse=False, policy=policy)
+    depth = len(jax.tree.leaves(params)[0])
+    before = jax.tree.map(lambda x: x[:-1], cut)
+    carry, outputs = jax.lax.scan(step, carry, (jnp.arange(depth - 1), before, per_layer))
+    last = layer(depth - 1, jax.tree.map(lambda x: x[-1], cut))
+    return carry, outputs, nnx.merge(graph, _gathered(last))
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_variable_or_none(leaf: Any) -> bool:
+    return leaf is None or _is_variable(leaf)
 
 
 def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:

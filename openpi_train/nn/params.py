@@ -3,7 +3,7 @@
 Paths join the module's attribute names with "/". Read next: `training/state.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from jaxtyping import Array
 from openpi_train.nn.shard import Gathering
 
 Params = dict[str, Array]
+# Metadata of a parameter in which no gradient is taken.
+FIXED = "is_fixed"
 
 
 def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,9 +48,16 @@ def gatherings(module: nnx.Module) -> dict[str, Gathering]:
 
 
 def cut_stack_paths(module: nnx.Module) -> frozenset[str]:
-    """The parameters of stacks of layers whose last layer is computed apart (`layers.py: cut_last`)."""
+    """The parameters of stacks of layers whose last layer is computed apart (`layers.py: scan_to_last`)."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return frozenset("/".join(map(str, path)) for path, variable in variables if variable.get_metadata("is_cut", False))
+
+
+def mark_fixed(module: nnx.Module, paths: Container[str]) -> None:
+    """Mark the parameters with these paths as fixed: no gradient is taken in them (`layers.py: scan_to_last`)."""
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        if "/".join(map(str, path)) in paths:
+            variable.set_metadata(FIXED, True)
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:

@@ -95,7 +95,7 @@ class _Program:
                 if name in _IN_PLACE:
                     self.given += [(inputs[0], self.now)]
                 if name == "scan":
-                    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+                    consts, carried = _scan_inputs(equation)
                     inits = equation.invars[consts : consts + carried]
                     self.given += [(self._array(known, var), self.now) for var in inits]
                 elif name == "while":
@@ -182,12 +182,20 @@ def _called(equation: Any) -> Any:
 def _inside(equation: Any, size_of: SizeOf) -> float:
     """Bytes that an operation takes in addition to its inputs and outputs: one iteration of a loop, or one branch."""
     if equation.primitive.name == "scan":
-        consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carried = _scan_inputs(equation)
         return _loop_bytes(bodies(equation)[0], consts, carried, size_of)
     if equation.primitive.name == "while":
         body = equation.params["body_jaxpr"].jaxpr
         return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), size_of)
     return max((peak_bytes(body, size_of) for body in bodies(equation)), default=0.0)
+
+
+def _scan_inputs(scan: Any) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many are carried on (parameters of jax 0.10 and of 0.11)."""
+    if "ft_in" in scan.params:
+        consts, carried, _ = (len(part) for part in scan.params["ft_in"].unpack())
+        return consts, carried
+    return scan.params["num_consts"], scan.params["num_carry"]
 
 
 def _loop_bytes(body: Any, num_consts: int, num_carried: int, size_of: SizeOf) -> float:

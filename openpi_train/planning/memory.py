@@ -114,9 +114,9 @@ def predict(
     Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises, before which one
     layer's is whole; otherwise those of a micro-batch are temporarily whole, those of gathered layers in the compute
     dtype `dtype`. So is the copy used for computation, of all parameters that are gathered or have another dtype. Where
-    layers are gathered when they run, there are copies of what is in no layer, and of a stack that is cut
-    (`nn/layers.py: cut_last`), as its parts are. Rows of a table that are sharded stay where they are, and so does
-    their gradient.
+    layers are gathered when they run, there are copies of what is in no layer, and of what is trained of a stack that
+    is cut (`nn/layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
+    so does their gradient.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -140,14 +140,14 @@ def predict(
     cut_stacks = cut_stack_paths(module)
     if num_micros == 1 and not (plan.cuts("grads") and gathered):
         # Nothing is summed: the gradients of what is gathered in `dtype` (`training/devices.py`), or cast to it before
-        # it is cut (`nn/layers.py: cut_last`), are whole in it.
+        # it is cut (`nn/layers.py: scan_to_last`), are whole in it.
         of_copies = of_layers | (cut_stacks - gathered)
         narrow = {path for path in of_copies & set(shapes.params) if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
     narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype}
     copied = narrowed | gathered
     if plan.cuts("copy"):
-        cut = cut_stacks & of_layers
+        cut = cut_stacks & of_layers & set(shapes.params)
         compute_copy = held("copy", narrowed - gathered, dtype)
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut)
         whole = {path: leaves[path] for path in gathered - of_layers}
@@ -155,9 +155,9 @@ def predict(
     else:
         compute_copy = held("copy", copied, dtype)
     if not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
-        # A gathered stack less its last layer (`nn/layers.py: cut_last`) is a second copy: the first is read by the
+        # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
-        compute_copy += held("copy", gathered & cut_stacks, dtype)
+        compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
     micro_grads = grads if plan.cuts("grads") else held("copy", shapes.params, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),

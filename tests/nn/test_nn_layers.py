@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.nn.layers import LayerNorm, RMSNorm, cut_last, scan_layers, sincos_encoding, stack_layers
+from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, scan_to_last, sincos_encoding, stack_layers
+from openpi_train.nn.params import mark_fixed, merge_module, module_params
 
 
 class Layer(nnx.Module):
@@ -60,6 +61,11 @@ def test_recomputing_changes_no_gradient(stacked, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
 
 
+def run_to_last(stacked, *, dtype=jnp.float32, remat="full"):
+    carry, _, last = scan_to_last(stacked, body, jnp.ones((2, 4)), remat=remat, dtype=dtype)
+    return body(last, carry, None)[0].sum()
+
+
 @pytest.mark.slow
 def test_a_cut_stack_computes_the_same_and_its_gradient_comes_back_in_one_piece(stacked):
     graph, params = nnx.split(stacked)
@@ -68,8 +74,7 @@ def test_a_cut_stack_computes_the_same_and_its_gradient_comes_back_in_one_piece(
         return scan_layers(nnx.merge(graph, params), body, jnp.ones((2, 4)), remat="none")[0].sum()
 
     def cut(params):
-        before, last = cut_last(nnx.merge(graph, params), jnp.float32)
-        return body(last, scan_layers(before, body, jnp.ones((2, 4)), remat="full")[0], None)[0].sum()
+        return run_to_last(nnx.merge(graph, params))
 
     (expected, gradient), (value, other) = jax.value_and_grad(whole)(params), jax.value_and_grad(cut)(params)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -77,10 +82,40 @@ def test_a_cut_stack_computes_the_same_and_its_gradient_comes_back_in_one_piece(
 
 
 def test_a_cut_stack_has_its_matrices_in_the_type_of_the_layers_and_the_rest_as_it_was(stacked):
-    before, last = cut_last(stacked, jnp.bfloat16)
-    assert before.dense.kernel[...].dtype == last.dense.kernel[...].dtype == jnp.bfloat16
-    assert before.dense.bias[...].dtype == last.dense.bias[...].dtype == jnp.float32
-    assert (before.dense.kernel.shape, last.dense.kernel.shape) == ((2, 4, 4), (4, 4))
+    seen = []
+
+    def looking(layer, carry, _):
+        seen.append((layer.dense.kernel[...].dtype, layer.dense.kernel.shape, layer.dense.bias[...].dtype))
+        return carry, None
+
+    last = scan_to_last(stacked, looking, jnp.ones(4), remat="none", dtype=jnp.bfloat16)[2]
+    looking(last, None, None)
+    assert set(seen) == {(jnp.dtype("bfloat16"), (4, 4), jnp.dtype("float32"))}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "dtype", "copied"),
+    [
+        (("dense/kernel", "dense/bias"), jnp.float32, set()),
+        (("dense/kernel",), jnp.float32, {(3, 4)}),
+        (("dense/kernel",), jnp.bfloat16, {(3, 4), (3, 4, 4)}),  # it must be cast anyway
+        ((), jnp.float32, {(3, 4), (3, 4, 4)}),
+    ],
+)
+def test_what_is_fixed_is_read_from_the_stack_and_not_copied(stacked, fixed, dtype, copied):
+    graph, params = nnx.split(stacked)[0], module_params(stacked)
+
+    def loss(params, x):
+        module = merge_module(graph, params)
+        mark_fixed(module, fixed)
+        carry, _, last = scan_to_last(module, body, x, remat="dots", dtype=dtype)
+        return body(last, carry, None)[0].sum()
+
+    x = jnp.ones((2, 4))
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(params, x).jaxpr
+    slices = [one.outvars[0].aval.shape for one in jaxpr.eqns if one.primitive.name == "slice"]
+    assert {(3, *shape[1:]) for shape in slices if shape[0] == 2} == copied
+    np.testing.assert_array_equal(loss(params, x), run_to_last(stacked, dtype=dtype, remat="dots"))
 
 
 def test_layer_norm_equals_flax_in_float32():

@@ -58,8 +58,8 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_the_work_of_one_la
         return floats_per_row(jax.grad(lambda x, w: layers(x, w, body), argnums=1), *inputs) / 8
 
     kept, again = taken(twice), taken(jax.checkpoint(twice))
-    # jax keeps of each tanh its value and the derivative.
-    assert 5 * 50 <= kept < 5 * 50 + 10 and 50 <= again < 50 + 10
+    # jax keeps of each tanh its value, and before 0.11 the derivative.
+    assert 4 * 50 <= kept < 5 * 50 + 10 and 50 <= again < 50 + 10
 
 
 def test_a_loop_has_one_copy_of_what_it_carries_however_long_it_is():

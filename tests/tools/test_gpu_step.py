@@ -92,14 +92,14 @@ def test_a_plan_starts_the_verb_with_the_candidates_flags_and_tells_of_its_failu
 
 @pytest.mark.parametrize("flags", [("--compiler", "gpu"), ("--compile-all",)])
 def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, flags):
-    monkeypatch.setattr(plugin, "PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
     monkeypatch.setattr(ahead, "imitate", lambda *_: None)
     assert cli.run(["plan", "debug", "--devices", "8", "--device-kind", "h100", *flags]) == USAGE
     assert "pip install 'jax[cuda12]==" in capsys.readouterr().err
 
 
 def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
-    monkeypatch.setattr(plugin, "PLUGIN", "jax")  # as if it were installed
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin", "jax"))  # as if it were installed
     monkeypatch.setattr(ahead, "imitate", lambda *_: None)
     seen = []
     monkeypatch.setattr(gpu_step, "compile_candidate", lambda *what: seen.append(what) or ACCOUNT)

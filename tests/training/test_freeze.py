@@ -11,7 +11,9 @@ from models.test_pi0 import TINY, built, draws, observation
 from openpi_train_configs.debug import debug
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 
+from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.params import merge_module
+from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import predict
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
@@ -82,6 +84,28 @@ def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backw
     assert set(grads) == set(wanted) == trained
     for path, grad in grads.items():
         np.testing.assert_allclose(grad, wanted[path], rtol=1e-4, atol=1e-5 * np.abs(wanted[path]).max(), err_msg=path)
+
+
+def test_a_fixed_stack_is_read_where_it_is_and_not_copied_without_its_last_layer():
+    ranks = GemmaOverrides(lora_attention_rank=2, lora_mlp_rank=2)
+    model = dataclasses.replace(MODEL, dtype="bfloat16", language=ranks, action_expert=ranks)
+    experiment = dataclasses.replace(debug, model=model)
+    state = prepare.whole_layout(experiment, ONE)
+    trainer = prepare.make_trainer(experiment, state, ONE)
+    program = jax.make_jaxpr(trainer.step)(state.abstract(), experiment.batch_spec(2)).jaxpr
+    depth = model.experts["language"].depth
+    cut = {(depth - 1, *leaf.shape[1:]) for leaf in state.shapes.frozen.values() if leaf.ndim > 2}
+    copied = {shape for shape in sliced(program) if shape[:1] == (depth - 1,)}
+    assert cut and copied and not cut & copied  # the factors, which are trained, are cut
+
+
+def sliced(jaxpr):
+    """The shapes that slices have, in the whole program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "slice":
+            yield equation.outvars[0].aval.shape
+        for body in bodies(equation):
+            yield from sliced(body)
 
 
 def test_fixed_parameters_are_bfloat16_without_moments_or_average():

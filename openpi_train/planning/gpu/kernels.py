@@ -15,6 +15,8 @@ from openpi_train.planning.hlo_text import Computation, HloArray, HloInstruction
 # Instructions that run nothing on the GPU.
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"while", "call", "conditional", "opt-barrier", "add-dependency", "domain", "async-start", "async-update"}
+# A fusion that runs beside the kernels, as XLA makes of what only copies (jaxlib 0.11).
+COPIED = "fusion-start"
 # Elementwise instructions of one input and moves: of a slice of the result only that slice of the input is read.
 _FOLLOWED = {"bitcast", "reshape", "copy", "transpose", "convert", "negate", "reverse"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -48,7 +50,7 @@ def is_kernel(instruction: HloInstruction) -> bool:
 def kernel_work(program: HloProgram, computation: str, instruction: HloInstruction) -> KernelWork:
     """The work of one run of an instruction for which `is_kernel` holds."""
     inputs = program.operands(computation, instruction)
-    if instruction.opcode == "fusion":
+    if instruction.opcode in ("fusion", COPIED):
         return _fusion(program, instruction, inputs)
     if instruction.opcode == "custom-call":
         return _custom_call(instruction, inputs)
@@ -76,6 +78,8 @@ def _fusion(program: HloProgram, instruction: HloInstruction, inputs: tuple[tupl
     read = sum(_read_bytes(body, users, one, _bytes(inputs[one.number])) for one in parameters)
     (root,) = (one for one in body.values() if one.is_root)
     outputs = [body[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
+    if any(one.opcode == "custom-call" for one in body.values()):
+        outputs = [one for one in outputs if not _is_workspace(one.results)]
     return KernelWork(flops, read, sum(_written_bytes(body, one) for one in outputs), item_bytes)
 
 
@@ -119,19 +123,34 @@ def _is_new(body: Computation, updated: HloInstruction) -> bool:
 
 
 def _custom_call(instruction: HloInstruction, inputs: tuple[tuple[HloArray, ...], ...]) -> KernelWork:
-    """A library's kernel. Its workspace, a result of bytes, is neither read nor written by others."""
-    target = instruction.text("custom_call_target").strip('"')
-    flops, item_bytes = 0.0, 2.0
-    for name, count in _LIBRARIES.items():
-        if name in target:
-            flops, item_bytes = count(instruction, inputs), inputs[0][0].item_bytes
+    """A library's kernel. Its workspace is neither read nor written by others."""
+    flops, item_bytes = _library_flops(instruction, inputs)
     first, *others = instruction.results or (HloArray("u8", (0,)),)
-    results = [first, *(array for array in others if array.dtype not in ("s8", "u8"))]
+    results = [first, *(array for array in others if not _is_workspace((array,)))]
     return KernelWork(flops, sum(map(_bytes, inputs)), _bytes(tuple(results)), item_bytes)
 
 
+def _library_flops(instruction: HloInstruction, inputs: tuple[tuple[HloArray, ...], ...]) -> tuple[float, float]:
+    """FLOPs of a library's call, and the bytes of an element; 0 FLOPs of one that is not known."""
+    target = instruction.text("custom_call_target").strip('"')
+    for name, count in _LIBRARIES.items():
+        if name in target:
+            return count(instruction, inputs), inputs[0][0].item_bytes
+    return 0.0, 2.0
+
+
+def _is_workspace(results: tuple[HloArray, ...]) -> bool:
+    """Whether this is a result of bytes, in which a library keeps what is only its own."""
+    return bool(results) and all(array.dtype in ("s8", "u8") for array in results)
+
+
 def _product(program: HloProgram, computation: str, instruction: HloInstruction) -> tuple[float, float]:
-    """FLOPs of a product or convolution, and the bytes of an element; 0 FLOPs for anything else."""
+    """FLOPs of a product or convolution, and the bytes of an element; 0 FLOPs for anything else.
+
+    A fusion may hold a library's call, which then reads and writes slices of stacks.
+    """
+    if instruction.opcode == "custom-call":
+        return _library_flops(instruction, program.operands(computation, instruction))
     if instruction.opcode not in ("dot", "convolution"):
         return 0.0, 2.0
     inputs = program.operands(computation, instruction)

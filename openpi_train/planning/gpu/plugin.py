@@ -14,7 +14,7 @@ from openpi_train.planning.gpu.targets import CUDNN, GpuTarget
 from openpi_train.runtime import xla
 from openpi_train.runtime.exits import UsageError
 
-PLUGIN = "jax_cuda12_plugin"
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # jax calls these three functions of one module to ask cuDNN and the local GPU what they can do.
 ASKING_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 ASKED = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
@@ -25,13 +25,14 @@ _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "JAX_PLATFORMS": "",
 }
-# Triton's products are tuned on a device: without one XLA calls cuBLAS.
-_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
+# Triton's products are tuned on a device: without one XLA calls cuBLAS. jaxlib 0.11 would then compute a product that
+# is both kept and used twice, once in its place in the stack, as it does not where it tunes.
+_FLAGS = ("--xla_gpu_enable_triton_gemm=false", "--xla_gpu_enable_dynamic_slice_fusion=false")
 
 
 def is_installed() -> bool:
-    """Whether the plugin is there."""
-    return importlib.util.find_spec(PLUGIN) is not None
+    """Whether the plugin is there, for either CUDA."""
+    return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
 def require() -> None:

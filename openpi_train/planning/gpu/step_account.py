@@ -12,7 +12,7 @@ from typing import Any
 
 from openpi_train.planning.forecast import LINK_SHARE, Machine
 from openpi_train.planning.gpu.buffers import buffers_at_peak
-from openpi_train.planning.gpu.kernels import KernelWork, is_kernel, kernel_work
+from openpi_train.planning.gpu.kernels import COPIED, KernelWork, is_kernel, kernel_work
 from openpi_train.planning.gpu.schedule import Played, play
 from openpi_train.planning.gpu.scopes import name_of, part_of, phase_of
 from openpi_train.planning.gpu.targets import GpuTarget
@@ -59,7 +59,8 @@ class GpuAccount:
 
     `state_bytes` are the arguments, the batch among them, `own_bytes` the program's temporaries, `peak_bytes` both with
     the results that take no argument's place. `matmul_s` is the part of `bound_s` that products take at least.
-    `played_s` is the schedule with transfers, of which it waits `exposed_s`.
+    `played_s` is the schedule with transfers and with copies that run beside kernels, for which it waits `exposed_s`;
+    such copies are no part of `bound_s`.
     """
 
     kind: str
@@ -172,7 +173,7 @@ class StepCosts:
 
     def __init__(self, program: HloProgram, machine: Machine, target: GpuTarget):
         self._program, self._machine, self._target = program, machine, target
-        self.runs = [run for run in runs(program) if not self._is_transfer(run[1]) and is_kernel(run[1])]
+        self.runs = [run for run in runs(program) if not self._is_sent(run[1]) and is_kernel(run[1])]
         self._work = {(name, one.name): kernel_work(program, name, one) for name, one, _ in self.runs}
 
     def parts(self) -> list[PartBound]:
@@ -187,7 +188,7 @@ class StepCosts:
                     kernels=times,
                     flops=times * work.flops,
                     moved_bytes=times * work.moved,
-                    bound_s=times * self.bound_s(work),
+                    bound_s=0.0 if one.opcode == COPIED else times * self.bound_s(work),
                 )
             )
         return summed(each, lambda one: (one.part, one.phase))
@@ -224,7 +225,10 @@ class StepCosts:
             work = self._work.get((name, one.name))
             return None if work is None else self.bound_s(work)
 
-        return play(self._program, kernel_s, lambda _, one: self._transfer_s(one))
+        def beside_s(name: str, one: HloInstruction) -> float | None:
+            return kernel_s(name, one) if one.opcode == COPIED else self._transfer_s(one)
+
+        return play(self._program, kernel_s, beside_s)
 
     def host_copies_bytes(self) -> float:
         """Bytes that are copied from and to the host's memory."""
@@ -251,7 +255,7 @@ class StepCosts:
         rates = self._machine.kind.link_gb_s * LINK_SHARE, self._machine.network_gb_s * LINK_SHARE
         return LATENCY_S + flow.seconds(*rates)
 
-    def _is_transfer(self, one: HloInstruction) -> bool:
+    def _is_sent(self, one: HloInstruction) -> bool:
         return self._transfer_s(one) is not None
 
 

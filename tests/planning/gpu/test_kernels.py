@@ -60,6 +60,37 @@ def test_a_convolution_and_its_gradients_count_alike(target, left, right, result
     assert found.flops == 2 * (2 * 5 * 5 * 16) * (4 * 4 * 3)
 
 
+def test_a_librarys_product_in_a_fusion_writes_its_part_of_a_stack():
+    """As jaxlib 0.11 has them, with the product's result and the stack's update in one kernel."""
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    layer = f"""
+  %left = bf16[6,8]{{1,0}} parameter(0)
+  %right = bf16[8,10]{{1,0}} parameter(1)
+  %stack = bf16[17,6,10]{{2,1,0}} parameter(2)
+  %index = s32[] parameter(3)
+  %call = (bf16[6,10], s8[99]) custom-call(%left, %right), custom_call_target="__cublas$lt$matmul", x={config}
+  %product = bf16[6,10]{{1,0}} get-tuple-element(%call), index=0
+  %row = bf16[1,6,10]{{2,1,0}} bitcast(%product)
+  %update = bf16[17,6,10]{{2,1,0}} dynamic-update-slice(%stack, %row, %index, %index, %index)
+  %scratch = s8[99]{{0}} get-tuple-element(%call), index=1
+  ROOT %both = (bf16[17,6,10], s8[99]) tuple(%update, %scratch)"""
+    inputs = {"a": "bf16[6,8]", "b": "bf16[8,10]", "c": "bf16[17,6,10]", "d": "s32[]"}
+    found = work("%k = (bf16[17,6,10], s8[99]) fusion(%a, %b, %c, %d), kind=kCustom, calls=%fused", inputs, layer)
+    assert found == KernelWork(2 * 6 * 10 * 8, 2 * (48 + 80) + 4, 2 * 60, item_bytes=2)
+
+
+def test_a_copy_that_runs_beside_the_kernels_moves_its_slice_twice():
+    copy = """
+  %stack = bf16[17,6,10]{2,1,0} parameter(0)
+  %row = bf16[1,6,10]{2,1,0} parameter(1)
+  %index = s32[] parameter(2)
+  ROOT %update = bf16[17,6,10]{2,1,0} dynamic-update-slice(%stack, %row, %index, %index, %index)"""
+    inputs = {"a": "bf16[17,6,10]", "b": "bf16[1,6,10]", "c": "s32[]"}
+    shape = "((bf16[17,6,10], bf16[1,6,10], s32[]), bf16[17,6,10], u32[])"
+    found = work(f"%k = {shape} fusion-start(%a, %b, %c), kind=kLoop, calls=%fused", inputs, copy)
+    assert (found.read, found.written) == (2 * 60 + 4, 2 * 60)
+
+
 def test_a_fusion_reads_the_slices_that_it_uses_and_writes_what_it_updates():
     layer = """
   %stack = f32[18,4,6]{2,1,0} parameter(0)

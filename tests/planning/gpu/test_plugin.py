@@ -63,14 +63,14 @@ def test_models_ask_the_target_for_wide_heads(kind, can):
 
 
 def test_without_the_plugin_the_command_that_installs_it_is_told(monkeypatch):
-    monkeypatch.setattr(plugin, "PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
     assert not plugin.is_installed()
     with pytest.raises(UsageError, match=re.escape(f"pip install 'jax[cuda12]=={jax.__version__}'")):
         plugin.set_environment({}, 8, 1)
 
 
 def test_the_environment_keeps_the_users_flags(monkeypatch):
-    monkeypatch.setattr(plugin, "PLUGIN", "jax")  # as if it were installed
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin", "jax"))  # as if it were installed
     environ = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true", "JAX_PLATFORMS": "cpu"}
     plugin.set_environment(environ, 8, 1)
     flags = environ["XLA_FLAGS"].split()

@@ -62,6 +62,35 @@ def test_transfers_to_another_host_wait_for_the_network():
     assert far.exposed_s - near.exposed_s > NUM_LAYERS * WEIGHTS / 2 * (1 / 40e9 - 1 / 360e9)
 
 
+BESIDE = """
+%copy (a: bf16[9,1024,1024], b: bf16[1,1024,1024], i: s32[]) -> bf16[9,1024,1024] {
+  %stack = bf16[9,1024,1024]{2,1,0} parameter(0)
+  %row = bf16[1,1024,1024]{2,1,0} parameter(1)
+  %index = s32[] parameter(2)
+  ROOT %update = bf16[9,1024,1024]{2,1,0} dynamic-update-slice(%stack, %row, %index, %index, %index)
+}
+ENTRY %m (a: bf16[9,1024,1024], b: bf16[1,1024,1024], i: s32[]) -> bf16[9,1024,1024] {
+  %a = bf16[9,1024,1024]{2,1,0} parameter(0)
+  %b = bf16[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %s = ((bf16[9,1024,1024], bf16[1,1024,1024], s32[]), bf16[9,1024,1024], u32[]) fusion-start(%a, %b, %i), calls=%copy
+  %half = bf16[1,512,1024]{2,1,0} slice(%b), slice={[0:1], [0:512], [0:1024]}
+  ROOT %d = bf16[9,1024,1024]{2,1,0} fusion-done(%s)
+}
+"""
+
+
+def test_what_is_copied_beside_the_kernels_is_waited_for_and_no_part_of_their_bound():
+    machine = Machine(kind=H100, num_devices=1, num_hosts=1, available_bytes=72 * GIB)
+    found = StepCosts(read_hlo(BESIDE), machine, target_of(H100))
+    size, rate = 2 * 1024 * 1024, step_account.MEMORY_SHARE * target_of(H100).bandwidth
+    copied, kernel = (part / rate + step_account.LAUNCH_S for part in (2 * size + 4, size))
+    parts, played = found.parts(), found.played()
+    assert sum(one.bound_s for one in parts) == pytest.approx(kernel)
+    assert (sum(one.moved_bytes for one in parts), sum(one.kernels for one in parts)) == (3 * size + 4, 2)
+    assert (played.total_s, played.exposed_s) == pytest.approx((copied, copied - kernel))
+
+
 def test_attention_by_cudnn_computes_two_products_forward_and_five_backward():
     found = costs("attention", num_devices=1)
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * HEAD_WIDTH
