@@ -9,7 +9,7 @@ NEWEST ?= python3.13
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile gpu bench clean
-.PHONY: gpu-tests gpu-steps gpu-others gpu-serving gpu-run
+.PHONY: gpu-tests gpu-steps gpu-others gpu-serving gpu-checkpoint gpu-run
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -110,7 +110,7 @@ gpu-compile:
 # the others from running; an interrupted one tells what it has.
 GPU_PYTHON ?= $(GPU)/bin/python
 GPU_OUT ?= gpu_results
-GPU_PIECES ?= tests steps others serving run
+GPU_PIECES ?= tests steps others serving checkpoint run
 GPU_CUDA ?= cuda12
 PIECE = timeout --signal INT 590
 gpu:
@@ -131,6 +131,9 @@ gpu-others:
 
 gpu-serving:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_serving --json $(GPU_OUT)/serving.json
+
+gpu-checkpoint:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks checkpoint --experiment pi0_bridge_traj_lora --batch-size 32 --directory $(GPU_OUT) --json $(GPU_OUT)/checkpoint.json
 
 gpu-run:
 	$(PIECE) $(GPU_PYTHON) -m openpi_train benchmarks/full_size.py:full_size --exp-name x --overwrite --checkpoint-base-dir $(GPU_OUT)/run --profile 3

@@ -12,13 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
-# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
+# Tokens of a row processed at once: as many as have so many bytes of float32 logits, in whole `CHUNK_TOKENS`, and at
+# least these; with PaliGemma's 257 152 tokens no more.
+CHUNK_BYTES = 32 * 2**20
 CHUNK_TOKENS = 32
 
 
@@ -85,20 +88,26 @@ def token_scores(
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
-    by_rows = _scores_by_rows if isinstance(table, Shard) else _scores
-    return in_chunks(functools.partial(by_rows, table, head, with_entropy, with_mean), x, tokens)
+    cut = isinstance(table, Shard)
+    rows, by_rows = (table.part, _scores_by_rows) if cut else (table, _scores)
+    narrow = jax.lax.stop_gradient(rows).astype(x.dtype)  # once, and not in every chunk
+    vocab_size = rows.shape[0] * (jax.lax.axis_size(table.axis) if cut else 1)
+    score = functools.partial(by_rows, table, narrow, head, with_entropy, with_mean)
+    return in_chunks(score, x, tokens, vocab_size)
 
 
-def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
+def in_chunks(
+    score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"], vocab_size: int
+) -> Any:
     """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated a few tokens at a time."""
-    t = tokens.shape[1]
-    if t <= CHUNK_TOKENS:
+    t, size = tokens.shape[1], chunk_tokens(vocab_size)
+    if t <= size:
         return score(x, tokens)
-    missing = -t % CHUNK_TOKENS
+    missing = -t % size
 
     def chunks(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(padded.shape[0], -1, CHUNK_TOKENS, *padded.shape[2:]).swapaxes(0, 1)
+        return padded.reshape(padded.shape[0], -1, size, *padded.shape[2:]).swapaxes(0, 1)
 
     def joined(array: Array) -> Array:
         return array.swapaxes(0, 1).reshape(array.shape[1], -1)[:, :t]
@@ -110,9 +119,16 @@ def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens
     return jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1])
 
 
-def _scores(table: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array) -> TokenScores:
-    scores = head(_products(x, table))
-    own = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+def chunk_tokens(vocab_size: int) -> int:
+    """How many tokens of a row are processed at once."""
+    return max(CHUNK_BYTES // (4 * vocab_size) // CHUNK_TOKENS, 1) * CHUNK_TOKENS
+
+
+def _scores(
+    table: Array, narrow: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
+) -> TokenScores:
+    scores = head(_learned_products(x, narrow, table))
+    own = _at(scores, tokens)
     normalizer = jax.nn.logsumexp(scores, axis=-1)
     entropy = None
     if with_entropy:
@@ -129,14 +145,15 @@ def _scores(table: Array, head: Head, with_entropy: bool, with_mean: bool, x: Ar
 
 
 def _scores_by_rows(
-    table: Shard, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
+    table: Shard, narrow: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
 ) -> TokenScores:
     """`_scores` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
-    scores = head(_products(jax.lax.all_gather(x, table.axis), table.part))  # devices b t v/devices
+    x = jax.lax.all_gather(x, table.axis)
+    scores = head(_learned_products(x, narrow, table.part))  # devices b t v/devices
     index = jax.lax.axis_index(table.axis)
     place = jax.lax.all_gather(tokens, table.axis) - index * table.part.shape[0]
     is_here = (place >= 0) & (place < table.part.shape[0])
-    own = jnp.take_along_axis(scores, jnp.where(is_here, place, 0)[..., None], axis=-1)[..., 0]
+    own = _at(scores, jnp.where(is_here, place, 0))
     highest = jax.lax.pmax(jax.lax.stop_gradient(scores).max(axis=-1), table.axis)  # devices b t
     above = scores - highest[..., None]
     masses = jnp.exp(above)
@@ -157,5 +174,57 @@ def _scores_by_rows(
     )
 
 
+def _at(scores: Float[Array, "*n v"], tokens: Int[Array, "*n"]) -> Float[Array, "*n"]:
+    """The scores of these tokens. Their gradient is made where it is read, and not written into zeros of its own."""
+    return _taken(scores.shape[-1], scores, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _taken(size: int, scores: Array, tokens: Array) -> Array:
+    del size
+    return jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+
+
+def _taken_forward(size: int, scores: Array, tokens: Array) -> tuple[Array, Array]:
+    return _taken(size, scores, tokens), tokens
+
+
+def _taken_backward(size: int, tokens: Array, gradient: Array) -> tuple[Array, None]:
+    places = jax.lax.broadcasted_iota(tokens.dtype, (*tokens.shape, size), tokens.ndim)
+    return jnp.where(places == tokens[..., None], gradient[..., None], 0.0), None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
+
+
 def _products(x: Array, table: Array) -> Array:
     return jnp.einsum("...d,vd->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def _learned_products(x: Array, narrow: Array, table: Array) -> Array:
+    """`_products` by `narrow`, which is `table` in the dtype of `x`; what is learned goes to `table`.
+
+    As everywhere else in the model, the gradient enters products in the dtype of `x`, and is summed in float32.
+    """
+    del table
+    return _products(x, narrow)
+
+
+def _learned_forward(x: Any, narrow: Any, table: Any) -> tuple[Array, Any]:
+    return _products(x.value, narrow.value), (x.value, narrow.value, table.value if table.perturbed else None)
+
+
+def _learned_backward(kept: Any, gradient: Any) -> tuple[Array, None, Array | None]:
+    x, narrow, table = kept
+    if isinstance(gradient, SymbolicZero):
+        gradient = jnp.zeros(gradient.shape, gradient.dtype)
+    gradient = gradient.astype(x.dtype)
+    of_table = None
+    if table is not None:
+        outer = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_table = jnp.einsum("nv,nd->vd", *outer, preferred_element_type=jnp.float32).astype(table.dtype)
+    return jnp.einsum("...v,vd->...d", gradient, narrow), None, of_table
+
+
+_learned_products.defvjp(_learned_forward, _learned_backward, symbolic_zeros=True)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from openpi_train.nn import vocabulary
 from openpi_train.nn.shard import Shard
 from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, token_scores
+from openpi_train.planning.flops import product_flops
 from openpi_train.sharding.mesh import make_mesh
 
 NUMBERS = np.random.default_rng(0)
@@ -17,6 +19,13 @@ TABLE = jnp.asarray(NUMBERS.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
 TOKENS = jnp.asarray(NUMBERS.integers(0, VOCABULARY, (4, LENGTH)), jnp.int32)
 WEIGHTS = jnp.asarray(NUMBERS.normal(size=(4, 4, LENGTH)), jnp.float32)
 HEADS = {"plain": Head(), "capped and cooled": Head(cap=3.0, temperature=0.7)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "CHUNK_BYTES", 0)
+        yield
 
 
 def total(found):
@@ -60,9 +69,50 @@ def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
         jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
 
 
+@pytest.mark.parametrize(("vocab_size", "tokens"), [(257_152, 32), (128_256, 64), (49_152, 160), (8192, 1024)])
+def test_logits_of_a_row_that_are_there_at_once_take_up_to_32_mib(monkeypatch, vocab_size, tokens):
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 2**25)
+    assert vocabulary.chunk_tokens(vocab_size) == tokens
+
+
+def test_gradients_enter_products_in_the_models_type_and_are_summed_in_float32():
+    x, table = X[:, :20].astype(jnp.bfloat16), TABLE
+    weights = WEIGHTS[0, :, :20]
+
+    def of_scores(scores):
+        said = jax.nn.log_softmax(scores, axis=-1)
+        return (jnp.take_along_axis(said, TOKENS[:, :20, None], axis=-1)[..., 0] * weights).sum()
+
+    def loss(x, table):
+        return (log_probs(x, table, TOKENS[:, :20])[0] * weights).sum()
+
+    narrow = table.astype(jnp.bfloat16)
+    scores = jnp.einsum("btd,vd->btv", x, narrow, preferred_element_type=jnp.float32)
+    wide = jax.grad(of_scores)(scores)
+    given = np.asarray(wide.astype(jnp.bfloat16), np.float32)
+    of_x, of_table = jax.jit(jax.grad(loss, (0, 1)))(x, table)
+    assert (of_x.dtype, of_table.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(of_table, np.einsum("btv,btd->vd", given, np.float32(x)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.float32(of_x), np.einsum("btv,vd->btd", given, np.float32(narrow)), rtol=2**-7, atol=1e-5
+    )
+    assert np.abs(np.einsum("btv,btd->vd", np.float32(wide) - given, np.float32(x))).max() > 1e-3
+
+
+def test_a_table_that_is_fixed_costs_no_product():
+    def loss(x, table):
+        return log_probs(x, table, TOKENS[:, :20])[0].sum()
+
+    def products(argnums):
+        program = jax.make_jaxpr(jax.grad(loss, argnums))(X[:, :20], TABLE).jaxpr
+        return product_flops(program, recomputed=True) / (2 * 4 * 20 * VOCABULARY * WIDTH)
+
+    assert (products(0), products((0, 1))) == (2, 3)
+
+
 def test_the_backward_pass_keeps_no_scores():
-    vocabulary = 50_000
-    table = jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)
+    size = 50_000
+    table = jax.ShapeDtypeStruct((size, WIDTH), jnp.float32)
     x, tokens = jnp.zeros((1, 8 * CHUNK_TOKENS, WIDTH)), jnp.zeros((1, 8 * CHUNK_TOKENS), jnp.int32)
 
     def loss(table):
@@ -71,7 +121,7 @@ def test_the_backward_pass_keeps_no_scores():
 
     compiled = jax.jit(jax.grad(loss)).lower(table).compile()
     # All scores are 51 MB. A chunk's are 6.4, of which the gradient takes a few.
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * vocabulary * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * size * 4
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
