@@ -67,7 +67,7 @@ def test_the_formula_equals_that_of_jax(dtype, tolerance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_cudnn_equals_the_formula(head_dim):
     device = jax.local_devices()[0]
     if problem := cudnn_problem(head_dim, jnp.bfloat16, device):
