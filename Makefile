@@ -97,7 +97,7 @@ dist:
 	$(DIST)/bin/python scripts/build_dist.py $(DIST_FLAGS)
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
-# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, flags, families.
+# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, flags, sampling, families.
 GPU := .venv-gpu
 GPU_SETS ?= attention
 gpu-compile:

@@ -46,6 +46,7 @@ XLA_FLAGS = (
 )
 _ZERO3 = "--sharding.strategy zero3"
 _PI0 = "pi0_bridge_traj"
+_OTHER_POLICIES = ("paligemma_tokens_tiny", "pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
 SETS = {
     # Full pi0: attention by XLA and by cuDNN, with one and with three cameras.
     "attention": [
@@ -71,6 +72,12 @@ SETS = {
             ("--batch-size 1024", 32, 4),
         )
         for xla in ("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS))
+    ],
+    # What samples action chunks of every family, for one observation; for tokens at small size, since the full models'
+    # action tokenizer must be downloaded.
+    "sampling": [
+        Case(name, "--sampling --batch-size 1", devices=1)
+        for name in (_PI0, "pi05_bridge", "paligemma_flow", *_OTHER_POLICIES)
     ],
     # Every family of models and every way to train them.
     "families": [
@@ -155,11 +162,18 @@ def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]
 
 
 def _figures(found: dict[str, Any]) -> Iterator[Cell]:
-    account, memory = found["account"], found["forecast"]["bytes_per_device"]
-    # Without what a run needs to complete texts between its steps.
-    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"] + memory["layer"]
-    forecast = (memory["state"] + memory["grads"] + max(working, memory["fetched"])) / GIB
+    account, forecast = found["account"], _forecast(found)
     compiled = account["peak_bytes"] / GIB
-    yield from (account["compile_s"], compiled, forecast, forecast / compiled)
+    yield from (account["compile_s"], compiled, forecast, forecast / compiled if forecast else None)
     yield from (1e3 * account["bound_s"], 1e3 * account["matmul_s"], account["moved_bytes"] / 1e9, account["kernels"])
     yield from (sum(account["sent_bytes"].values()) / 1e9, 1e3 * account["exposed_s"])
+
+
+def _forecast(found: dict[str, Any]) -> float | None:
+    """GiB; None of a program that has no forecast."""
+    if "forecast" not in found:
+        return None
+    memory = found["forecast"]["bytes_per_device"]
+    # Without what a run needs to complete texts between its steps.
+    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"] + memory["layer"]
+    return (memory["state"] + memory["grads"] + max(working, memory["fetched"])) / GIB

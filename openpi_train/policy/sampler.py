@@ -107,6 +107,17 @@ class Sampler:
             for length in self.text_lengths or (None,):
                 self._run(size, length, self._columns([blank] * size, length), np.zeros(size, np.int32))
 
+    def lower(self, size: int) -> Any:
+        """The program for `size` rows with the longest prompt, lowered (a `jax.stages.Lowered`); `params` may be
+        shapes with their shardings."""
+
+        def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((size, *shape), dtype, sharding=self.plan.batch)
+
+        columns = {name: spec(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
+        with jax.set_mesh(self.plan.real_mesh):
+            return jax.jit(self._program()).lower(self.params, (observation(columns), spec((), np.int32)))
+
     def _sample(self, rows: Sequence[Row], draws: Sequence[int], guides: tuple[np.ndarray, ...]) -> np.ndarray:
         size = next(size for size in self.sizes if size >= len(rows))
         length = None

@@ -1,4 +1,4 @@
-"""The `compile` verb: a training step, compiled by XLA's GPU compiler for GPUs that need not be present.
+"""The `compile` verb: a training step, or sampling, compiled by XLA's GPU compiler for GPUs that need not be present.
 
 Nothing is run. `plan` starts this verb in a process of its own for the candidates that it compiles, because what the
 plugin needs (`plugin.set_environment`) must be set before jax starts. Read next:
@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
+from openpi_train.data.config import DataConfig
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.models.model_config import PolicyConfig
+from openpi_train.nn.params import module_params
 from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.buffers import recorded_in
 from openpi_train.planning.gpu.step_account import GpuAccount, account
 from openpi_train.planning.gpu.targets import GpuTarget, target_of
+from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.exits import DONE, UsageError
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan
@@ -89,6 +94,44 @@ def compile_step(
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
             live = recorded_in(Path(folder))
     return chosen, compiled, live, time.monotonic() - began
+
+
+def sampling(
+    experiment: Experiment, machine: Machine, *, cameras: Sequence[str], as_text: bool, dump: Path | None
+) -> int:
+    """As `main`, for what samples action chunks: float32 parameters, whole on every device, and no forecast."""
+    target, model, data = target_of(machine.kind), experiment.model, experiment.data
+    if not isinstance(model, PolicyConfig) or not isinstance(data, DataConfig):
+        raise UsageError(f"--sampling: {experiment.name} has no policy that samples action chunks; leave it out")
+    with plugin.pretended(target):
+        memory_bytes = int(machine.available_bytes / CLIENT_SHARE)
+        devices = plugin.devices(target, memory_bytes, machine.num_devices, machine.num_hosts)
+        plan = Plan(mesh=make_mesh(1, devices), strategy="replicated")
+        shapes = module_params(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+        params = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=plan.replicated)
+            for path, leaf in shapes.items()
+        }
+        sampler = Sampler(
+            model=model,
+            objective=experiment.objective,
+            params=params,
+            plan=plan,
+            cameras=tuple(cameras) or data.cameras,
+            seed=0,
+            num_steps=experiment.robot_eval.num_sample_steps,
+            batch_sizes=(experiment.batch_size,),
+            text_lengths=None,
+        )
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = sampler.lower(sampler.sizes[0]).compile(compiler_options={"xla_dump_to": folder})
+            live = recorded_in(Path(folder))
+    if dump is not None:
+        dump.write_text(compiled.as_text())
+    found = account(compiled, live, machine, target, time.monotonic() - began)
+    print(gpu_text.lines_alone(found, machine) if as_text else json.dumps({"account": found.as_json()}))
+    return DONE
 
 
 def compile_candidate(words: Sequence[str], chosen: Forecast, machine_flags: Sequence[str]) -> GpuAccount:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from openpi_train.planning.forecast import Forecast
+from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu.scopes import PHASES
 from openpi_train.planning.gpu.step_account import (
     LATENCY_S,
@@ -30,6 +30,17 @@ def lines(found: GpuAccount, chosen: Forecast) -> str:
     if found.buffers:
         parts.append(f"The largest buffers when memory is fullest:\n{_buffers(found)}")
     return "\n\n".join(parts)
+
+
+def lines_alone(found: GpuAccount, machine: Machine) -> str:
+    """As `lines`, of a program without a forecast."""
+    verdict = "fits" if found.peak_bytes <= machine.usable_bytes else "does not fit"
+    memory = (
+        f"By XLA's GPU compiler, {found.num_devices} x {found.kind}, {found.compile_s:.0f} s: parameters and inputs "
+        f"{found.state_bytes / GIB:.2f} GiB, the program's own {found.own_bytes / GIB:.2f}, together "
+        f"{found.peak_bytes / GIB:.2f} of {machine.usable_bytes / GIB:.1f}: that {verdict}"
+    )
+    return "\n\n".join([memory, _bound(found), f"Milliseconds of the bound, by part of the model:\n{_parts(found)}"])
 
 
 def comparison(accounts: Sequence[tuple[Forecast, GpuAccount]]) -> str:

@@ -108,7 +108,7 @@ class PlanRequest(AheadRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileRequest(AheadRequest):
-    """Compile a training step by XLA's GPU compiler for GPUs that need not be present: memory, kernels, traffic.
+    """Compile a training step, or sampling, by XLA's GPU compiler for GPUs that need not be there: memory and kernels.
 
     Needs jax's CUDA plugin, but no GPU; nothing is run. Strategy and rematerialisation are chosen as in training unless
     they are given. Any field of the experiment may be set as in training: compile pi0_bridge_traj --devices 8
@@ -117,6 +117,8 @@ class CompileRequest(AheadRequest):
 
     # Camera slots that the rows fill; none: those of the data.
     cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
+    # Compile what samples action chunks, for --batch-size observations, instead of the step.
+    sampling: bool = False
     # Write the compiled program (HLO) to this file.
     dump: Path | None = None
     # Print the account as JSON.

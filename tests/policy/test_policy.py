@@ -1,9 +1,11 @@
 """A loaded policy against training's own evaluation: same rows, same numbers; and what it says when asked badly."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from saved_runs import save_run
@@ -62,6 +64,15 @@ def test_its_chunks_have_the_error_that_training_evaluates(run, policy):
     assert count == wanted_count
     assert error == pytest.approx(wanted, rel=1e-6)  # the sum is in float32 there
     assert wanted != run.action_error(NUM_ROWS, average=False)[0]
+
+
+def test_a_program_can_be_lowered_for_shapes_alone(policy):
+    shapes = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for path, leaf in policy.sampler.params.items()
+    }
+    made = dataclasses.replace(policy.sampler, params=shapes, _programs={}).lower(NUM_ROWS)
+    assert (made.out_info.shape, made.out_info.dtype) == ((NUM_ROWS, *policy.sampler.chunk), jnp.float32)
 
 
 def test_a_draw_decides_and_the_others_of_a_batch_do_not(run, policy):

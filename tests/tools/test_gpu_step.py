@@ -125,6 +125,33 @@ def test_contradicting_flags_are_refused(capsys):
     assert "--compile-all is for --compiler gpu" in capsys.readouterr().err
 
 
+def test_what_samples_no_chunks_is_refused():
+    experiment = cli.parse_experiment("arithmetic_sft", ["--exp-name", "compile"])
+    machine = plan.find_machine("h100", 1, 1, None, 50.0)
+    with pytest.raises(UsageError, match="--sampling: arithmetic_sft has no policy that samples action chunks"):
+        gpu_step.sampling(experiment, machine, cameras=(), as_text=True, dump=None)
+
+
+def test_a_program_without_a_forecast_is_told_alone():
+    machine = plan.find_machine("h100", 8, 1, None, 50.0)
+    text = gpu_text.lines_alone(ACCOUNT, machine)
+    assert "parameters and inputs 2.00 GiB, the program's own 3.00, together 5.00 of 64.5: that fits" in text
+    assert "1501.0 ms of kernels" in text and "forecast" not in text
+    large = dataclasses.replace(ACCOUNT, peak_bytes=65 * GIB)
+    assert "that does not fit" in gpu_text.lines_alone(large, machine)
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["debug", "pusht_dp"])
+def test_sampling_is_compiled_for_gpus_that_are_not_there(name):
+    flags = ("--devices", "1", "--device-kind", "h100", "--batch-size", "2", "--sampling", "--json")
+    done = openpi_train("compile", name, *flags)
+    assert done.returncode == DONE, done.stderr
+    found = json.loads(done.stdout)["account"]
+    assert found["bound_s"] > 0 and {part["phase"] for part in found["parts"]} <= {"forward", "other"}
+
+
 @needs_plugin
 @pytest.mark.slow
 def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
