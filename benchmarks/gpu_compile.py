@@ -46,7 +46,7 @@ XLA_FLAGS = (
 )
 _ZERO3 = "--sharding.strategy zero3"
 _PI0 = "pi0_bridge_traj"
-_OTHER_POLICIES = ("paligemma_tokens_tiny", "pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
+_OTHER_POLICIES = ("pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
 SETS = {
     # Full pi0: attention by XLA and by cuDNN, with one and with three cameras.
     "attention": [
@@ -73,8 +73,7 @@ SETS = {
         )
         for xla in ("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS))
     ],
-    # What samples action chunks of every family, for one observation; for tokens at small size, since the full models'
-    # action tokenizer must be downloaded.
+    # What samples action chunks, for one observation; not tokens, whose action tokenizer must be downloaded.
     "sampling": [
         Case(name, "--sampling --batch-size 1", devices=1)
         for name in (_PI0, "pi05_bridge", "paligemma_flow", *_OTHER_POLICIES)

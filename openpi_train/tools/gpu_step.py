@@ -108,7 +108,7 @@ def sampling(
         devices = plugin.devices(target, memory_bytes, machine.num_devices, machine.num_hosts)
         plan = Plan(mesh=make_mesh(1, devices), strategy="replicated")
         shapes = module_params(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
-        params = {
+        params: dict[str, Any] = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=plan.replicated)
             for path, leaf in shapes.items()
         }
