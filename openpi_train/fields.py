@@ -8,7 +8,7 @@ Read next: `experiment.py`.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 # What a resume does if the field's value differs from the saved run's:
 #   refuse         the network or the optimizer state would differ: the resume fails
@@ -47,10 +47,11 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
     """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
     `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it. So is
-    a switch that is off, as by default, or a tuple of its default, which the saved run's version had not.
+    a switch that is off, as by default, or a tuple or a choice of its default, which the saved run's version had not.
     """
     rule: OnResume = "warn"
     default: Any = None
+    kind: Any = None
     names = path.split(".")
     for name in names[:-1] if names[-1] == "__class__" else names:
         if dataclasses.is_dataclass(config):
@@ -58,13 +59,16 @@ def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
             if name in retired(type(config)):
                 return "retired"
             rule = fields[name].metadata.get(_ON_RESUME, rule) if name in fields else rule
-            default = fields[name].default if name in fields else None
+            default, kind = (fields[name].default, fields[name].type) if name in fields else (None, None)
             config = getattr(config, name, None)
         elif isinstance(config, Sequence) and name.isdecimal() and int(name) < len(config):
             config = config[int(name)]
         else:
             config = None
-    if saved is None and (default is False or (isinstance(default, tuple) and default)) and given == as_json(default):
+    # A choice without None is never saved as None: there was no such field.
+    is_choice = get_origin(kind) is Literal and None not in get_args(kind)
+    is_new = saved is None and (default is False or is_choice or (isinstance(default, tuple) and bool(default)))
+    if is_new and given == as_json(default):
         return "retired"
     if rule == "refuse_class":
         return "refuse" if names[-1] == "__class__" else "warn"

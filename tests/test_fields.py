@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Literal
 
 import pytest
 from openpi_train_configs.debug import debug
@@ -46,6 +47,8 @@ class Switched:
 
     new: bool = setting(False, on_resume="refuse")
     sizes: tuple[int, ...] = setting((1, 2), on_resume="refuse")
+    kind: Literal["wide", "narrow"] = setting("wide", on_resume="refuse")
+    other: Literal["wide", None] = setting("wide", on_resume="refuse")
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,16 @@ def test_a_switch_that_the_runs_version_had_not_is_off_in_it(saved, given, verdi
 )
 def test_a_tuple_that_the_runs_version_had_not_is_of_its_default_in_it(saved, given, verdict):
     assert resume_verdict(Switched(sizes=tuple(given)), "sizes", saved, given) == verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "given", "verdict"),
+    [
+        ("kind", None, "wide", "retired"),
+        ("kind", None, "narrow", "refuse"),
+        ("kind", "narrow", "wide", "refuse"),
+        ("other", None, "wide", "refuse"),  # which may have been None
+    ],
+)
+def test_a_choice_that_the_runs_version_had_not_is_its_default_in_it(name, saved, given, verdict):
+    assert resume_verdict(Switched(**{name: given}), name, saved, given) == verdict

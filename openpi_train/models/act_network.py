@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.dropout import RowKeys, dropped, numbered
 from openpi_train.nn.layers import keep, scan_layers, stack_layers
-from openpi_train.nn.resnet import EPSILON, TORCH_INIT, ResNet18
+from openpi_train.nn.resnet import TORCH_INIT, ResNet18
 from openpi_train.nn.shard import as_varied
 from openpi_train.nn.siglip import float_images, normalize_images
+from openpi_train.nn.wide_norms import WideLayerNorm
 from openpi_train.types import Observation
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ class TorchLayerNorm(nnx.Module):
     """Layer norm with torch's epsilon, computed in float32 and returned in the type of its input."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
+        self.norm = WideLayerNorm(width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        return self.norm(x.astype(jnp.float32)).astype(x.dtype)
+        return self.norm(x)
 
 
 class ActEncoderLayer(nnx.Module):

@@ -57,8 +57,8 @@ class UnetSizes(Denoiser):
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> ConditionalUnet1d:
         condition = policy.n_obs_steps * policy.condition_width
-        step_width = policy.diffusion_step_embed_dim
-        return ConditionalUnet1d(policy.action_dim, condition, **vars(self), step_width=step_width, rngs=rngs)
+        more = {"step_width": policy.diffusion_step_embed_dim, "dtype": policy.compute_dtype}
+        return ConditionalUnet1d(policy.action_dim, condition, **vars(self), **more, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,8 @@ class TransformerSizes(Denoiser):
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingTransformer:
         lengths = {"horizon": policy.action_horizon, "num_obs_steps": policy.n_obs_steps}
-        return DenoisingTransformer(policy.action_dim, policy.condition_width, **lengths, **vars(self), rngs=rngs)
+        more = {**lengths, "dtype": policy.compute_dtype}
+        return DenoisingTransformer(policy.action_dim, policy.condition_width, **more, **vars(self), rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,5 +94,5 @@ class MlpSizes(Denoiser):
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingMlp:
         condition = policy.n_obs_steps * policy.condition_width
-        more = {"horizon": policy.action_horizon, "step_width": policy.diffusion_step_embed_dim}
-        return DenoisingMlp(policy.action_dim, condition, **more, **vars(self), rngs=rngs)
+        sizes = {"horizon": policy.action_horizon, "step_width": policy.diffusion_step_embed_dim, **vars(self)}
+        return DenoisingMlp(policy.action_dim, condition, **sizes, dtype=policy.compute_dtype, rngs=rngs)

@@ -5,27 +5,36 @@ diffusion_policy also has keep its names. Read next: `denoisers.py`, `diffusion_
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from flax import nnx
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
+from openpi_train.fields import setting
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import RowTransform
+from openpi_train.models.transformer_config import ComputeConfig
+from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffusionPolicyConfig(ExactPolicyConfig):
+class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     """A diffusion policy from images and states, or states alone.
 
     `action_horizon` actions begin with the first of the observed steps.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
+    remat_policies: ClassVar[tuple[Remat, ...]] = ("none",)
+
+    # Type of the activations. Parameters, norms, the condition and the last layer are float32.
+    dtype: Literal["bfloat16", "float32", "float16"] = "float32"
+    # Nothing is recomputed but what XLA itself recomputes, norms among it; for less memory: `dtype`, or --grad-accum.
+    remat: RematChoice = setting("none", on_resume="accept")
 
     # Steps of a chunk.
     action_horizon: int = 8
@@ -76,6 +85,12 @@ class DiffusionPolicyConfig(ExactPolicyConfig):
             problems += denoiser.problems(self.action_horizon if denoiser is self.network else None)
         if any(width % 16 for width in self.encoder_widths):
             problems.append(f"encoder_widths {self.encoder_widths} must be multiples of 16, the channels of a group")
+        if self.remat not in ("auto", *self.remat_policies):
+            problems.append(
+                f"remat {self.remat}: recomputing a diffusion policy's blocks takes time and frees little memory: "
+                "XLA recomputes their norms as it is; leave it out, and for less memory give --model.dtype bfloat16 or "
+                "a larger --grad-accum"
+            )
         if min(self.image_std) <= 0:
             problems.append(f"image_std {self.image_std} must be above 0")
         if len(set(self.instructions)) < len(self.instructions):
@@ -123,10 +138,8 @@ class DiffusionPolicyConfig(ExactPolicyConfig):
 
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
-        encoders = {
-            name: ResNet18(self.pooling, widths=self.encoder_widths, num_keypoints=self.num_keypoints, rngs=rngs)
-            for name in names
-        }
+        sizes: dict[str, Any] = {"widths": self.encoder_widths, "num_keypoints": self.num_keypoints}
+        encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute_dtype, rngs=rngs) for name in names}
         return DiffusionPolicy(
             encoders,
             self.network.build(self, rngs),

@@ -50,7 +50,7 @@ class DiffusionPolicy(nnx.Module):
 
     @jax.named_scope("encode")
     def context(self, observation: Observation) -> Float[Array, "b o e"]:
-        """The condition of each observation step: features of every camera, sorted by slot, the one-hot
+        """The condition of each observation step, float32: features of every camera, sorted by slot, the one-hot
         instruction, then the state.
 
         Features of an absent camera are zeros.

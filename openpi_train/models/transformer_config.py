@@ -1,11 +1,11 @@
-"""How a transformer computes: the fields that configs of language models and of policies with one have in common.
+"""How a network computes: the fields that configs of policies and of language models have in common.
 
-Read next: `language.py`, `prompted.py`.
+Read next: `language.py`, `prompted.py`, `diffusion_policy.py`.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 
@@ -16,16 +16,17 @@ from openpi_train.nn.layers import Remat, RematChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelConfig):
+class ComputeConfig(ModelConfig):
     """A model whose layers compute in one type, and recompute activations as they are told."""
+
+    # The policies that `remat` can name, least recomputation first.
+    remat_policies: ClassVar[tuple[Remat, ...]] = get_args(Remat)
 
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
     # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
     remat: RematChoice = setting("auto", on_resume="accept")
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
-    attention: Attention = setting("auto", on_resume="accept")
 
     @property
     def compute_dtype(self) -> Any:
@@ -41,6 +42,14 @@ class TransformerConfig(ModelConfig):
         """`remat`; `none` if `auto` was not resolved, as in programs without a backward pass."""
         return "none" if self.remat == "auto" else self.remat
 
-    def remat_choices(self) -> Mapping[str | None, "TransformerConfig"]:
-        names = get_args(Remat) if self.remat == "auto" else (self.remat,)
+    def remat_choices(self) -> Mapping[str | None, "ComputeConfig"]:
+        names = self.remat_policies if self.remat == "auto" else (self.remat,)
         return {name: dataclasses.replace(self, remat=name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ComputeConfig):
+    """A model with attention."""
+
+    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
+    attention: Attention = setting("auto", on_resume="accept")

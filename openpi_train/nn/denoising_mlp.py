@@ -5,14 +5,16 @@ Read next: `unet1d.py`, the network it replaces; `models/diffusion_policy_networ
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.resnet import EPSILON, TORCH_INIT
+from openpi_train.nn.resnet import TORCH_INIT
 from openpi_train.nn.unet1d import encode_step
+from openpi_train.nn.wide_norms import WideLayerNorm, wide_mish
 
 _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 
@@ -20,12 +22,12 @@ _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 class ResidualLayer(nnx.Module):
     """A norm, Mish and a linear layer with a skip connection."""
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
-        self.linear = _linear(width, width, rngs=rngs)
+    def __init__(self, width: int, *, dtype: Any = None, rngs: nnx.Rngs):
+        self.norm = WideLayerNorm(width, rngs=rngs)
+        self.linear = _linear(width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        return x + self.linear(jax.nn.mish(self.norm(x)))
+        return x + self.linear(wide_mish(self.norm(x)))
 
 
 class DenoisingMlp(nnx.Module):
@@ -35,24 +37,25 @@ class DenoisingMlp(nnx.Module):
         action_dim: dims of an action.
         condition_width: width of the condition.
         step_width: width of the diffusion step's encoding, which is appended to the condition.
+        dtype: type of the layers; None: that of parameters and inputs. Norms and the last layer are float32.
     """
 
     def __init__(
         self, action_dim: int, condition_width: int, *, horizon: int, width: int, depth: int, step_width: int,
-        rngs: nnx.Rngs,
+        dtype: Any = None, rngs: nnx.Rngs,
     ):  # fmt: skip
         self.step_width = step_width
-        self.inputs = _linear(horizon * action_dim + step_width + condition_width, width, rngs=rngs)
-        self.layers = nnx.List([ResidualLayer(width, rngs=rngs) for _ in range(depth)])
+        self.inputs = _linear(horizon * action_dim + step_width + condition_width, width, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([ResidualLayer(width, dtype=dtype, rngs=rngs) for _ in range(depth)])
         self.outputs = _linear(width, horizon * action_dim, rngs=rngs)
 
     @jax.named_scope("denoising_mlp")
     def __call__(
         self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n ..."]
     ) -> Float[Array, "n h a"]:
-        """`condition` is flattened; `step` is the diffusion step."""
+        """`condition` is flattened; `step` is the diffusion step. The result is float32."""
         parts = [noisy, encode_step(step, self.step_width), condition]
         x = self.inputs(jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=-1))
         for layer in self.layers:
             x = layer(x)
-        return self.outputs(jax.nn.mish(x)).reshape(noisy.shape)
+        return self.outputs(jax.nn.mish(x.astype(jnp.float32))).reshape(noisy.shape)

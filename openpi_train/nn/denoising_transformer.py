@@ -6,6 +6,7 @@ Read next: `models/diffusion_policy_network.py`.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +14,22 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.resnet import EPSILON
 from openpi_train.nn.unet1d import encode_step
+from openpi_train.nn.wide_norms import WideLayerNorm
 
 _SPREAD = nnx.initializers.normal(0.02)
 _linear = functools.partial(nnx.Linear, kernel_init=_SPREAD)
 
 
-def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
-
-
 class Attention(nnx.Module):
-    """Multi-head attention from `x` to `seen`."""
+    """Multi-head attention from `x` to `seen`. The softmax is in float32."""
 
-    def __init__(self, width: int, num_heads: int, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, num_heads: int, *, dtype: Any = None, rngs: nnx.Rngs):
         self.num_heads = num_heads
-        self.query = _linear(width, width, rngs=rngs)
-        self.key = _linear(width, width, rngs=rngs)
-        self.value = _linear(width, width, rngs=rngs)
-        self.output = _linear(width, width, rngs=rngs)
+        self.query = _linear(width, width, dtype=dtype, rngs=rngs)
+        self.key = _linear(width, width, dtype=dtype, rngs=rngs)
+        self.value = _linear(width, width, dtype=dtype, rngs=rngs)
+        self.output = _linear(width, width, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "n h d"], seen: Float[Array, "n t d"], mask: Bool[Array, "h t"]
@@ -47,12 +44,12 @@ class Attention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention among the actions, then to the condition, then an MLP; each pre-norm, with a skip connection."""
 
-    def __init__(self, width: int, num_heads: int, *, rngs: nnx.Rngs):
-        self.norm_1, self.norm_2, self.norm_3 = (_norm(width, rngs) for _ in range(3))
-        self.among = Attention(width, num_heads, rngs=rngs)
-        self.across = Attention(width, num_heads, rngs=rngs)
-        self.mlp_in = _linear(width, 4 * width, rngs=rngs)
-        self.mlp_out = _linear(4 * width, width, rngs=rngs)
+    def __init__(self, width: int, num_heads: int, *, dtype: Any = None, rngs: nnx.Rngs):
+        self.norm_1, self.norm_2, self.norm_3 = (WideLayerNorm(width, rngs=rngs) for _ in range(3))
+        self.among = Attention(width, num_heads, dtype=dtype, rngs=rngs)
+        self.across = Attention(width, num_heads, dtype=dtype, rngs=rngs)
+        self.mlp_in = _linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.mlp_out = _linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -74,6 +71,8 @@ class DenoisingTransformer(nnx.Module):
         condition_width: width of the condition of each observation step.
         horizon: steps of an action chunk.
         num_obs_steps: steps of the observation.
+        dtype: type of the layers; None: that of parameters and inputs. Norms, the condition and the last layer are
+            float32.
     """
 
     def __init__(
@@ -86,23 +85,25 @@ class DenoisingTransformer(nnx.Module):
         width: int,
         depth: int,
         num_heads: int,
+        dtype: Any = None,
         rngs: nnx.Rngs,
     ):
+        self.dtype = dtype
         self.inputs = _linear(action_dim, width, rngs=rngs)
         self.condition = _linear(condition_width, width, rngs=rngs)
         self.positions = nnx.Param(_SPREAD(rngs.params(), (horizon, width)))
         self.condition_positions = nnx.Param(_SPREAD(rngs.params(), (1 + num_obs_steps, width)))
         self.condition_in = _linear(width, 4 * width, rngs=rngs)
         self.condition_out = _linear(4 * width, width, rngs=rngs)
-        self.layers = stack_layers(lambda rngs: DecoderLayer(width, num_heads, rngs=rngs), depth, rngs)
-        self.last_norm = _norm(width, rngs)
+        self.layers = stack_layers(lambda rngs: DecoderLayer(width, num_heads, dtype=dtype, rngs=rngs), depth, rngs)
+        self.last_norm = WideLayerNorm(width, rngs=rngs)
         self.outputs = _linear(width, action_dim, rngs=rngs)
 
     @jax.named_scope("denoising_transformer")
     def __call__(
         self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n o e"]
     ) -> Float[Array, "n h a"]:
-        """`condition` has one entry per observation step; `step` is the diffusion step."""
+        """`condition` has one entry per observation step; `step` is the diffusion step. The result is float32."""
         x = self.inputs(noisy) + self.positions[...]
         tokens = [encode_step(step, x.shape[-1])[:, None], self.condition(condition)]
         seen = jnp.concatenate(tokens, axis=1) + self.condition_positions[...]  # n t d
@@ -110,5 +111,7 @@ class DenoisingTransformer(nnx.Module):
         place, other = jnp.arange(x.shape[1])[:, None], jnp.arange(seen.shape[1])
         # An action attends to earlier actions, the diffusion step, and the observations up to its own step.
         masks = (place >= jnp.arange(x.shape[1]), place >= other - 1)
+        if self.dtype is not None:
+            x, seen = x.astype(self.dtype), seen.astype(self.dtype)
         x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x, seen, masks), None), x, remat="none")
-        return self.outputs(self.last_norm(x))
+        return self.outputs(self.last_norm(x.astype(jnp.float32)))

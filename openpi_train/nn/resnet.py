@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from openpi_train.nn.wide_norms import EPSILON, WideGroupNorm
+
 Pooling = Literal["average", "spatial_softmax"]
 Norm = Literal["group", "frozen_batch"]
 
@@ -21,14 +23,8 @@ Norm = Literal["group", "frozen_batch"]
 BLOCKS = 2
 _WIDTH = 64
 _CHANNELS_PER_GROUP = 16
-# torch's, for all norms, and for weights of convolutions and linear layers: evenly in +-1 / sqrt(inputs).
-EPSILON = 1e-5
+# torch's initial weights of convolutions and linear layers: evenly in +-1 / sqrt(inputs).
 TORCH_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-
-
-def group_norm(channels: int, num_groups: int, *, rngs: nnx.Rngs) -> nnx.GroupNorm:
-    """torch's group norm over the last axis."""
-    return nnx.GroupNorm(channels, num_groups=num_groups, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
 
 
 class FrozenBatchNorm(nnx.Module):
@@ -47,10 +43,10 @@ class FrozenBatchNorm(nnx.Module):
         return (x.astype(jnp.float32) * factor + (self.bias[...] - self.mean[...] * factor)).astype(x.dtype)
 
 
-def _norm(channels: int, kind: Norm, rngs: nnx.Rngs) -> nnx.GroupNorm | FrozenBatchNorm:
+def _norm(channels: int, kind: Norm, rngs: nnx.Rngs) -> WideGroupNorm | FrozenBatchNorm:
     if kind == "frozen_batch":
         return FrozenBatchNorm(channels)
-    return group_norm(channels, channels // _CHANNELS_PER_GROUP, rngs=rngs)
+    return WideGroupNorm(channels, channels // _CHANNELS_PER_GROUP, rngs=rngs)
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Conv:
@@ -85,7 +81,8 @@ class ResNet18(nnx.Module):
     """Maps images to features. `widths` are those of the four stages; tests use smaller ones.
 
     `average` returns the mean of the last feature map: `widths[-1]` numbers, 512 in ResNet-18. `spatial_softmax`
-    applies `SpatialSoftmax` to it. `dtype` is the type of the convolutions; None: that of images and parameters.
+    applies `SpatialSoftmax` to it. `dtype` is the type of the convolutions; None: that of images and parameters. Norms,
+    the mean and the softmax are computed in float32.
     """
 
     def __init__(
@@ -107,13 +104,14 @@ class ResNet18(nnx.Module):
                 blocks.append(BasicBlock(inputs, outputs, stride, norm=norm, dtype=dtype, rngs=rngs))
                 inputs = outputs
         self.blocks = nnx.List(blocks)
-        self.head = SpatialSoftmax(inputs, num_keypoints, rngs=rngs) if pooling == "spatial_softmax" else None
+        is_average = pooling == "average"
+        self.head = None if is_average else SpatialSoftmax(inputs, num_keypoints, dtype=dtype, rngs=rngs)
 
     @jax.named_scope("resnet")
     def __call__(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b d"]:
-        """The features of images in [-1, 1], of any size."""
+        """The features of images in [-1, 1], of any size; float32."""
         x = self.feature_map(images)
-        return x.mean(axis=(1, 2)) if self.head is None else self.head(x)
+        return x.astype(jnp.float32).mean(axis=(1, 2)) if self.head is None else self.head(x)
 
     def feature_map(self, images: Float[Array, "b height width 3"]) -> Float[Array, "b h2 w2 d"]:
         """The last feature map, with a 32nd of the rows and columns of images, rounded up (of four stages)."""
@@ -136,12 +134,14 @@ class SpatialSoftmax(nnx.Module):
     SpatialSoftmax`, with the linear layer of its `VisualCore`; Finn et al. 2016), as in diffusion_policy's hybrids.
     """
 
-    def __init__(self, channels: int, num_keypoints: int, *, rngs: nnx.Rngs):
-        self.maps = nnx.Linear(channels, num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)  # a convolution of one pixel
+    def __init__(self, channels: int, num_keypoints: int, *, dtype: Any = None, rngs: nnx.Rngs):
+        # A convolution of one pixel.
+        self.maps = nnx.Linear(channels, num_keypoints, kernel_init=TORCH_INIT, dtype=dtype, rngs=rngs)
         self.outputs = nnx.Linear(2 * num_keypoints, 2 * num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)
 
     def __call__(self, features: Float[Array, "b height width c"]) -> Float[Array, "b d"]:
-        return self.outputs(expected_places(self.maps(features)).reshape(features.shape[0], -1))
+        places = expected_places(self.maps(features).astype(jnp.float32))
+        return self.outputs(places.reshape(features.shape[0], -1))
 
 
 def expected_places(maps: Float[Array, "b height width k"]) -> Float[Array, "b k 2"]:

@@ -17,7 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.layers import sincos_encoding
-from openpi_train.nn.resnet import TORCH_INIT, group_norm
+from openpi_train.nn.resnet import TORCH_INIT
+from openpi_train.nn.wide_norms import WideGroupNorm, wide_mish
 
 _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 _conv = functools.partial(nnx.Conv, kernel_init=TORCH_INIT)
@@ -33,24 +34,27 @@ def encode_step(step: Float[Array, " n"], width: int) -> Float[Array, "n d"]:
 class ConvBlock(nnx.Module):
     """Convolution along the steps, group norm, Mish."""
 
-    def __init__(self, inputs: int, outputs: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs):
-        self.conv = _conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, rngs=rngs)
-        self.norm = group_norm(outputs, num_groups, rngs=rngs)
+    def __init__(
+        self, inputs: int, outputs: int, kernel_size: int, num_groups: int, *, dtype: Any = None, rngs: nnx.Rngs
+    ):
+        self.conv = _conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, dtype=dtype, rngs=rngs)
+        self.norm = WideGroupNorm(outputs, num_groups, rngs=rngs)
 
     def __call__(self, x: Float[Array, "n h c"]) -> Float[Array, "n h d"]:
-        return jax.nn.mish(self.norm(self.conv(x)))
+        return wide_mish(self.norm(self.conv(x)))
 
 
 class FilmBlock(nnx.Module):
     """Two `ConvBlock`s with a skip connection; between them the condition scales and shifts every channel (FiLM)."""
 
     def __init__(
-        self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *, rngs: nnx.Rngs
-    ):
-        self.block_1 = ConvBlock(inputs, outputs, kernel_size, num_groups, rngs=rngs)
-        self.block_2 = ConvBlock(outputs, outputs, kernel_size, num_groups, rngs=rngs)
-        self.film = _linear(condition_width, 2 * outputs, rngs=rngs)
-        self.shortcut = _conv(inputs, outputs, (1,), rngs=rngs) if inputs != outputs else None
+        self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *, dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
+        self.block_1 = ConvBlock(inputs, outputs, kernel_size, num_groups, dtype=dtype, rngs=rngs)
+        self.block_2 = ConvBlock(outputs, outputs, kernel_size, num_groups, dtype=dtype, rngs=rngs)
+        self.film = _linear(condition_width, 2 * outputs, dtype=dtype, rngs=rngs)
+        self.shortcut = _conv(inputs, outputs, (1,), dtype=dtype, rngs=rngs) if inputs != outputs else None
 
     def __call__(self, x: Float[Array, "n h c"], condition: Float[Array, "n e"]) -> Float[Array, "n h d"]:
         scale, shift = jnp.split(self.film(jax.nn.mish(condition))[:, None], 2, axis=-1)  # n 1 d
@@ -66,6 +70,8 @@ class ConditionalUnet1d(nnx.Module):
         condition_width: width of the condition.
         widths: widths of the levels, the first at full length; each level halves the steps of the one before.
         step_width: width of the diffusion step's encoding, which is appended to the condition.
+        dtype: type of the blocks; None: that of parameters and inputs. Norms, the diffusion step's encoding and the
+            last layer are float32.
 
     A call raises ValueError if the horizon cannot be halved at every level.
     """
@@ -79,6 +85,7 @@ class ConditionalUnet1d(nnx.Module):
         kernel_size: int = 5,
         num_groups: int = 8,
         step_width: int = 128,
+        dtype: Any = None,
         rngs: nnx.Rngs,
     ):
         self.step_width, self.shortest = step_width, 2 ** (len(widths) - 1)
@@ -88,26 +95,29 @@ class ConditionalUnet1d(nnx.Module):
 
         def blocks(*sizes: int) -> Any:
             return nnx.List(
-                [FilmBlock(*pair, width, kernel_size, num_groups, rngs=rngs) for pair in itertools.pairwise(sizes)]
+                [
+                    FilmBlock(*pair, width, kernel_size, num_groups, dtype=dtype, rngs=rngs)
+                    for pair in itertools.pairwise(sizes)
+                ]
             )
 
         def change_length(kind: type[nnx.Conv] | type[nnx.ConvTranspose], size: int, width: int) -> nnx.Module:
             padding = 1 if kind is nnx.Conv else "SAME"
-            return kind(width, width, (size,), 2, padding=padding, kernel_init=TORCH_INIT, rngs=rngs)
+            return kind(width, width, (size,), 2, padding=padding, kernel_init=TORCH_INIT, dtype=dtype, rngs=rngs)
 
         self.down = nnx.List([blocks(a, b, b) for a, b in itertools.pairwise([action_dim, *widths])])
         self.shorten = nnx.List([change_length(nnx.Conv, 3, width) for width in widths[:-1]])
         self.middle = blocks(*[widths[-1]] * 3)
         self.up = nnx.List([blocks(2 * b, a, a) for a, b in list(itertools.pairwise(widths))[::-1]])
         self.lengthen = nnx.List([change_length(nnx.ConvTranspose, 4, width) for width in widths[-2::-1]])
-        self.last_block = ConvBlock(widths[0], widths[0], kernel_size, 8, rngs=rngs)
+        self.last_block = ConvBlock(widths[0], widths[0], kernel_size, 8, dtype=dtype, rngs=rngs)
         self.outputs = _conv(widths[0], action_dim, (1,), rngs=rngs)
 
     @jax.named_scope("unet")
     def __call__(
         self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n ..."]
     ) -> Float[Array, "n h a"]:
-        """`condition` is flattened; `step` is the diffusion step."""
+        """`condition` is flattened; `step` is the diffusion step. The result is float32."""
         if noisy.shape[1] % self.shortest:
             raise ValueError(
                 f"a horizon of {noisy.shape[1]} steps cannot be halved {len(self.shorten)} times; use a multiple of "
@@ -125,4 +135,4 @@ class ConditionalUnet1d(nnx.Module):
         for (first, second), lengthen in zip(self.up, self.lengthen, strict=True):
             x = first(jnp.concatenate([x, passed.pop()], axis=-1), condition)
             x = lengthen(second(x, condition))
-        return self.outputs(self.last_block(x))
+        return self.outputs(self.last_block(x).astype(jnp.float32))

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
+from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
@@ -69,6 +70,9 @@ def layout_cost(
     tensor_devices = experiment.sharding.tensor_devices
     generation = max((generation_bytes(size, tensor_devices) for size in experiment.generation_sizes()), default=0)
 
+    ways = gatherings(merge_module(cut.graphdef, {**cut.shapes.frozen, **cut.shapes.params}))
+    at_once = frozenset(state.shapes.params) - frozenset(ways)
+
     @functools.cache
     def memory(num_micros: int) -> Memory:
         step = predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
@@ -82,7 +86,7 @@ def layout_cost(
     def sent(num_micros: int, summed_bytes_per_row: float) -> list[Flow]:
         rows = experiment.batch_size * tensor_devices / machine.num_devices
         by_axes = {
-            **formula_by_axes(plan, state.shapes.params, dtype.itemsize, num_micros),
+            **formula_by_axes(plan, state.shapes.params, dtype.itemsize, num_micros, at_once),
             (TENSOR,): tensor_bytes(plan, summed_bytes_per_row, rows),
         }
         return flows(by_axes, plan.mesh, machine.devices_per_host)

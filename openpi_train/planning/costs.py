@@ -42,6 +42,11 @@ def live_activation_bytes(gradient: TracedGradient) -> float:
     return peak_bytes(gradient.jaxpr, bytes_per_row)
 
 
+def gpu_activation_bytes(gradient: TracedGradient) -> float:
+    """The same for GPUs, which need less for norms after convolutions."""
+    return peak_bytes(gradient.jaxpr, bytes_per_row, fuses_norms=True)
+
+
 def cost(
     remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
 ) -> RematCost:

@@ -2,7 +2,8 @@
 
 This models a compiler's fusion without running one. An array is stored if its operation is not elementwise, if a
 product, convolution or loop reads it, or if storing it takes less memory than storing its inputs. All others are
-computed where they are read, fused into the reader.
+computed where they are read, fused into the reader. Compilers differ in norms: XLA for GPUs computes what follows from
+a convolution, and from sums of its output, in the kernel that reads it; XLA for CPUs stores each step.
 """
 
 import dataclasses
@@ -32,9 +33,16 @@ _BY_ITSELF = frozenset(
 _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-add".split())
 
 
-def peak_bytes(jaxpr: Any, size_of: SizeOf) -> float:
-    """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs."""
-    program = _Program(size_of)
+# What sums of an array, such as its means, may take beside it and count for nothing, as a share of it.
+_SLACK = 0.02
+
+
+def peak_bytes(jaxpr: Any, size_of: SizeOf, *, fuses_norms: bool = False) -> float:
+    """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs.
+
+    `fuses_norms`: the compiler computes the norm of a convolution's output where it is read, as that for GPUs does.
+    """
+    program = _Program(size_of, fuses_norms)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
     program.add(jaxpr, known)
     for var in jaxpr.outvars:
@@ -46,7 +54,8 @@ def peak_bytes(jaxpr: Any, size_of: SizeOf) -> float:
 class _Array:
     """An array: its bytes, the operation that makes it, and the one that reads it last (-1: none).
 
-    `sources` are the arrays from which a reader may recompute it; None if it is always stored.
+    `sources` are the arrays from which a reader may recompute it; None if it is always stored. `of_convolution`: it is
+    a convolution's output, or recomputed from one.
     """
 
     size: float
@@ -54,6 +63,7 @@ class _Array:
     sources: Sequence["_Array"] | None
     last_read: int = -1
     first_stored_read: int | None = None
+    of_convolution: bool = False
 
 
 @dataclasses.dataclass
@@ -61,6 +71,7 @@ class _Program:
     """The operations of a jaxpr in order, with calls inlined."""
 
     size_of: SizeOf
+    fuses_norms: bool = False
     arrays: list[_Array] = dataclasses.field(default_factory=list)
     # For every operation: whether it ends a fusion, and the bytes that it takes inside.
     ends: list[bool] = dataclasses.field(default_factory=list)
@@ -86,8 +97,8 @@ class _Program:
                 known |= zip(equation.outvars, [self._array(own, var) for var in body.outvars], strict=True)
             elif name in _VIEWS:
                 known |= zip(equation.outvars, [self._array(known, var) for var in equation.invars], strict=False)
-            elif _is_fused(equation):
-                self._make(known, equation.outvars, tuple(inputs))
+            elif _is_fused(equation) or self._is_norm(equation, inputs):
+                self._make(known, equation.outvars, tuple(inputs), any(array.of_convolution for array in inputs))
                 self._end(False)
             else:
                 for array in inputs:
@@ -101,8 +112,8 @@ class _Program:
                 elif name == "while":
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
                     self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
-                self._make(known, equation.outvars, None)
-                self._end(True, _inside(equation, self.size_of))
+                self._make(known, equation.outvars, None, name == "conv_general_dilated")
+                self._end(True, _inside(equation, self.size_of, self.fuses_norms))
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
         """Record that this array is read after all operations so far; `stored`: it must be in memory."""
@@ -137,7 +148,14 @@ class _Program:
             return True
         if ended[array.last_read] == ended[array.made]:
             return False
-        return sum(source.size for source in array.sources if source.last_read < array.last_read) > array.size
+        instead = sum(source.size for source in array.sources if source.last_read < array.last_read)
+        return instead > (1 + _SLACK) * array.size
+
+    def _is_norm(self, equation: Any, inputs: Sequence[_Array]) -> bool:
+        """Whether this is arithmetic between a convolution's output and its sums, which the compiler fuses."""
+        if not self.fuses_norms or not any(array.of_convolution for array in inputs):
+            return False
+        return _is_by_element(equation, spread=True)
 
     def _array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
         return _Array(0.0, 0, ()) if isinstance(var, Literal) else known[var]
@@ -147,8 +165,16 @@ class _Program:
         if stored and array.first_stored_read is None:
             array.first_stored_read = self.now
 
-    def _make(self, known: dict[Any, _Array], variables: Sequence[Any], sources: Sequence[_Array] | None) -> None:
-        made = {var: _Array(self.size_of(var.aval), self.now, sources) for var in variables}
+    def _make(
+        self,
+        known: dict[Any, _Array],
+        variables: Sequence[Any],
+        sources: Sequence[_Array] | None,
+        of_convolution: bool,
+    ) -> None:
+        made = {
+            var: _Array(self.size_of(var.aval), self.now, sources, of_convolution=of_convolution) for var in variables
+        }
         self.arrays += made.values()
         known |= made
 
@@ -163,12 +189,21 @@ def _is_fused(equation: Any) -> bool:
     Arithmetic between an array and its sums or means (norms) is excluded: XLA fuses it on GPUs but not on CPUs, and
     assuming that it is stored is conservative.
     """
-    name = equation.primitive.name
-    if name in _MOVES:
-        return True
+    return equation.primitive.name in _MOVES or _is_by_element(equation)
+
+
+def _is_by_element(equation: Any, *, spread: bool = False) -> bool:
+    """Whether it is arithmetic by element, of arrays of one shape; `spread`: inputs may have dims of size 1 instead."""
+    if len(equation.outvars) != 1 or equation.primitive.name in _BY_ITSELF or bodies(equation):
+        return False
     shapes = {getattr(var.aval, "shape", ()) for var in equation.invars} - {()}
-    is_by_element = len(equation.outvars) == 1 and shapes <= {equation.outvars[0].aval.shape}
-    return is_by_element and name not in _BY_ITSELF and not bodies(equation)
+    result = getattr(equation.outvars[0].aval, "shape", ())
+    if not spread:
+        return shapes <= {result}
+    return all(
+        len(shape) == len(result) and all(dim in (1, whole) for dim, whole in zip(shape, result, strict=True))
+        for shape in shapes
+    )
 
 
 def _called(equation: Any) -> Any:
@@ -179,15 +214,15 @@ def _called(equation: Any) -> Any:
     return found[0] if len(found[0].invars) == len(equation.invars) else None
 
 
-def _inside(equation: Any, size_of: SizeOf) -> float:
+def _inside(equation: Any, size_of: SizeOf, fuses_norms: bool) -> float:
     """Bytes that an operation takes in addition to its inputs and outputs: one iteration of a loop, or one branch."""
     if equation.primitive.name == "scan":
         consts, carried = _scan_inputs(equation)
-        return _loop_bytes(bodies(equation)[0], consts, carried, size_of)
+        return _loop_bytes(bodies(equation)[0], consts, carried, _Program(size_of, fuses_norms))
     if equation.primitive.name == "while":
         body = equation.params["body_jaxpr"].jaxpr
-        return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), size_of)
-    return max((peak_bytes(body, size_of) for body in bodies(equation)), default=0.0)
+        return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), _Program(size_of, fuses_norms))
+    return max((peak_bytes(body, size_of, fuses_norms=fuses_norms) for body in bodies(equation)), default=0.0)
 
 
 def _scan_inputs(scan: Any) -> tuple[int, int]:
@@ -198,10 +233,10 @@ def _scan_inputs(scan: Any) -> tuple[int, int]:
     return scan.params["num_consts"], scan.params["num_carry"]
 
 
-def _loop_bytes(body: Any, num_consts: int, num_carried: int, size_of: SizeOf) -> float:
+def _loop_bytes(body: Any, num_consts: int, num_carried: int, program: _Program) -> float:
     """Bytes of one iteration in addition to the loop's inputs and outputs: what it makes, and its slices of the
     inputs."""
-    program = _Program(size_of)
+    size_of = program.size_of
     consts, carried = body.invars[:num_consts], body.invars[num_consts : num_consts + num_carried]
     known = dict.fromkeys((*body.constvars, *consts), _Array(0.0, 0, ()))
     known |= {var: _Array(size_of(var.aval), 0, None) for var in carried}

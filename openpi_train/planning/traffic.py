@@ -6,7 +6,7 @@ W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
@@ -88,9 +88,13 @@ def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micr
 
 
 def formula_by_axes(
-    plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1
+    plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1, at_once: Container[str] = ()
 ) -> dict[tuple[str, ...], float]:
-    """`formula_bytes` by the mesh axes along which the bytes are sent."""
+    """`formula_bytes` by the mesh axes along which the bytes are sent.
+
+    Parameters in `at_once` are whole before their module runs: gathered in float32, and once per micro-batch, where
+    layers that are gathered when they run are gathered for the backward pass again.
+    """
     shards, replicas = plan.mesh.shape[FSDP], plan.mesh.shape[REPLICA]
     specs = {path: plan.spec("state", leaf, path) for path, leaf in params.items()}
     sizes = {
@@ -98,10 +102,12 @@ def formula_by_axes(
         for path, leaf in params.items()
     }
     cut, whole = (sum(size for path, size in sizes.items() if (FSDP in specs[path]) is one) for one in (True, False))
+    early = sum(size for path, size in sizes.items() if FSDP in specs[path] and path in at_once)
     gathers = 2 * num_micros if plan.cuts("copy") else 1
+    gathered = gathers * itemsize * (cut - early) + (num_micros if plan.cuts("copy") else 1) * 4 * early
     scatters = num_micros if plan.cuts("grads") else 1
     return {
-        (FSDP,): _share(shards) * (gathers * itemsize + scatters * 4) * cut,
+        (FSDP,): _share(shards) * (gathered + scatters * 4 * cut),
         (REPLICA,): _share(replicas) * 2 * 4 * cut / shards,
         (REPLICA, FSDP): _share(shards * replicas) * 2 * 4 * whole,
     }

@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 NAME = "ript"
 # Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/practice.md).
 _NOISE = 1.0
-# Flags of fields that not every model has, and the value with which its absence makes no difference.
-_OF_SOME_MODELS = {"--model.dtype": "float32", "--model.remat": "none"}
 
 
 def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experiment, list[str]]:
@@ -52,8 +50,7 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
     logger.info("%s, key by key:\n%s", request.config, translated.report())
     base = _base(request, translated)
     logger.info("model, robot and environment: those of %s", base.name)
-    flags = [flag for flag in translated.flags if _fits(base, *flag)]
-    return practising(base, _env(translated.env)), [*(word for flag in flags for word in flag), *given]
+    return practising(base, _env(translated.env)), [*(word for flag in translated.flags for word in flag), *given]
 
 
 def practising(base: Experiment, env: Env | None) -> Experiment:
@@ -142,13 +139,3 @@ def _law(base: Experiment) -> ActionLaw:
                 augmentation=sampler.augmentation,
             )
     return ActionTokenLaw(augmentation=sampler.augmentation)
-
-
-def _fits(base: Experiment, name: str, *value: str) -> bool:
-    """Whether the model has the field of this flag. Raises UsageError if it lacks what is asked of it."""
-    fields = {f"--model.{field.name}" for field in dataclasses.fields(base.model)}
-    if name not in _OF_SOME_MODELS or name in fields:
-        return True
-    if value != (_OF_SOME_MODELS[name],):
-        raise UsageError(f"{name} {' '.join(value)}: {type(base.model).__name__} has no such field; remove the key")
-    return False

@@ -16,7 +16,14 @@ import optax
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned
-from openpi_train.planning.costs import ROWS, TracedGradient, cost
+from openpi_train.planning.costs import (
+    ROWS,
+    ActivationBytes,
+    TracedGradient,
+    cost,
+    gpu_activation_bytes,
+    live_activation_bytes,
+)
 from openpi_train.planning.device_limits import host_bytes_per_device, memory_bytes, total_bytes
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast, least_memory, recommend
 from openpi_train.planning.kinds import kind_of
@@ -210,10 +217,11 @@ def forecasts(
     """Forecasts for every strategy and rematerialisation policy that the flags allow."""
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
-    batch = experiment.batch_size
+    activation_bytes = gpu_activation_bytes if machine.kind.is_known else live_activation_bytes
+    policies = policy_costs(experiment, layout, batch_spec, activation_bytes)
     return [
-        forecast(machine, cost, policy, batch, accumulations)
-        for cost, policy in itertools.product(costs, policy_costs(experiment, layout, batch_spec))
+        forecast(machine, cost, policy, experiment.batch_size, accumulations)
+        for cost, policy in itertools.product(costs, policies)
     ]
 
 
@@ -240,12 +248,19 @@ def traced_practice(
     return practice_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
 
 
-def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:
+def policy_costs(
+    experiment: Experiment,
+    state: StateLayout,
+    batch_spec: BatchSpec | None = None,
+    activation_bytes: ActivationBytes = live_activation_bytes,
+) -> list[RematCost]:
     """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
     open_policies = {
         name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()
     }
-    return [cost(name, traced_gradient(one, state, batch_spec)) for name, one in open_policies.items()]
+    return [
+        cost(name, traced_gradient(one, state, batch_spec), activation_bytes) for name, one in open_policies.items()
+    ]
 
 
 def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> TracedGradient:

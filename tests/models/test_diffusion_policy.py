@@ -12,9 +12,11 @@ from openpi_train.data.transforms import ExactDims, NumberPrompt
 from openpi_train.keys import row_keys
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
+from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.planning.flops import product_flops
+from openpi_train.planning.jaxprs import bodies
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch, Observation
 
@@ -88,6 +90,7 @@ def test_dims_are_never_padded():
         ({"encoder_widths": (20,)}, "must be multiples of 16"),
         ({"transformer": TransformerSizes(width=10)}, "width 10 is not a multiple of twice its 4 heads"),
         ({"instructions": ("lift", "push", "lift")}, "instructions name one twice: lift, push, lift"),
+        ({"remat": "dots"}, "remat dots: .* for less memory give --model.dtype bfloat16 or a larger --grad-accum"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(change, message):
@@ -182,6 +185,78 @@ def test_the_transformer_denoises_too():
         return model.velocity(batch.observation, batch.actions[:, None], jnp.full((ROWS, 1), 0.5))
 
     assert jax.eval_shape(run, shapes, rows()).shape == (ROWS, 1, 8, 3)
+
+
+def of_type(dtype, **changes):
+    """The tiny policy in this type: its loss of given noise as a function of parameters, and their shapes."""
+    config = dataclasses.replace(CONFIG, dtype=dtype, **changes)
+    abstract = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
+    batch, objective = rows(), Diffusion()
+    noise = jax.random.normal(jax.random.key(1), batch.actions[:, None].shape)
+
+    def loss(params):
+        module = merge_module(nnx.split(abstract)[0], params)
+        return objective.loss_at(module, batch, objective.norms(batch), noise, jnp.full((ROWS, 1), 40))[0]
+
+    return loss, module_params(abstract)
+
+
+DENOISERS = [
+    {},
+    {"pooling": "spatial_softmax"},
+    {"denoiser": "transformer", "transformer": TransformerSizes(width=16, depth=1, num_heads=2)},
+    {"denoiser": "mlp", "mlp": MlpSizes(width=16, depth=1)},
+]
+
+
+def operations(jaxpr):
+    """Name and types of all operations, with those in loops and calls."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, [str(getattr(var.aval, "dtype", "")) for var in equation.invars]
+        for body in bodies(equation):
+            yield from operations(body)
+
+
+@pytest.mark.parametrize("changes", DENOISERS, ids=lambda changes: "-".join(map(str, changes.values()))[:12] or "unet")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_compute_in_the_type_that_is_given_and_norms_in_float32(dtype, changes):
+    loss, params = of_type(dtype, **changes)
+    assert {leaf.dtype for leaf in params.values()} == {jnp.dtype("float32")}
+    found = list(operations(jax.make_jaxpr(loss)(params).jaxpr))
+    products = [types[:2] for name, types in found if name in ("dot_general", "conv_general_dilated")]
+    wide = [types for types in products if types == ["float32", "float32"]]
+    assert all(types in ([dtype, dtype], ["float32", "float32"]) for types in products)
+    # The last layer; two of the UNet's diffusion step; the transformer's first layer and three of its condition; of
+    # each camera's keypoints two sums and a layer.
+    named = changes.get("denoiser", changes.get("pooling", "unet"))
+    assert len(wide) == {"unet": 3, "transformer": 5, "mlp": 1, "spatial_softmax": 3 + 2 * 3}[named]
+    narrow = {name for name, types in found if dtype in types}
+    assert not narrow & {"rsqrt", "reduce_sum", "exp"}  # of norms, of means, of softmaxes
+    assert jax.eval_shape(loss, params).dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_the_chunk_in_bfloat16_is_that_in_float32_to_the_rounding_of_its_products():
+    """Each product rounds two inputs and an output, and the norm and activation after it round once each, all by at
+    most 2^-9 of a value; norms keep errors from growing. On the longest way there are 5 convolutions of the encoder and
+    9 of the UNet, whose last layer is float32: together at most 14 * 5 * 2^-9 = 0.14, if no errors cancel.
+    """
+    params = module_params(CONFIG.build(nnx.Rngs(0)))
+    batch = rows()
+
+    def chunk(dtype):
+        config = dataclasses.replace(CONFIG, dtype=dtype)
+        graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
+
+        def run(params):
+            module = merge_module(graph, params)
+            return module.denoise(module.context(batch.observation), batch.actions[:, None], jnp.full((ROWS, 1), 40.0))
+
+        return np.asarray(jax.jit(run)(params), np.float64)
+
+    narrow, wide = chunk("bfloat16"), chunk("float32")
+    error = np.linalg.norm(narrow - wide) / np.linalg.norm(wide)
+    assert 2**-9 < error < 14 * 5 * 2**-9
 
 
 STATES = DiffusionPolicyConfig(

@@ -17,7 +17,7 @@ from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import SGD, AdamW
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.robot_practice import RobotPractice
-from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_token_law import ActionTokenLaw
 from openpi_train.sampling.denoising_law import DenoisingLaw
 from openpi_train.sampling.flow_law import FlowLaw
@@ -117,11 +117,11 @@ def test_the_law_is_that_of_what_the_policy_was_trained_with():
         dataclasses.replace(found, exp_name="x", practice=practice, **counts).check(1)
 
 
-def test_precision_of_a_model_without_a_choice(started):
-    Path("ours.yaml").write_text("training: {use_mixed_precision: false}")
-    assert run(started, "--experiment", "tabletop_dp").model == tabletop_runs.tabletop_dp.model
-    Path("ours.yaml").write_text("training: {use_mixed_precision: true}")
-    assert cli.run(["ript", "--config", "ours.yaml", "--experiment", "tabletop_dp"]) == USAGE
+def test_precision_of_a_diffusion_policy(started):
+    for mixed, dtype in (("false", "float32"), ("true", "bfloat16")):
+        Path("ours.yaml").write_text(f"training: {{use_mixed_precision: {mixed}}}")
+        model = dataclasses.replace(tabletop_runs.tabletop_dp.model, dtype=dtype)
+        assert run(started, "--experiment", "tabletop_dp").model == model
 
 
 @pytest.mark.parametrize(
