@@ -171,8 +171,8 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
 
 
-def parse_experiment(name: str, argv: Sequence[str]):
-    """The experiment of this name with the flags of `argv` applied.
+def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] | None = None):
+    """The experiment of this name, after `before` if given, with the flags of `argv` applied.
 
     Exits with code 2 on an unknown flag, naming the closest ones; raises UnknownName for an unknown experiment.
     """
@@ -200,6 +200,7 @@ def parse_experiment(name: str, argv: Sequence[str]):
         return source or (source_of(weighted_path(mixture[0])[0]) if mixture else moved(own, argv))
 
     default = registry.load(name, named, any_dims=wants_help)
+    default = default if before is None else before(default)
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
@@ -317,15 +318,19 @@ def convert(argv: Sequence[str]) -> int:
     from openpi_train.tools.requests import ConvertRequest
 
     request, rest = parse_known(ConvertRequest, argv, "convert")
-    from openpi_train.policy.experiment_json import experiment_from_json
+    from openpi_train.policy.experiment_json import experiment_from_json, with_recorded_model
     from openpi_train.tools import convert_checkpoint
 
     logs.configure(0)
     words = ["--exp-name", "convert", *rest]
+
     experiment = parse_experiment(request.experiment, words) if request.experiment else None
 
-    def recorded(said: Mapping[str, Any]) -> Any:
-        return parse_experiment(said["name"], words) if rest else experiment_from_json(said)
+    def recorded(run: Mapping[str, Any]) -> "Experiment":
+        if request.experiment:
+            return parse_experiment(request.experiment, words, lambda own: with_recorded_model(own, run))
+        found = experiment_from_json(run)
+        return with_flags(found, words, "convert", "The experiment of a run.") if rest else found
 
     return convert_checkpoint.main(request, experiment, recorded)
 

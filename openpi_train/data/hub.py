@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
+from openpi_train.runtime.exits import CheckpointError, DataError, RunError, UsageError
 
 SCHEME = "hub:"
 _ADDRESS = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>[\w./-]+))?")
@@ -54,14 +54,14 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
 
     Args: for messages, `what` names the thing asked for and `how` says what to do if it is not available.
 
-    Raises FileNotFoundError.
+    Raises FileNotFoundError; UsageError if the client is missing.
     """
     if not may_be_repository(repository):
         raise FileNotFoundError(f"no {what} at {repository}: {how}")
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        raise FileNotFoundError(
+        raise UsageError(
             f"{what} {repository} is not a local file, and huggingface_hub, which could download it, is not "
             f"installed: pip install 'openpi_train[hub]', or {how}"
         ) from error
@@ -78,15 +78,21 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
 
 
 def hub_folder(
-    text: str, *, repo_type: Literal["model", "dataset"], patterns: Sequence[str], offline: bool = False
+    text: str,
+    *,
+    repo_type: Literal["model", "dataset"],
+    patterns: Sequence[str],
+    offline: bool = False,
+    raised: type[RunError] = DataError,
 ) -> Path:
     """The folder of an address in the client's cache, with its files that match `patterns`; missing ones are fetched.
 
-    Raises UsageError for an invalid address or a missing client, DataError if the hub does not give the files.
+    Raises UsageError for an invalid address or a missing client, `raised` if the hub does not give the files: DataError
+    for datasets and tokenizers, CheckpointError for models.
     """
     address = Address.of(text)
     below = f"{address.folder}/" if address.folder else ""
-    with asking(address, "cannot be fetched", DataError) as client:
+    with asking(address, "cannot be fetched", raised) as client:
         snapshot = client.snapshot_download(
             address.name,
             repo_type=repo_type,
@@ -98,7 +104,7 @@ def hub_folder(
 
 
 @contextlib.contextmanager
-def asking(address: Address, what: str, raised: type[Exception] = CheckpointError) -> Iterator[Any]:
+def asking(address: Address, what: str, raised: type[RunError] = CheckpointError) -> Iterator[Any]:
     """The hub's client; its errors, and those of two libraries that it uses, are `raised`, with advice."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)

@@ -141,12 +141,17 @@ class PadDims:
         return row
 
 
+def dims_of(name: str) -> str:
+    """How the dims of `state` or `actions` are called."""
+    return name.removesuffix("s")
+
+
 def padded(name: str, values: np.ndarray, action_dim: int) -> np.ndarray:
     """`values` [..., dims] padded with zeros to `action_dim`. Raises ValueError if they are wider; `name` is for it."""
     missing = action_dim - values.shape[-1]
     if missing < 0:
         raise ValueError(
-            f"the robot's {name} has {values.shape[-1]} dims, the model takes {action_dim}: "
+            f"the robot has {values.shape[-1]} {dims_of(name)} dims, the model takes {action_dim}: "
             f"set --model.action-dim {values.shape[-1]} or more"
         )
     return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
@@ -163,7 +168,7 @@ class ExactDims:
         for name, width, flag in (("actions", self.action_dim, "action-dim"), ("state", self.state_dim, "state-dim")):
             if name in row and row[name].shape[-1] != width:
                 raise ValueError(
-                    f"the robot's {name} has {row[name].shape[-1]} dims, the model takes {width} and pads none: "
+                    f"the robot has {row[name].shape[-1]} {dims_of(name)} dims, the model takes {width} and pads none: "
                     f"set --model.{flag} {row[name].shape[-1]}"
                 )
         return row | {"dim_mask": np.ones(self.action_dim, bool)} if "actions" in row else row

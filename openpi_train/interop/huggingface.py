@@ -88,10 +88,10 @@ def read_model(place: Place, **fields: Any) -> LanguageConfig:
 def named_model(where: str) -> LanguageConfig:
     """The model of a folder, or of the repository `hub:USER/NAME`, by its config.json alone; its `path` is `where`.
 
-    Raises CheckpointError or DataError if there is no such file, or no model of a known family in it.
+    Raises CheckpointError if there is no such file, or no model of a known family in it.
     """
     if where.startswith(SCHEME):
-        place = Place.of(hub_folder(where, repo_type="model", patterns=(CONFIG,)))
+        place = Place.of(hub_folder(where, repo_type="model", patterns=(CONFIG,), raised=CheckpointError))
     else:
         place = Place.of(where)
         if place.local is not None and not place.local.is_dir():

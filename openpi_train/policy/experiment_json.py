@@ -1,5 +1,6 @@
 """Restores an `Experiment` from its JSON (`experiment.as_json`). Read next: `interop/config_json.py`."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.interop.config_json import classes_of, config_from_json
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError
 
 
@@ -16,6 +18,18 @@ def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = Non
     Raises CheckpointError if a class or a field is unknown.
     """
     return config_from_json(value, Experiment, "experiment", classes_of(like))
+
+
+def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) -> Experiment:
+    """`experiment` with the model that a run of the same experiment has recorded in `said`, its flags among it.
+
+    The same if nothing is recorded, or another experiment or kind of model. Errors: `experiment_from_json`.
+    """
+    own = experiment.model
+    if said is None or (said["name"], said["model"]["__class__"]) != (experiment.name, type(own).__name__):
+        return experiment
+    model = config_from_json(said["model"], ModelConfig, "experiment.model", classes_of(own))
+    return dataclasses.replace(experiment, model=model)
 
 
 def recorded_experiment(run: Path, like: Experiment | None = None) -> Experiment | None:

@@ -21,7 +21,7 @@ from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
-from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi
+from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi, ours
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.model_card import model_card
@@ -53,15 +53,16 @@ def main(
 ) -> int:
     """Convert, or only account for every key.
 
-    With `experiment` None, the source's own record is used; `recorded` builds the experiment from it.
+    Of a run of ours, `recorded` builds the experiment from the run's own record. Of other checkpoints it is
+    `experiment`; with None, what they record.
     """
+    if (run := _recorded(request)) is not None:
+        experiment = recorded(run)
     if experiment is None:
-        stored = checkpoint_formats.open_checkpoint(request.source, None, request.source_format)
-        if stored.experiment is None:
-            raise UsageError(
-                f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
-            )
-        experiment = recorded(stored.experiment)
+        checkpoint_formats.open_checkpoint(request.source, None, request.source_format)  # says what else is wrong
+        raise UsageError(
+            f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
+        )
     conversion = plan(request, experiment)
     print(conversion.summary())
     is_pushed = checkpoint_hub.is_address(str(request.target))
@@ -70,6 +71,14 @@ def main(
     elif is_pushed:
         checkpoint_hub.check_push(str(request.target), create=False)
     return 0
+
+
+def _recorded(request: ConvertRequest) -> Mapping[str, Any] | None:
+    """The experiment (its JSON) that the source records; None of what is no checkpoint of ours. Reads no arrays."""
+    if request.source_format not in (None, "ours"):
+        return None
+    place = checkpoint_formats.open_place(request.source)
+    return ours.recorded_experiment(place)[0] if ours.recognises(place) else None
 
 
 def _push(conversion: "CheckpointConversion") -> str:
@@ -292,8 +301,8 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
             f"  model.{name}: the run has {was!r}, given {given!r}" for name, (was, given) in changed.items()
         )
         raise UsageError(
-            f"{stored.where} was trained with another model; repeat its --model flags, or leave --experiment and all "
-            f"of them out:\n{listing}"
+            f"{stored.where} was trained with another model; leave the --model flags out, which are read from the run, "
+            f"and name its own experiment or none:\n{listing}"
         )
 
 

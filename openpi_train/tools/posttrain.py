@@ -47,7 +47,7 @@ from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.policy.text_model import MAX_LENGTH
-from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, DataError, UsageError, reported_as
 from openpi_train.tools.posttrain_practice import with_practice
 from openpi_train.tools.requests import PosttrainRequest, given_fields
 
@@ -210,7 +210,7 @@ def _language_model(where: str) -> tuple[LanguageConfig, str]:
     Raises CheckpointError, UsageError.
     """
     if where.startswith(SCHEME):
-        config = hub_folder(where, repo_type="model", patterns=[huggingface.CONFIG])
+        config = hub_folder(where, repo_type="model", patterns=[huggingface.CONFIG], raised=CheckpointError)
         return huggingface.read_model(Place.of(config)), where
     place = checkpoint_formats.open_place(where)
     if not ours.recognises(place):

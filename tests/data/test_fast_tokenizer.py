@@ -153,7 +153,7 @@ def test_a_row_is_cut_with_a_warning_and_a_robot_too_wide_refused(caplog):
     cut = tokenize(row)
     assert cut["prompt_mask"].all() and cut["prompt_tokens"].shape == (30,)
     assert "cut to 30: 'Pick_up'; raise --model.max-token-len" in caplog.text
-    with pytest.raises(ValueError, match=r"actions has 3 dims, the model takes 2: set --model.action-dim 3"):
+    with pytest.raises(ValueError, match=r"robot has 3 action dims, the model takes 2: set --model.action-dim 3"):
         TokenizeActionPrompt(tokenizer, fast, 1024, 30, 2)(row)
     with pytest.raises(ValueError, match="the row has no prompt"):
         tokenize({"state": np.zeros(2)})

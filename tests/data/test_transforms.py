@@ -23,7 +23,7 @@ def test_padding_adds_zeros_and_says_which_dims_are_real():
 
 
 def test_a_robot_wider_than_the_model_is_an_error():
-    with pytest.raises(ValueError, match=r"state has 7 dims, the model takes 5: set --model.action-dim 7"):
+    with pytest.raises(ValueError, match=r"robot has 7 state dims, the model takes 5: set --model.action-dim 7"):
         PadDims(5)({"state": np.ones(7)})
 
 

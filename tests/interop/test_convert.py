@@ -135,8 +135,15 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert cli.run([*words, "--no-outputs"]) == 0
     assert open_checkpoint(tmp_path / "out").format == "openpi"
-    assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "6"), "--experiment", "debug"]) == 2
-    assert "was trained with another model; repeat its --model flags" in capsys.readouterr().err
+    # The flags of the run's model are read from the run, as long as it is a run of this experiment; others are refused.
+    words = ["convert", str(tmp_path / "5"), str(tmp_path / "6"), "--dry-run", "--experiment"]
+    assert cli.run([*words, "debug"]) == 0
+    for other in (["debug", "--model.action-horizon", "5"], ["pi0_bridge_traj_tiny"]):
+        capsys.readouterr()
+        assert cli.run([*words, *other]) == 2
+        said = capsys.readouterr().err
+        assert "was trained with another model; leave the --model flags out, which are read from the run" in said
+        assert ("model.image_size" in said) == (len(other) == 1) and "model.action_horizon" in said
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_dims_are_never_padded():
     exact, row = ExactDims(3, 2), {"actions": np.zeros((8, 3)), "state": np.zeros((2, 2))}
     assert exact(row)["dim_mask"].all()
     with pytest.raises(
-        ValueError, match=r"actions has 4 dims, the model takes 3 and pads none: set --model.action-dim 4"
+        ValueError, match=r"robot has 4 action dims, the model takes 3 and pads none: set --model.action-dim 4"
     ):
         exact(row | {"actions": np.zeros((8, 4))})
 

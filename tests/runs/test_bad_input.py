@@ -107,7 +107,7 @@ CASES = [
         "robot wider than the model",
         f"{ARM} --model.action-dim 4 --data.validation-fraction 0.5",
         DATA,
-        "state has 7 dims, the model takes 4",
+        "robot has 7 state dims, the model takes 4",
         "set --model.action-dim 7 or more",
     ),
     case(

@@ -27,7 +27,7 @@ from openpi_train.optim import AdamW, Lion
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.rewards.text_reward import TextReward
 from openpi_train.practice.text_practice import TextPractice
-from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.runtime.exits import USAGE, CheckpointError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
 from openpi_train.tools import posttrain
 from openpi_train.tools.requests import PosttrainRequest
@@ -235,7 +235,8 @@ def on_the_hub(project, monkeypatch):
     """Addresses that were asked for, with the files; the hub has the project's model."""
     asked = []
 
-    def folder(address, *, repo_type, patterns):
+    def folder(address, *, repo_type, patterns, raised):
+        assert raised is CheckpointError  # code 4, as for any model that is missing
         asked.append((address, repo_type, patterns))
         return project / "model"
 
