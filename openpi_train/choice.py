@@ -5,6 +5,7 @@ Read next: `registry.py`, which loads them.
 
 import dataclasses
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +16,23 @@ from openpi_train.data.config import DataConfig
 from openpi_train.data.formats import source_at
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.lerobot.described import described
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
+
+logger = logging.getLogger(__name__)
+
+# The camera slots of models that name none themselves, as openpi has them.
+SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,48 @@ def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     own = old.asset_id is not None and old.source.location == places.lerobot(old.asset_id)
     new = dataclasses.replace(old, source=LeRobot(path=path), asset_id=repo_id.strip("/") if own else old.asset_id)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(new,)))
+
+
+def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
+    """The experiment with the robots that its LeRobot datasets describe (`data/lerobot/described.py`).
+
+    A model without padded dims gets the first one's dims and cameras. Norm stats are those of the datasets, and no
+    environment is evaluated in. Raises UsageError for other datasets, or a run that practises; DataError if features
+    are missing.
+    """
+    data, model, flag = experiment.demonstrations, experiment.policy, "--data.robot"
+    others = [one.source for one in data.datasets if not isinstance(one.source, LeRobot)]
+    if others:
+        raise UsageError(
+            f"{flag} is for LeRobot datasets, and {others[0].location} is {type(others[0]).__name__}: name one with "
+            "--dataset, convert this one (`data convert PATH NEW --to lerobot`), or write a class for the robot "
+            "(docs/your_own_robot.md)"
+        )
+    if experiment.practice is not None:
+        raise UsageError(
+            f"{flag}: {experiment.name} practises with a robot of its environment; train another experiment"
+        )
+    slots = None if isinstance(model, ExactPolicyConfig) else getattr(model, "camera_slots", SLOTS)
+    with reported_as(DataError):
+        robots = [described(one.source.location, slots, relative=relative) for one in data.datasets]
+    first = robots[0]
+    if isinstance(model, ExactPolicyConfig):
+        dims = {"action_dim": len(first.action_dims), "state_dim": len(first.state_dims)}
+        model = dataclasses.replace(model, **dims, cameras=tuple(sorted(first.cameras)))
+    logger.info(
+        "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",
+        *(data.datasets[0].source.location, first.state_columns[0], len(first.state_dims), first.action_columns[0]),
+        *(len(first.action_dims), "relative to the state but grippers" if relative else "as recorded", first.rate_hz),
+        ", ".join(f"{slot}: {feature}" for slot, feature in first.cameras.items()) or "none",
+    )
+    datasets = tuple(
+        dataclasses.replace(one, robot=robot, asset_id=None, norm_stats=None)
+        for one, robot in zip(data.datasets, robots, strict=True)
+    )
+    evaluated = dataclasses.replace(experiment.robot_eval, closed_loop=ClosedLoop())
+    return dataclasses.replace(
+        experiment, model=model, data=dataclasses.replace(data, datasets=datasets), eval=evaluated
+    )
 
 
 def weighted_path(word: str) -> tuple[str, float]:

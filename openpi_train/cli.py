@@ -157,10 +157,9 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     from openpi_train.optim import named_optimizer
 
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    if many.dataset is not None or many.deepspeed is not None or many.repo_id is not None:
-        raise UsageError(
-            "--dataset, --data.repo-id and --deepspeed are for named experiments; --deepspeed-config names another file"
-        )
+    if any(value is not None for value in (many.dataset, many.deepspeed, many.repo_id, many.data_robot)):
+        flags = "--dataset, --data.repo-id, --data.robot and --deepspeed"
+        raise UsageError(f"{flags} are for named experiments; --deepspeed-config names another file")
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if many.env is not None:
@@ -171,51 +170,52 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
 
 
-def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] | None = None):
-    """The experiment of this name, after `before` if given, with the flags of `argv` applied.
+def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] = lambda it: it):
+    """The experiment of this name, after `before`, with the flags of `argv` applied.
 
     Exits with code 2 on an unknown flag, naming the closest ones; raises UnknownName for an unknown experiment.
     """
-    from openpi_train import registry
+    from openpi_train import choice, registry
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     import tyro
 
-    from openpi_train.choice import moved, on_dataset, on_mixture, on_model, on_repo_id, source_of, weighted_path
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    model_path, env, mixture, repo_id = many.model_path, many.env, many.data_mixture, many.repo_id
+    model_path, env, robot = many.model_path, many.env, many.data_robot
+    mixture, repo_id = many.data_mixture, many.repo_id
     given = {"--dataset": many.dataset, "--data.repo-id": repo_id, "--data.mixture": mixture}
     if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
-    source = None if many.dataset is None else source_of(many.dataset)
+    source = None if many.dataset is None else choice.source_of(many.dataset)
 
     def named(own: "SourceConfig") -> "SourceConfig":
         """The first dataset of the command line."""
-        return source or (source_of(weighted_path(mixture[0])[0]) if mixture else moved(own, argv))
+        return source or (choice.source_of(choice.weighted_path(mixture[0])[0]) if mixture else choice.moved(own, argv))
 
-    default = registry.load(name, named, any_dims=wants_help)
-    default = default if before is None else before(default)
+    default = before(registry.load(name, named, any_dims=wants_help))
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None:
-        default = on_dataset(default, source)
+        default = choice.on_dataset(default, source)
     if repo_id is not None:
-        default = on_repo_id(default, repo_id)
+        default = choice.on_repo_id(default, repo_id)
     if mixture is not None and not wants_help:
-        default = on_mixture(default, mixture)
+        default = choice.on_mixture(default, mixture)
+    if robot is not None and not wants_help:
+        default = choice.on_features(default, relative=robot == "relative")
     if env is not None and not wants_help:
         default = _in_environment(default, env)
     if model_path is not None and not wants_help:
-        default = on_model(default, _named_model(model_path, name, argv, default))
+        default = choice.on_model(default, _named_model(model_path, name, argv, default))
     default = of_one_length(default, argv)
     # Blank lines between lines, which the help would join otherwise.
     program, about = f"python -m openpi_train {name}", registry.description(name).replace("\n", "\n\n")

@@ -12,7 +12,7 @@ Nothing heavy is imported, so `--help` does not wait for jax.
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -67,6 +67,10 @@ class ManyFields(Request):
     # share of the rows, relative to the others', and 1 if none is given. Texts may also be hub:USER/NAME. The fields of
     # each are flags, numbered from 0 (data.datasets.1.weight).
     data_mixture: Annotated[tuple[str, ...] | None, tyro.conf.arg(name="data.mixture")] = None
+    # The robot that the features of a LeRobot dataset describe, in place of the experiment's: its state, its cameras,
+    # and its actions, which the model sees as recorded, or relative to the state at a chunk's start (all dims with a
+    # name of the state's but grippers). Models without padded dims get its dims and cameras.
+    data_robot: Annotated[Literal["recorded", "relative"] | None, tyro.conf.arg(name="data.robot")] = None
     # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
     env: str | None = None

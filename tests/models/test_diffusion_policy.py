@@ -217,8 +217,11 @@ def operations(jaxpr):
             yield from operations(body)
 
 
-@pytest.mark.parametrize("changes", DENOISERS, ids=lambda changes: "-".join(map(str, changes.values()))[:12] or "unet")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [*(("bfloat16", changes) for changes in DENOISERS), ("float16", {})],
+    ids=["unet", "keypoints", "transformer", "mlp", "float16"],
+)
 def test_products_compute_in_the_type_that_is_given_and_norms_in_float32(dtype, changes):
     loss, params = of_type(dtype, **changes)
     assert {leaf.dtype for leaf in params.values()} == {jnp.dtype("float32")}

@@ -11,6 +11,7 @@ from openpi_train import robots
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.arm import Arm
 from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.dataset_arm import DatasetArm
 from openpi_train.robots.droid import Droid
 from openpi_train.robots.libero import Libero
 from openpi_train.robots.metaworld import MetaWorld
@@ -26,6 +27,7 @@ from openpi_train.robots.ur5 import UR5
 ROBOTS = [
     *(Aloha(adapt_to_pi=adapt, relative=relative) for adapt in (True, False) for relative in (True, False)),
     *(Bridge(num_arms=arms, trajectory=trajectory) for arms in (1, 2) for trajectory in (True, False)),
+    DatasetArm(state_dims=("a", "b", "gripper"), action_dims=("a", "b", "gripper"), rate_hz=10.0, relative=True),
     Droid(),
     Droid(action="joint_position"),
     Libero(),

@@ -134,6 +134,13 @@ def read_layout(root: Path) -> LeRobotLayout:
         raise ValueError(f"cannot read the metadata of {root}: {what}") from error
 
 
+def flat_names(names: Any) -> tuple[str, ...]:
+    """A feature's names as a tuple; older datasets have a mapping (`{"motors": [...]}`)."""
+    if isinstance(names, dict):
+        return tuple(name for part in names.values() for name in flat_names(part))
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
 def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     """Columns, cameras, and skipped features with the reason, by feature name."""
     columns, cameras, skipped = {}, {}, {}

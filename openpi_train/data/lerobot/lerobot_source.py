@@ -12,7 +12,7 @@ import numpy as np
 
 from openpi_train.data import files, tables
 from openpi_train.data.lerobot import lerobot_video
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, read_layout
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout
 from openpi_train.data.source import About, BadRecord, column_name
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
@@ -59,7 +59,7 @@ class LeRobotSource(StoredSource):
     def about(self) -> About:
         """See `Source.about`; names are those of the features."""
         info, layout = files.read_json(self._root / INFO_FILE), read_layout(self._root)
-        names = {column_name(name): _flat(info["features"][name].get("names")) for name in layout.columns}
+        names = {column_name(name): flat_names(info["features"][name].get("names")) for name in layout.columns}
         return About(
             control_hz=info.get("fps"),
             dim_names={column: dims for column, dims in names.items() if dims},
@@ -100,10 +100,3 @@ class LeRobotSource(StoredSource):
         """The encoding of a step's video; None if the frame is a picture."""
         number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
         return None if number is None else self._encodings[number]
-
-
-def _flat(names: Any) -> tuple[str, ...]:
-    """A feature's names as a tuple; older datasets have a mapping (`{"motors": [...]}`)."""
-    if isinstance(names, dict):
-        return tuple(name for part in names.values() for name in _flat(part))
-    return tuple(map(str, names)) if isinstance(names, list) else ()
