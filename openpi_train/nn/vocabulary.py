@@ -19,9 +19,7 @@ from openpi_train.nn.attention import soft_cap
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
-# Tokens of a row processed at once: as many as have so many bytes of float32 logits, in whole `CHUNK_TOKENS`, and at
-# least these; with PaliGemma's 257 152 tokens no more.
-CHUNK_BYTES = 32 * 2**20
+# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
 CHUNK_TOKENS = 32
 
 
@@ -88,26 +86,21 @@ def token_scores(
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
-    cut = isinstance(table, Shard)
-    rows, by_rows = (table.part, _scores_by_rows) if cut else (table, _scores)
+    rows, by_rows = (table.part, _scores_by_rows) if isinstance(table, Shard) else (table, _scores)
     narrow = jax.lax.stop_gradient(rows).astype(x.dtype)  # once, and not in every chunk
-    vocab_size = rows.shape[0] * (jax.lax.axis_size(table.axis) if cut else 1)
-    score = functools.partial(by_rows, table, narrow, head, with_entropy, with_mean)
-    return in_chunks(score, x, tokens, vocab_size)
+    return in_chunks(functools.partial(by_rows, table, narrow, head, with_entropy, with_mean), x, tokens)
 
 
-def in_chunks(
-    score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"], vocab_size: int
-) -> Any:
+def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
     """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated a few tokens at a time."""
-    t, size = tokens.shape[1], chunk_tokens(vocab_size)
-    if t <= size:
+    t = tokens.shape[1]
+    if t <= CHUNK_TOKENS:
         return score(x, tokens)
-    missing = -t % size
+    missing = -t % CHUNK_TOKENS
 
     def chunks(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, missing)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(padded.shape[0], -1, size, *padded.shape[2:]).swapaxes(0, 1)
+        return padded.reshape(padded.shape[0], -1, CHUNK_TOKENS, *padded.shape[2:]).swapaxes(0, 1)
 
     def joined(array: Array) -> Array:
         return array.swapaxes(0, 1).reshape(array.shape[1], -1)[:, :t]
@@ -117,11 +110,6 @@ def in_chunks(
         return None, score(*part)
 
     return jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1])
-
-
-def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens of a row are processed at once."""
-    return max(CHUNK_BYTES // (4 * vocab_size) // CHUNK_TOKENS, 1) * CHUNK_TOKENS
 
 
 def _scores(
@@ -218,7 +206,7 @@ def _learned_forward(x: Any, narrow: Any, table: Any) -> tuple[Array, Any]:
 def _learned_backward(kept: Any, gradient: Any) -> tuple[Array, None, Array | None]:
     x, narrow, table = kept
     if isinstance(gradient, SymbolicZero):
-        gradient = jnp.zeros(gradient.shape, gradient.dtype)
+        return jnp.zeros_like(x), None, None
     gradient = gradient.astype(x.dtype)
     of_table = None
     if table is not None:

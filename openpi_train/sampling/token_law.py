@@ -69,8 +69,7 @@ class TokenLaw(Law):
                 entropy=-(jnp.exp(log_probs) * log_probs).sum(axis=-1),
             )
 
-        vocab_size = jax.eval_shape(model.logits, x[:, :1]).shape[-1]
-        return in_chunks(score, x[:, :-1], texts.tokens[:, 1:], vocab_size)
+        return in_chunks(score, x[:, :-1], texts.tokens[:, 1:])
 
     def values(self, model: Any, traces: TokenTraces) -> Float[Array, "b u"]:
         """The value of each token's text up to the token before it."""

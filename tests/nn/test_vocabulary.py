@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from openpi_train.nn import vocabulary
 from openpi_train.nn.shard import Shard
 from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, token_scores
 from openpi_train.planning.flops import product_flops
@@ -19,13 +18,6 @@ TABLE = jnp.asarray(NUMBERS.normal(size=(VOCABULARY, WIDTH)), jnp.float32)
 TOKENS = jnp.asarray(NUMBERS.integers(0, VOCABULARY, (4, LENGTH)), jnp.int32)
 WEIGHTS = jnp.asarray(NUMBERS.normal(size=(4, 4, LENGTH)), jnp.float32)
 HEADS = {"plain": Head(), "capped and cooled": Head(cap=3.0, temperature=0.7)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_chunks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "CHUNK_BYTES", 0)
-        yield
 
 
 def total(found):
@@ -67,12 +59,6 @@ def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
     assert without.entropy is None and without.mean_log_prob is None
     if head == Head():
         jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
-
-
-@pytest.mark.parametrize(("vocab_size", "tokens"), [(257_152, 32), (128_256, 64), (49_152, 160), (8192, 1024)])
-def test_logits_of_a_row_that_are_there_at_once_take_up_to_32_mib(monkeypatch, vocab_size, tokens):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 2**25)
-    assert vocabulary.chunk_tokens(vocab_size) == tokens
 
 
 def test_gradients_enter_products_in_the_models_type_and_are_summed_in_float32():

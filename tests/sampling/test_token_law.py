@@ -8,7 +8,6 @@ from flax import nnx
 from sorted_limits import sorted_limits
 
 from openpi_train.generation.token_choice import choose_tokens
-from openpi_train.nn import vocabulary
 from openpi_train.nn.token_limits import RowSettings
 from openpi_train.nn.vocabulary import CHUNK_TOKENS
 from openpi_train.sampling.token_law import TokenLaw
@@ -79,8 +78,7 @@ def test_what_is_drawn_has_the_probability_that_it_is_scored_with(name):
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_entropy_is_that_of_what_may_be_drawn(monkeypatch, name):
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 0)
+def test_entropy_is_that_of_what_may_be_drawn(name):
     law, length, known = LAWS[name], CHUNK_TOKENS + 9, 11
     random = np.random.default_rng(2)
     logits = random.normal(0, 1.5, (2, length, known + 1))
