@@ -456,8 +456,7 @@ def compile_step(argv: Sequence[str]) -> int:
     machine = find_machine(
         request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
     )
-    make = gpu_step.sampling if request.sampling else gpu_step.main
-    return make(experiment, machine, cameras=request.cameras, as_text=not request.json, dump=request.dump)
+    return gpu_step.main(experiment, machine, request)
 
 
 def serve(argv: Sequence[str]) -> int:

@@ -35,20 +35,26 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import gpu_text
 from openpi_train.tools.ahead import as_chosen
 from openpi_train.tools.plan_text import flags
+from openpi_train.tools.requests import CompileRequest
 from openpi_train.training.prepare import choose, make_trainer, whole_layout
 
 
-def main(experiment: Experiment, machine: Machine, *, cameras: Sequence[str], as_text: bool, dump: Path | None) -> int:
+def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> int:
     """Compile and print the account. Raises UsageError for conflicting flags."""
     target = target_of(machine.kind)
-    chosen, compiled, live, compile_s = compile_step(experiment, machine, target, cameras)
-    if dump is not None:
-        dump.write_text(compiled.as_text())
-    found = account(compiled, live, machine, target, compile_s)
-    if as_text:
-        print(gpu_text.lines(found, chosen))
+    if request.sampling:
+        compiled, live, compile_s = compile_sampling(experiment, machine, target, request.cameras)
+        chosen = None
     else:
-        print(json.dumps({"forecast": chosen.as_json(), "account": found.as_json()}))
+        chosen, compiled, live, compile_s = compile_step(experiment, machine, target, request.cameras)
+    if request.dump is not None:
+        request.dump.write_text(compiled.as_text())
+    found = account(compiled, live, machine, target, compile_s)
+    if request.json:
+        forecast = {} if chosen is None else {"forecast": chosen.as_json()}
+        print(json.dumps({**forecast, "account": found.as_json()}))
+    else:
+        print(gpu_text.lines_alone(found, machine) if chosen is None else gpu_text.lines(found, chosen))
     return DONE
 
 
@@ -96,11 +102,11 @@ def compile_step(
     return chosen, compiled, live, time.monotonic() - began
 
 
-def sampling(
-    experiment: Experiment, machine: Machine, *, cameras: Sequence[str], as_text: bool, dump: Path | None
-) -> int:
-    """As `main`, for what samples action chunks: float32 parameters, whole on every device, and no forecast."""
-    target, model, data = target_of(machine.kind), experiment.model, experiment.data
+def compile_sampling(
+    experiment: Experiment, machine: Machine, target: GpuTarget, cameras: Sequence[str] = ()
+) -> tuple[Any, str, float]:
+    """As `compile_step`, for what samples action chunks: float32 parameters, whole on every device, and no forecast."""
+    model, data = experiment.model, experiment.data
     if not isinstance(model, PolicyConfig) or not isinstance(data, DataConfig):
         raise UsageError(f"--sampling: {experiment.name} has no policy that samples action chunks; leave it out")
     with plugin.pretended(target):
@@ -127,11 +133,7 @@ def sampling(
         with tempfile.TemporaryDirectory() as folder:
             compiled = sampler.lower(sampler.sizes[0]).compile(compiler_options={"xla_dump_to": folder})
             live = recorded_in(Path(folder))
-    if dump is not None:
-        dump.write_text(compiled.as_text())
-    found = account(compiled, live, machine, target, time.monotonic() - began)
-    print(gpu_text.lines_alone(found, machine) if as_text else json.dumps({"account": found.as_json()}))
-    return DONE
+    return compiled, live, time.monotonic() - began
 
 
 def compile_candidate(words: Sequence[str], chosen: Forecast, machine_flags: Sequence[str]) -> GpuAccount:

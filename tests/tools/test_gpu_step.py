@@ -129,7 +129,7 @@ def test_what_samples_no_chunks_is_refused():
     experiment = cli.parse_experiment("arithmetic_sft", ["--exp-name", "compile"])
     machine = plan.find_machine("h100", 1, 1, None, 50.0)
     with pytest.raises(UsageError, match="--sampling: arithmetic_sft has no policy that samples action chunks"):
-        gpu_step.sampling(experiment, machine, cameras=(), as_text=True, dump=None)
+        gpu_step.compile_sampling(experiment, machine, target_of(machine.kind))
 
 
 def test_a_program_without_a_forecast_is_told_alone():
