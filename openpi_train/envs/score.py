@@ -4,6 +4,7 @@ Read next: `closed_loop.py`, which runs the episodes.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +21,12 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float
         raise ValueError(f"{successes} successes of {trials} trials with confidence {confidence} are not valid")
     if trials == 0:
         return 0.0, 1.0
-    from scipy import stats  # takes half a second, so only on use
-
-    interval = stats.binomtest(successes, trials).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
+    # scipy.stats has it, too, and takes half a second of every evaluation's start.
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    failures, weight = trials - successes, trials + z**2
+    middle = (successes + z**2 / 2) / weight
+    margin = z / weight * math.sqrt(successes * failures / trials + z**2 / 4)
+    return middle - margin if successes else 0.0, middle + margin if failures else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
