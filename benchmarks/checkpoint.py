@@ -100,7 +100,8 @@ def _rows(name: str, trial: Trial, flags: argparse.Namespace) -> list[list[Cell]
         slots, rounds, num_typical = SLOTS[:1], (True,), 3
     saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
     with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
-        step, state, batch = trial.compile_step(slots), trial.fresh_state(), trial.batch(slots)
+        step = trial.traced_step(slots).lower().compile()
+        state, batch = trial.fresh_state(), trial.batch(slots)
         _, state = timed_steps(step, state, batch, 2)
         with Checkpoints(folder, public_name=trial.experiment.model.public_name) as checkpoints:
             for counted in rounds:

@@ -28,9 +28,10 @@ QUICK = ("--num-train-steps", "2", "--save-interval", "2", "--batch-size", "4", 
 QUICK += ("--eval.interval", "1", "--eval.num-rows", "4", "--eval.num-sample-steps", "1")
 QUICK += ("--eval.closed-loop.interval", "1", "--eval.closed-loop.episodes-per-task", "2")
 QUICK += ("--eval.closed-loop.episodes-per-device", "4", "--eval.closed-loop.max-steps", "8")
+QUICK += ("--eval.closed-loop.num-videos", "0")
 # With few episodes, none might be held out.
 QUICK += ("--data.validation-fraction", "0.5")
-_QUICK_EPISODES = 6
+_QUICK_DATA = {"episodes_per_task": 4, "val_episodes_per_task": 1, "image_size": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def measure(title: str, study: Study, flags: argparse.Namespace, rest: Sequence[
         out / "datasets" if flags.quick else None,
         name=study.dataset,
         tasks=study.tasks,
-        episodes_per_task=_QUICK_EPISODES if flags.quick else study.episodes_per_task,
+        **(_QUICK_DATA if flags.quick else {"episodes_per_task": study.episodes_per_task}),
     )
     words = ["--exp-name", "benchmark", "--checkpoint-base-dir", f"{out}/runs", "--assets-base-dir", f"{out}/assets"]
     words += ["--dataset", str(made.dataset.parent), "--data.tokenizer", str(made.tokenizer), "--overwrite", *rest]

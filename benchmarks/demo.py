@@ -31,7 +31,10 @@ STUDY = closed_loop.Study(
     tasks=("reach_red", "reach_blue"),
     episodes_per_task=1_000,
     target=0.6,
-    quick_flags=("--model.language.depth", "1", "--model.action-expert.depth", "1", "--model.remat", "none"),
+    quick_flags=(
+        *("--model.language.depth", "1", "--model.action-expert.depth", "1", "--model.remat", "none"),
+        *("--objective.no-augment", "--data.text-lengths", "1"),
+    ),
 )
 # The seed of the client's initial states; evaluation during training has 0.
 CLIENT_SEED = 1

@@ -2,7 +2,8 @@
 
 Measures for each fault the seconds until the run trains again, and the repeated steps. At the end the run is stopped
 and compared with an undisturbed one: every array of the last checkpoint and every loss must be bit-identical.
-With --quick the experiment is a smaller one (`launched_small.py`). Read next: `faults.py` (the faults), `launched.py`.
+With --quick the experiment is a smaller one (`launched_small.py`), on one process. Read next: `faults.py` (the faults),
+`launched.py`.
 """
 
 import argparse
@@ -77,8 +78,10 @@ def main(argv: Sequence[str]) -> list[Table]:
             impossible = {"full disk": not has_disk, "cut link": not has_network}
             kinds = [kind for kind in FAULTS if not impossible.get(kind)]
         experiment = QUICK_EXPERIMENT if flags.quick else EXPERIMENT
-        drill = Drill(base, experiment, sequence(1 if flags.quick else flags.faults, kinds, rng), rng, prefix)
-        problem = drill.run() or compare(base, Path(folder) / "undisturbed", experiment)
+        processes = 1 if flags.quick else NUM_PROCESSES
+        faults = sequence(1 if flags.quick else flags.faults, kinds, rng)
+        drill = Drill(base, experiment, faults, rng, prefix, processes)
+        problem = drill.run() or compare(base, Path(folder) / "undisturbed", experiment, processes)
         minutes = (time.monotonic() - began) / 60
     verdict = problem or f"{drill.steps} steps, every array of the last checkpoint and every loss the same bits"
     notes = [
@@ -87,7 +90,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         f" starts the run again, else the launcher does. {len(kinds)} of {len(FAULTS)} kinds could be made here.",
     ]
     name = experiment[0].rpartition(":")[2]
-    title = f"Fault drill: {name} experiment, {NUM_PROCESSES} processes, a checkpoint every 10 steps"
+    title = f"Fault drill: {name} experiment, {processes} processes, a checkpoint every 10 steps"
     return [Table(title, COLUMNS, drill.rows(), notes, problem)]
 
 
@@ -95,9 +98,16 @@ class Drill:
     """The run below `base`, the remaining faults, and the results of past ones."""
 
     def __init__(
-        self, base: Path, experiment: Sequence[str], kinds: Sequence[str], rng: random.Random, prefix: Sequence[str]
+        self,
+        base: Path,
+        experiment: Sequence[str],
+        kinds: Sequence[str],
+        rng: random.Random,
+        prefix: Sequence[str],
+        processes: int,
     ):
         self._base, self._experiment, self._kinds, self._rng, self._prefix = base, experiment, kinds, rng, prefix
+        self._processes = processes
         self._survived: list[Survived] = []
         self.steps = 0
 
@@ -124,7 +134,7 @@ class Drill:
         ] + [_row("all", len(self._kinds), self._survived)]
 
     def _launch(self) -> Launched:
-        launcher = ("--processes", str(NUM_PROCESSES), "--max-restarts", str(2 * len(self._kinds)), "--grace-s", "3")
+        launcher = ("--processes", str(self._processes), "--max-restarts", str(2 * len(self._kinds)), "--grace-s", "3")
         return Launched(self._base, launcher, (*self._experiment, *ENDLESS, "--resume"), self._prefix)
 
     def _one(self, kind: str) -> Survived:
@@ -177,13 +187,13 @@ def _row(name: str, number: int, survived: Sequence[Survived]) -> list[Cell]:
     ]
 
 
-def compare(disturbed: Path, undisturbed: Path, experiment: Sequence[str]) -> str:
+def compare(disturbed: Path, undisturbed: Path, experiment: Sequence[str], processes: int) -> str:
     """Train the same number of steps without faults; returns the differences, or an empty string."""
     directories = [run_directory(base, experiment[0]) for base in (disturbed, undisturbed)]
     found = _metrics(directories[0])
     last = max(found)
     length = ("--num-train-steps", str(last))
-    with Launched(undisturbed, ("--processes", str(NUM_PROCESSES)), (*experiment, *length)) as run:
+    with Launched(undisturbed, ("--processes", str(processes)), (*experiment, *length)) as run:
         if (code := run.end(TIMEOUT_S + 2 * last)) != 0:
             return f"the undisturbed run ended with code {code}\n{run.said()}"
     expected = _metrics(directories[1])

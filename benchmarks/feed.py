@@ -62,6 +62,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short round, to check that it runs")
     flags = parser.parse_args(argv)
     flags.workers = flags.workers or ((0, 1) if flags.quick else (0, 1, 2))
+    if flags.quick:
+        flags.batch_size = 4
     if flags.data is None and default.is_dir():
         flags.data = default
     return flags
@@ -118,7 +120,8 @@ def _open(flags: argparse.Namespace, scratch: Path) -> OpenedDatasets:
     """Open the rows as a run of pi0 does, with index and norm stats below `scratch`."""
     experiment = registry.load(EXPERIMENT)
     if flags.data is None:
-        path = prepare(scratch, episodes_per_task=1 if flags.quick else 4, val_episodes_per_task=1).dataset
+        changes = {"tasks": ("reach_red",), "episodes_per_task": 4} if flags.quick else {"episodes_per_task": 4}
+        path = prepare(scratch, val_episodes_per_task=1, **changes).dataset
         cameras = dict(list(Tabletop().cameras.items())[: flags.cameras])
         robot = Tabletop(cameras=cameras)
     else:

@@ -21,6 +21,7 @@ from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import SLOTS, Trial, timed_steps
 from openpi_train.experiment import Experiment
 from openpi_train.planning.device_limits import peak_flops
+from openpi_train.planning.flops import product_flops
 from openpi_train.training.state import TrainState
 
 # A sample has as many steps as take this long, so that dispatch on the host is hidden as in training.
@@ -83,8 +84,12 @@ class Program:
 
     def __init__(self, trial: Trial, slots: Sequence[str]):
         self.trial, self.slots = trial, slots
-        self.step = trial.compile_step(slots)
-        self.executed_flops, self.model_flops = trial.step_flops(slots)
+        traced = trial.traced_step(slots)
+        self.step = traced.lower().compile()
+        # Of all products, with and without those that are computed again.
+        self.executed_flops, self.model_flops = (
+            product_flops(traced.jaxpr.jaxpr, recomputed=it) for it in (True, False)
+        )
 
     @property
     def size_mib(self) -> float:
@@ -93,9 +98,9 @@ class Program:
         own = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return (own + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes) / 2**20
 
-    def first_losses(self, batch: Any) -> tuple[np.ndarray, TrainState]:
-        """Losses of the first steps from the initial state, float32 [NUM_COMPARED]; and the state after them."""
-        state, losses = self.trial.fresh_state(), []
+    def first_losses(self, state: TrainState, batch: Any) -> tuple[np.ndarray, TrainState]:
+        """Losses of the first steps from this state, float32 [NUM_COMPARED]; and the state after them."""
+        losses = []
         for _ in range(NUM_COMPARED):
             state, metrics = self.step(state, batch)
             losses.append(metrics["loss"])
@@ -115,8 +120,9 @@ def _table(programs: Sequence[Program], theirs: Trial, flags: argparse.Namespace
 
 def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell]:
     batches = [each.trial.batch(each.slots, ours.slots, flags.prompt_tokens) for each in (ours, theirs)]
-    losses = ours.first_losses(batches[0])[0]  # its state is dropped: a second one might not fit
-    their_losses, state = theirs.first_losses(batches[1])
+    fresh_state = ours.trial.fresh_state
+    losses = ours.first_losses(fresh_state(), batches[0])[0]  # its state is dropped: a second one might not fit
+    their_losses, state = theirs.first_losses(fresh_state(), batches[1])
     step_s, state = timed_steps(ours.step, state, batches[0], 1)
     num_steps = 1 if flags.quick else math.ceil(SAMPLE_S / step_s)
     times: tuple[list[float], list[float]] = [], []

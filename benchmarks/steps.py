@@ -14,7 +14,6 @@ import numpy as np
 
 from openpi_train.cli import parse_experiment
 from openpi_train.experiment import Experiment
-from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import initial_state
@@ -28,7 +27,9 @@ SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 TINY = "pi0_bridge_traj_tiny"
 MODELS = {"tiny": TINY, "medium": f"{Path(__file__).with_name('medium.py')}:medium"}
-QUICK = "debug", "--model.remat", "dots"  # compiles in less time
+# Compiles in less time.
+QUICK = ("debug", "--model.remat", "dots", "--objective.no-augment")
+QUICK += ("--model.language.depth", "1", "--model.action-expert.depth", "1")
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
@@ -85,11 +86,11 @@ class Trial:
         )
         return jax.jit(make, out_shardings=layout.shardings)
 
-    def compile_step(self, slots: Sequence[str]) -> Any:
-        """The training step for batches with these camera slots, compiled."""
+    def traced_step(self, slots: Sequence[str]) -> Any:
+        """The training step for batches with these camera slots: a `jax.stages.Traced`."""
         layout = self.prepared.layout
         spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
-        return self.prepared.trainer.compile_step(layout.shardings, layout.abstract(), spec)
+        return self.prepared.trainer.traced_step(layout.shardings, layout.abstract(), spec)
 
     def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS, prompt_tokens: int | None = None) -> Any:
         """Random rows on the devices. Slots that are not `present` hold masked black pictures.
@@ -102,13 +103,6 @@ class Trial:
         if prompt_tokens is not None:
             rows["prompt_mask"] &= np.arange(rows["prompt_mask"].shape[1]) < prompt_tokens
         return jax.device_put(action_batch(rows), self.prepared.trainer.plan.batch)
-
-    def step_flops(self, slots: Sequence[str]) -> tuple[float, float]:
-        """FLOPs of all products in one step, with and without recomputation, counted in the traced program."""
-        layout, model = self.prepared.layout, self.experiment.model
-        spec = model.batch_spec(self.experiment.batch_size, slots)
-        jaxpr = jax.make_jaxpr(self.prepared.trainer.step)(layout.abstract(), spec).jaxpr
-        return product_flops(jaxpr, recomputed=True), product_flops(jaxpr, recomputed=False)
 
 
 def timed_steps(step: StepFunction, state: TrainState, batch: Any, count: int) -> tuple[float, TrainState]:

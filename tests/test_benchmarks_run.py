@@ -99,7 +99,7 @@ def test_weights_sets_the_peak_against_the_share(quick):
 def test_checkpoint_tells_the_stall_of_both_kinds_of_save(quick):
     found = rows(quick, "Checkpoint")
     assert [(row["state"], row["save"]) for row in found] == [("debug", "synchronous"), ("debug", "asynchronous")]
-    assert all(row["MB"] == pytest.approx(7.05, rel=0.01) for row in found)
+    assert all(row["MB"] == pytest.approx(2.91, rel=0.01) for row in found)
     for row in found:
         (stall,), (call,), (extra,) = (row[name] for name in ("stall ms", "save call ms", "all following extra ms"))
         assert stall == pytest.approx(call + extra)

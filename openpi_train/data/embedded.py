@@ -210,9 +210,12 @@ def _round(env: tabletop_env.TabletopEnv, seeds: np.ndarray, tasks: np.ndarray, 
 
 
 def _observed(env: tabletop_env.TabletopEnv, scenes: Any) -> dict[str, Any]:
-    """Pictures and proprioception of a batch of scenes, rendered in pieces of one size (compiled once)."""
+    """Pictures and proprioception of a batch of scenes, rendered in pieces of one size (compiled once).
+
+    Fewer scenes than a piece are rendered as the next power of two, so that not every number is compiled.
+    """
     total = len(scenes.task)
-    piece = max(1, RENDER_PIXELS // env.image_size**2)
+    piece = min(max(1, RENDER_PIXELS // env.image_size**2), 1 << (total - 1).bit_length())
     pieces = []
     for start in range(0, total, piece):
         # The last piece is filled up with its first scenes.
