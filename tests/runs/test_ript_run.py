@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from practice.reaching import REACHING
-from runs.command import ROOT, check, environment, openpi_train, train
+from runs.command import ROOT, check, environment, openpi_train
+from saved_runs import save_run
 
+from openpi_train import registry
 from openpi_train.training.iterations import FILE
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -26,9 +28,9 @@ fault_tolerance: {{checkpoint_interval: 1, auto_resume: true}}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a policy that has imitated, and has then practised for two iterations in two processes."""
+    """A folder with an untrained policy, which has then practised for two iterations in two processes."""
     base = tmp_path_factory.mktemp("ript")
-    train(base, REACHING)
+    save_run(registry.load(REACHING), base / "runs")
     (base / "config.yaml").write_text(CONFIG.format(base=base, iterations=2))
     launcher = [ROOT / "scripts" / "launch_distributed_training.sh", "--config", base / "config.yaml", "--gpus", "2"]
     flags = ["--", "--assets-base-dir", base / "assets"]

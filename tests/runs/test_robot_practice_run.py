@@ -15,6 +15,8 @@ from openpi_train.tools.run_files import RunFiles
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 # Two groups of four in a batch: with two processes each has its own, whose pictures the other never sees.
+# As many threads in every process, or convolutions add up in another order (docs/numerics.md).
+THREADS = {"NPROC": "4"}
 RUN = (WANDERING, "--practice.mixed-only", "--practice.max-waves", "2")
 # What depends on the machine.
 TIMES = ("time/", "_per_s", "data/", "mfu", "hfu")
@@ -22,7 +24,7 @@ TIMES = ("time/", "_per_s", "data/", "mfu", "hfu")
 
 def lines(base):
     """The lines of the log, without what depends on the machine."""
-    text = (base / "runs" / "wandering" / "x" / "metrics.jsonl").read_text().splitlines()
+    text = (base / "runs" / "roaming" / "x" / "metrics.jsonl").read_text().splitlines()
     return [
         {name: value for name, value in line.items() if not any(time in name for time in TIMES)}
         for line in map(json.loads, text)
@@ -32,7 +34,7 @@ def lines(base):
 @pytest.fixture(scope="module")
 def one_by_four(tmp_path_factory):
     base = tmp_path_factory.mktemp("one_by_four")
-    train(base, *RUN, *kept(base), devices=4)
+    train(base, *RUN, *kept(base), devices=4, **THREADS)
     return base
 
 
@@ -59,7 +61,7 @@ def test_it_acts_once_per_iteration_and_learns(one_by_four):
 
 
 def test_its_report_shows_what_it_did(one_by_four):
-    run = one_by_four / "runs" / "wandering" / "x"
+    run = one_by_four / "runs" / "roaming" / "x"
     shown = [json.loads(line) for line in (run / "attempts" / "1" / "attempts.jsonl").read_text().splitlines()]
     assert {line["outcome"] for line in shown} == {0, 1}
     page = html_of([RunFiles.at(run)], with_batches=False)
@@ -72,14 +74,16 @@ def test_its_report_shows_what_it_did(one_by_four):
 
 def test_processes_change_no_bit(tmp_path, one_by_four):
     """Nor that the environment of one of them is slow."""
-    train(tmp_path, *RUN, *kept(tmp_path), processes=2, devices=2, WANDERING_PAUSE_S="0,0.03")
+    train(tmp_path, *RUN, *kept(tmp_path), processes=2, devices=2, WANDERING_PAUSE_S="0,0.03", **THREADS)
     assert lines(tmp_path) == lines(one_by_four) and episodes(tmp_path) == episodes(one_by_four)
 
 
 def test_killed_within_an_iteration_it_goes_on_bit_for_bit(tmp_path, one_by_four):
     """As soon as the first step of the second iteration is logged: it acts for that one again."""
-    killed_when_logged(tmp_path, 5, *RUN, *kept(tmp_path), "--devices-per-process", "4", experiment="wandering")
-    done = train(tmp_path, *RUN, *kept(tmp_path), "--resume", devices=4)
+    killed_when_logged(
+        tmp_path, 5, *RUN, *kept(tmp_path), "--devices-per-process", "4", experiment="roaming", **THREADS
+    )
+    done = train(tmp_path, *RUN, *kept(tmp_path), "--resume", devices=4, **THREADS)
     assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
     assert episodes(tmp_path) == episodes(one_by_four)
 
@@ -90,13 +94,13 @@ def test_asked_to_stop_while_acting_all_processes_save_the_last_iteration(tmp_pa
     launch = ("launch", "local", "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "output")
     process = subprocess.Popen(
         [sys.executable, "-m", "openpi_train", *map(str, (*launch, "--", *flags, *places(tmp_path)))],
-        env=environment(WANDERING_PAUSE_S="0.3"),
+        env=environment(WANDERING_PAUSE_S="0.3", **THREADS),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    log, deadline = tmp_path / "runs" / "wandering" / "x" / "metrics.jsonl", time.monotonic() + 240
+    log, deadline = tmp_path / "runs" / "roaming" / "x" / "metrics.jsonl", time.monotonic() + 240
     while process.poll() is None and time.monotonic() < deadline:
         if log.exists() and '{"step": 4, "approx_kl"' in log.read_text():
             break
@@ -106,6 +110,6 @@ def test_asked_to_stop_while_acting_all_processes_save_the_last_iteration(tmp_pa
     assert process.returncode == 75, output[-4000:]
     assert "stopped after step 4 of 8 with a good checkpoint" in output
     assert max(line["step"] for line in lines(tmp_path)) == 4
-    done = train(tmp_path, *flags, "--resume", devices=4)
+    done = train(tmp_path, *flags, "--resume", devices=4, **THREADS)
     assert "continuing from step 4 of 8" in done.stdout + done.stderr and lines(tmp_path) == lines(one_by_four)
     assert episodes(tmp_path) == episodes(one_by_four)
