@@ -10,7 +10,6 @@ from tiny_policies import blind
 
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.robots.bridge import Bridge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +47,8 @@ class Drift(Env):
         return jnp.asarray(np.abs(states[0][:, :6]).sum(1) > np.array([0.4, 0.6])[states[1]])
 
 
-_dataset = dataclasses.replace(blind.data.datasets[0], robot=Bridge(cameras={}))
 drift = dataclasses.replace(
     blind,
-    data=dataclasses.replace(blind.data, datasets=(_dataset,)),
     num_train_steps=2,
     save_interval=2,
     eval=dataclasses.replace(

@@ -19,23 +19,14 @@ from openpi_train.data.fake import FakeData
 from openpi_train.data.rlds import Rlds
 from openpi_train.robots.bridge import Bridge
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Poisoned(FakeData):
-    nan_steps: tuple[int, ...] = ()
-
-    def open(self):
-        source = super().open()
-        source.columns["action"][list(self.nan_steps)] = float("nan")
-        return source
-
 def on(source):
     data = DataConfig(datasets=(Dataset(source=source, robot=Bridge(), asset_id="fake"),), tokenizer="bytes")
     return dataclasses.replace(debug, data=data)
 
 arm = on(Rlds(path={arm!r}, cache_dir={cache!r}))
 """A dataset that was written for this test."""
-poisoned = on(Poisoned(image_height=32, image_width=32))
-"""Actions with NaN in them."""
+noise = on(FakeData(image_height=32, image_width=32))
+"""Noise."""
 number = 3
 '''
 

@@ -33,6 +33,7 @@ def case(name: str, arguments: str, code: int, *says: str, exp_name: str = "--ex
     return pytest.param(f"{arguments} {exp_name}", code, says, variables, id=name)
 
 
+TINY = Path(__file__).with_name("tiny_policies.py")
 ARM, ROBOT = "HERE/bad_input_experiments.py:arm", "--data.datasets.0.robot"
 CASES = [
     case("experiment", "debgu", USAGE, "'debgu'", "did you mean debug", "list"),
@@ -76,7 +77,7 @@ CASES = [
     case("held-out share", "debug --data.validation-fraction 1.5", USAGE, "1.5 must lie in [0, 1)", "0 holds nothing"),
     case("RANK alone", "debug", USAGE, "RANK=0 but not WORLD_SIZE, MASTER_ADDR", "set them too, or unset", RANK="0"),
     case("file", "HERE/absent.py:try7", USAGE, "absent.py' does not exist", "looked in"),
-    case("name in file", "HERE/bad_input_experiments.py:try8", USAGE, "as file.py:name", "has arm, poisoned"),
+    case("name in file", "HERE/bad_input_experiments.py:try8", USAGE, "as file.py:name", "has arm, noise"),
     case("no experiment", "HERE/bad_input_experiments.py:number", USAGE, "is a int, not an Experiment"),
     case("file that does not parse", "HERE/unfinished.py:try7", USAGE, "unfinished.py line 1 does not parse"),
     case(
@@ -167,7 +168,7 @@ CASES = [
     case("no norm stats", "debug --data.datasets.0.norm-stats HERE/none.json", DATA, "no norm stats at", "or none to"),
     case(
         "NaN in a column",
-        f"HERE/bad_input_experiments.py:poisoned {SOURCE}.nan-steps 40",
+        f"{TINY}:poisoned {SOURCE}.nan-steps 40",
         DATA,
         "actions: the columns hold NaN or infinity",
         "1 of ",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bad_files import SOURCE, small_disk, write_experiments
+from bad_files import SOURCE, small_disk
 from command import check, losses, openpi_train, places, words
 
 from openpi_train import cli
@@ -18,7 +18,8 @@ from openpi_train.runtime.exits import CHECKPOINT, DONE, NUMBERS, USAGE
 
 pytestmark = pytest.mark.slow
 
-RUN = ("debug", "--num-train-steps", "4", "--save-interval", "2", "--keep-last", "2", "--data.validation-fraction", "0")
+SEEING, POISONED = (f"{Path(__file__).with_name('tiny_policies.py')}:{name}" for name in ("seeing", "poisoned"))
+RUN = (SEEING, "--num-train-steps", "4", "--save-interval", "2", "--keep-last", "2", "--data.validation-fraction", "0")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def copy(finished, tmp_path) -> Path:
 
 
 def run_of(base: Path) -> Path:
-    return base / "runs" / "debug" / "x"
+    return base / "runs" / "seeing" / "x"
 
 
 def test_nothing_held_out_is_warned_of_with_the_flag(finished):
@@ -52,8 +53,8 @@ def test_an_existing_run_is_left_alone(finished):
 
 
 def test_resume_with_another_model_names_the_fields(copy):
-    done = openpi_train(*RUN, *places(copy), "--resume", "--model.siglip.depth", "1", "--ema-decay", "None")
-    text = check(done, USAGE, "model.siglip.depth: the run has 2, given 1", "Give the run's own values")
+    done = openpi_train(*RUN, *places(copy), "--resume", "--model.mlp.depth", "2", "--ema-decay", "None")
+    text = check(done, USAGE, "model.mlp.depth: the run has 1, given 2", "Give the run's own values")
     assert "ema_decay: the run has 0.99, given None" in text
 
 
@@ -80,7 +81,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(copy, finished
     largest.write_bytes(content)
     done = openpi_train(*RUN, *places(copy), "--resume")
     check(done, DONE, "checkpoint 4 cannot be used", "is corrupt", "falling back to checkpoint 2")
-    assert losses(copy) == losses(finished[0])
+    assert losses(copy, "seeing") == losses(finished[0], "seeing")
     assert list(run_of(copy).glob("4.damaged-*"))
 
 
@@ -105,11 +106,11 @@ def test_torn_files_that_can_be_made_anew_are_only_warned_of(copy, finished):
     """Killed while writing: half a line of metrics, half the norm stats, half the record of the best checkpoint."""
     with open(run_of(copy) / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 4, "lo')
-    os.truncate(copy / "assets" / "debug" / "fake" / "norm_stats.details.json", 10)
+    os.truncate(copy / "assets" / "seeing" / "fake" / "norm_stats.details.json", 10)
     (run_of(copy) / "best.json").write_text('{"step"')
     longer = [word if word != "4" else "6" for word in RUN]
     check(openpi_train(*longer, *places(copy), "--resume"), DONE, "best.json cannot be read", "computing them again")
-    before, after = losses(finished[0]), losses(copy)
+    before, after = losses(finished[0], "seeing"), losses(copy, "seeing")
     assert {step: after[step] for step in before} == before
     assert len(after) == 6
 
@@ -125,28 +126,26 @@ def test_damaged_start_weights_are_refused(finished, tmp_path):
 
 
 def test_start_weights_of_another_model_name_the_parameters(finished, tmp_path):
-    flags = ("--weight-loader.params-path", run_of(finished[0]) / "4", "--model.siglip.mlp-dim", "32")
+    flags = ("--weight-loader.params-path", run_of(finished[0]) / "4", "--model.mlp.width", "64")
     done = openpi_train(*RUN, *places(tmp_path), *flags)
-    check(done, CHECKPOINT, "does not fit the model", "of another shape", "the model wants", "--model.siglip")
+    check(
+        done, CHECKPOINT, "does not fit the model", "of another shape", "the model wants", "model's variants and sizes"
+    )
 
 
-@pytest.fixture(scope="module")
-def poisoned(tmp_path_factory) -> str:
-    """The experiment whose actions hold NaN where it is told."""
-    return f"{write_experiments(tmp_path_factory.mktemp('bad_state') / 'bad_state_experiments.py')}:poisoned"
+def poison(base: Path) -> str:
+    """A control step that a row of the third batch starts at, and that no row before has in its chunk."""
+    experiment = cli.parse_experiment(POISONED, [*RUN[1:], *places(base)])
+    rows = experiment.open_data().train
+    starts = rows.windows[0].starts[rows.mixture.locate(np.arange(3 * 8))[2]]
+    before = starts[: 2 * 8, None] + np.arange(experiment.model.action_horizon)
+    return str(next(start for start in starts[2 * 8 :] if start not in before))
 
 
-def poison(poisoned: str, base: Path) -> str:
-    """The control step that the third batch's first row starts at."""
-    data = cli.parse_experiment(poisoned, [*RUN[1:], *places(base)]).open_data()
-    sample = data.train.mixture.locate(np.array([2 * 8]))[2]
-    return str(int(data.train.windows[0].starts[sample][0]))
-
-
-def test_a_nan_stops_the_run_with_the_batchs_rows_or_is_skipped(poisoned, finished, tmp_path):
-    stats = finished[0] / "assets" / "debug" / "fake"
-    nan = (f"{SOURCE}.nan-steps", poison(poisoned, tmp_path), "--data.datasets.0.norm-stats", stats)
-    arguments = (poisoned, *RUN[1:], *places(tmp_path), *nan)
+def test_a_nan_stops_the_run_with_the_batchs_rows_or_is_skipped(finished, tmp_path):
+    stats = finished[0] / "assets" / "seeing" / "fake"
+    nan = (f"{SOURCE}.nan-steps", poison(tmp_path), "--data.datasets.0.norm-stats", stats)
+    arguments = (POISONED, *RUN[1:], *places(tmp_path), *nan)
     text = check(
         openpi_train(*arguments), NUMBERS, "loss nan", "step 3: ", "The update was not applied", "--on-nan skip"
     )
@@ -159,4 +158,4 @@ def test_a_nan_stops_the_run_with_the_batchs_rows_or_is_skipped(poisoned, finish
 def test_a_full_disk_is_told_before_the_save(tmp_path):
     (tmp_path / "runs").mkdir()
     done = openpi_train(*RUN, *places(tmp_path), prefix=small_disk(tmp_path / "runs", "1m"))
-    check(done, CHECKPOINT, "not enough disk space for checkpoint 2", "it needs 8.1 MB", "--checkpoint-base-dir")
+    check(done, CHECKPOINT, "not enough disk space for checkpoint 2", "it needs 1.3 MB", "--checkpoint-base-dir")

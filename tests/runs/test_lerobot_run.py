@@ -12,13 +12,13 @@ CAMERA = ("--data.datasets.0.robot.cameras.base-0-rgb", "observation/images/fron
 RUNS = Path(__file__).with_name("lerobot_runs.py")
 
 
-def test_the_debug_model_trains_on_a_lerobot_dataset_named_on_the_command_line(tmp_path):
+def test_a_model_trains_on_a_lerobot_dataset_named_on_the_command_line(tmp_path):
     home = {"OPENPI_TRAIN_HOME": str(tmp_path / "home")}
     flags = ("--dataset", FIXTURES / "v30_video", *CAMERA, "--num-workers", "1", "--num-train-steps", "2")
     flags += ("--data.validation-fraction", "0")
-    train(tmp_path, "debug", *flags, **home)
-    assert set(losses(tmp_path)) == {1, 2}
-    assert (tmp_path / "assets" / "debug" / "v30_video" / "norm_stats.json").is_file()
+    train(tmp_path, f"{Path(__file__).with_name('tiny_policies.py')}:seeing", *flags, **home)
+    assert set(losses(tmp_path, "seeing")) == {1, 2}
+    assert (tmp_path / "assets" / "seeing" / "v30_video" / "norm_stats.json").is_file()
 
 
 def test_both_formats_train_together_on_two_processes(tmp_path):

@@ -7,37 +7,58 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
-from command import ROOT, environment, losses, train
+from command import ROOT, environment, losses, places, train
 from small_runs import SMALL
 
+from openpi_train import registry
+from openpi_train.interop.checkpoint_formats import open_checkpoint
+
 pytestmark = [pytest.mark.slow]
-# There is time for the kill: it waits for each checkpoint before it begins the next.
-RUN = ("debug", "--num-train-steps", "60", "--save-interval", "10", "--keep-last", "3")
-# A line is the mean of three steps: that of step 12 is of steps before and after the checkpoint that is resumed from.
-RUN += ("--log-interval", "3", "--data.validation-fraction", "0")
+RUN = f"{Path(__file__).with_name('state_runs.py')}:states"
+LAST = 400
 
 
-def test_sixty_steps_equal_ten_or_more_a_kill_and_a_resume(tmp_path):
+def run_of(base):
+    return base / "runs" / "states" / "x"
+
+
+def test_killed_and_resumed_equals_uninterrupted_with_its_average(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    train(straight, *RUN)
-    flags = ("--exp-name", "x", "--checkpoint-base-dir", killed / "runs", "--assets-base-dir", killed / "assets")
-    command = ["nice", "-n", "10", sys.executable, "-m", "openpi_train", *RUN, *map(str, flags)]
+    train(straight, RUN)
+    command = ["nice", "-n", "10", sys.executable, "-m", "openpi_train", RUN, *places(killed)]
     process = subprocess.Popen(
         command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    manifest = killed / "runs" / "debug" / "x" / "10" / "manifest.json"
+    manifest = run_of(killed) / "100" / "manifest.json"
     deadline = time.monotonic() + 240
     while not manifest.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    assert 9 <= max(losses(killed)) < 60
-    done = train(killed, *RUN, "--resume")
-    assert re.search(r"continuing from step [1-5]0 of 60", done.stderr)
-    assert losses(killed) == losses(straight)
-    assert list(losses(killed)) == list(range(3, 61, 3))
+    assert not (run_of(killed) / str(LAST) / "manifest.json").exists()
+    # A line is the mean of thirty steps: that of step 120 is of steps before and after a checkpoint.
+    assert 90 <= max(losses(killed, "states")) < LAST
+    done = train(killed, RUN, "--resume")
+    assert re.search(rf"continuing from step [123]00 of {LAST}", done.stderr)
+    assert losses(killed, "states") == losses(straight, "states")
+    assert list(losses(killed, "states")) == [*range(30, LAST, 30), LAST]
+    model = registry.load(RUN).model
+    resumed, whole = (open_checkpoint(run_of(base) / str(LAST), model) for base in (killed, straight))
+    assert resumed.train_state is not None and whole.train_state is not None
+    for found, wanted in ((resumed.params, whole.params), (resumed.train_state, whole.train_state)):
+        assert found.keys() == wanted.keys()
+        for name, leaf in wanted.items():
+            np.testing.assert_array_equal(found[name].whole(), leaf.whole(), err_msg=name)
+    averages = [(leaf.whole(), whole.train_state[f"params/{name}"].whole()) for name, leaf in whole.params.items()]
+    assert any((average != trained).any() for average, trained in averages)
+    outcomes = [
+        json.loads((run_of(base) / "eval" / str(LAST) / "closed_loop.json").read_text()) for base in (killed, straight)
+    ]
+    assert outcomes[0] == outcomes[1] and outcomes[0]["overall"]["trials"] == 4
 
 
 def test_sigterm_saves_and_exits_with_the_requeue_code(tmp_path):

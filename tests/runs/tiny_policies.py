@@ -3,10 +3,25 @@
 import dataclasses
 
 from openpi_train import registry
+from openpi_train.data.fake import FakeData
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.robots.bridge import Bridge
 
 _debug = registry.load("debug")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Poisoned(FakeData):
+    """Noise whose actions are NaN at these control steps."""
+
+    nan_steps: tuple[int, ...] = ()
+
+    def open(self):
+        source = super().open()
+        source.columns["action"][list(self.nan_steps)] = float("nan")
+        return source
+
 
 seeing = dataclasses.replace(
     _debug,
@@ -25,5 +40,14 @@ seeing = dataclasses.replace(
 )
 """From one camera and the state."""
 
-blind = dataclasses.replace(seeing, model=dataclasses.replace(seeing.model, cameras=()))
+_without_cameras = dataclasses.replace(_debug.data.datasets[0], robot=Bridge(cameras={}))
+blind = dataclasses.replace(
+    seeing,
+    model=dataclasses.replace(seeing.model, cameras=()),
+    data=dataclasses.replace(_debug.data, datasets=(_without_cameras,)),
+)
 """From the state alone."""
+
+_poisoned = dataclasses.replace(_debug.data.datasets[0], source=Poisoned(image_height=32, image_width=32))
+poisoned = dataclasses.replace(seeing, data=dataclasses.replace(_debug.data, datasets=(_poisoned,)))
+"""Actions with NaN in them."""
