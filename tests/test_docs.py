@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import fnmatch
+import functools
 import os
 import re
 import shlex
@@ -71,6 +72,7 @@ SCRIPTS = {
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HOSTS")
 
 
+@functools.cache
 def commands() -> list[tuple[str, list[str], dict[str, str]]]:
     """(file name, words, variables set before the command) of every distinct command line in a code block."""
     found = {}

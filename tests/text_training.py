@@ -146,10 +146,10 @@ OBJECTIVES = {
 }
 
 # Processes, each with its share of four devices, and what they train: an objective, a strategy, the micro-batches.
-# Every kind of objective and every strategy is there, with and without micro-batches.
+# Every kind of objective and every strategy is there, with and without micro-batches. Four processes, each with one
+# device: `runs/test_practice_run.py`.
 PROCESSES = {
     2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1), "policy": ("zero3", 1)},
-    4: {"policy": ("zero2", 4)},
 }
 
 

@@ -247,11 +247,12 @@ def assert_same_gradients(found, expected):
         np.testing.assert_allclose(found[path], gradient, rtol=1e-3, atol=1e-5 * scale, err_msg=path)
 
 
-@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+# pi0.5's layers are scanned as pi0's are.
+@pytest.mark.parametrize(("pi05", "remat"), [(False, "dots"), (False, "attention"), (False, "full"), (True, "full")])
 @pytest.mark.slow
-def test_recomputing_activations_changes_no_gradient(tiny, remat):
-    config, _, params, _ = tiny
-    seen, inputs = observation(config), draws(config, 1)
+def test_recomputing_activations_changes_no_gradient(pi05, remat):
+    config = dataclasses.replace(TINY, pi05=pi05)
+    params, seen, inputs = built(config)[1], observation(config), draws(config, 1)
     kept = compiled_gradient(config)(params, seen, inputs)
     again = compiled_gradient(dataclasses.replace(config, remat=remat))(params, seen, inputs)
     np.testing.assert_allclose(again[0], kept[0], rtol=1e-6)

@@ -66,7 +66,7 @@ def test_every_stage_and_accumulation_changes_nothing(name, layout):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_change_nothing(tmp_path):
-    """Two processes with two devices each, and four with one each: as one process with one device."""
+    """Two processes with two devices each: as one process with one device."""
     program = [sys.executable, text_training.__file__, tmp_path, *(str(free_port()) for _ in PROCESSES)]
     tests = Path(text_training.__file__).parent
     path = {"PYTHONPATH": f"{tests.parent}:{tests}"}

@@ -15,6 +15,7 @@ EXPERIMENT = """
 import dataclasses
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
+from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.robots.bridge import Bridge
 from openpi_train_configs.debug import debug
 
@@ -28,7 +29,9 @@ data = DataConfig(
     on_bad_record="skip",
     validation_fraction=0,
 )
-mixed = dataclasses.replace(debug, data=data, num_train_steps=6, save_interval=6)
+mixed = dataclasses.replace(
+    debug, objective=FlowMatching(augment=False), data=data, num_train_steps=6, save_interval=6
+)
 """
 BATCH_SIZE, NUM_STEPS = 8, 6
 
