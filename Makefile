@@ -137,6 +137,7 @@ gpu-checkpoint:
 
 gpu-run:
 	$(PIECE) $(GPU_PYTHON) -m openpi_train benchmarks/full_size.py:full_size --exp-name x --overwrite --checkpoint-base-dir $(GPU_OUT)/run --profile 3
+	$(PIECE) $(GPU_PYTHON) -m openpi_train benchmarks/full_size.py:full_size --exp-name x --resume --num-train-steps 70 --checkpoint-base-dir $(GPU_OUT)/run
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks
