@@ -96,10 +96,7 @@ def scan_layers(
         layer_params, extra = layer
         return body(nnx.merge(graph, _gathered(layer_params)), carry, extra)
 
-    if policy := _policy(remat, params):
-        # Inside a scan nothing can be merged across the barrier anyway, so it is not needed (prevent_cse).
-        step = jax.checkpoint(step, prevent_cse=False, policy=policy)
-    return jax.lax.scan(step, carry, (params, per_layer))
+    return jax.lax.scan(_recomputed(step, remat, _has_shards(params)), carry, (params, per_layer))
 
 
 def _gathered(layer_params: Any) -> Any:
@@ -128,11 +125,21 @@ def each_layer(stacked: M) -> list[M]:
     return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
 
 
-def _policy(remat: Remat, params: Any) -> Any:
-    """The checkpoint policy; None to store everything. Gathered layers are gathered again in the backward pass."""
-    if remat != "none":
-        return _POLICIES[remat]
-    return _all_but_weights if any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) else None
+def _recomputed(step: Callable[..., Any], remat: Remat, fetches: bool) -> Callable[..., Any]:
+    """The step of a scan over layers, with what `remat` recomputes in the backward pass.
+
+    Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept.
+    """
+    if remat == "none" and not fetches:
+        return step
+    policy = _all_but_weights if remat == "none" else _POLICIES[remat]
+    # Inside a scan nothing can be merged across the barrier anyway, so it is not needed (prevent_cse).
+    return jax.checkpoint(step, prevent_cse=False, policy=policy)
+
+
+def _has_shards(params: Any) -> bool:
+    """Whether some of these parameters are shards."""
+    return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard)))
 
 
 def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -181,10 +188,9 @@ def scan_to_last(
         index, others, extra = inputs
         return body(nnx.merge(graph, _gathered(layer(index, others))), carry, extra)
 
-    if policy := _policy(remat, params):
-        step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     depth = len(jax.tree.leaves(params)[0])
     before = jax.tree.map(lambda x: x[:-1], cut)
+    step = _recomputed(step, remat, bool(jax.tree.leaves(read)) or _has_shards(params))
     carry, outputs = jax.lax.scan(step, carry, (jnp.arange(depth - 1), before, per_layer))
     last = layer(depth - 1, jax.tree.map(lambda x: x[-1], cut))
     return carry, outputs, nnx.merge(graph, _gathered(last))

@@ -118,6 +118,20 @@ def test_what_is_fixed_is_read_from_the_stack_and_not_copied(stacked, fixed, dty
     np.testing.assert_array_equal(loss(params, x), run_to_last(stacked, dtype=dtype, remat="dots"))
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_fixed_stack_is_not_kept_once_more_for_the_backward_pass(stacked, remat):
+    graph, params = nnx.split(stacked)[0], module_params(stacked)
+
+    def loss(params, x):
+        module = merge_module(graph, params)
+        mark_fixed(module, params)
+        return scan_to_last(module, body, x, remat=remat, dtype=jnp.float32)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=1))(params, jnp.ones((2, 4))).jaxpr
+    scans = [one for one in program.eqns if one.primitive.name == "scan"]
+    assert len(scans) == 2 and not [var for one in scans for var in one.outvars if var.aval.shape == (2, 4, 4)]
+
+
 def test_layer_norm_equals_flax_in_float32():
     x = jax.random.normal(jax.random.key(0), (2, 3, 8)) * 3 + 1
     theirs, ours = nnx.LayerNorm(8, rngs=nnx.Rngs(0)), LayerNorm(8)
