@@ -41,21 +41,19 @@ WARM_UP, SAMPLES, SAMPLE_S = 2, 5, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to run: its flags as on the command line, how many cameras are present, and whether it does openpi's
-    work (`reference.py`)."""
+    """A step to run: its flags as on the command line, how many cameras are present (0: the data's), and whether it
+    does openpi's work (`reference.py`)."""
 
     flags: str = ""
     cameras: int = 1
     is_reference: bool = False
-    compiler: str = ""
-    """An option of XLA's for this program, NAME=VALUE."""
 
     @property
     def name(self) -> str:
         """Its words in the table."""
         flags = self.flags.replace("--model.", "").replace("--", "")
         cameras = f"{self.cameras} camera{'s' * (self.cameras > 1)}" if self.cameras else ""
-        words = (cameras, flags, self.compiler, "openpi's work" if self.is_reference else "")
+        words = (cameras, flags, "openpi's work" if self.is_reference else "")
         return ", ".join(word for word in words if word)
 
 
@@ -113,7 +111,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     tables = [] if flags.quick else [gpu_times.ceilings()]
     for name in ["quick"] if flags.quick else flags.sets:
         experiment, batch_size, cases = SETS[name]
-        words, rows, notes, parts = [experiment, "--batch-size", str(batch_size)], [], [], []
+        words, rows, notes, parts, failed = [experiment, "--batch-size", str(batch_size)], [], [], [], []
         chosen = {place: case for place, case in enumerate(cases) if flags.cases is None or place in flags.cases}
         state = None
         for place, case in chosen.items():
@@ -125,8 +123,8 @@ def main(argv: Sequence[str]) -> list[Table]:
                 row, state = running.measure(state, 1 if flags.quick else SAMPLES)
             except Exception as error:  # a case that cannot run must not cost the others
                 rows.append([case.name, batch_size, *[None] * (len(COLUMNS) - 2)])
-                notes.append(f"{case.name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:300]}")
-                print(notes[-1], file=sys.stderr, flush=True)
+                failed.append(f"{case.name}: {type(error).__name__}: {str(error).strip()[:300]}")
+                print(failed[-1], file=sys.stderr, flush=True)
                 state = None  # it may have been donated
                 continue
             rows.append(row)
@@ -137,7 +135,8 @@ def main(argv: Sequence[str]) -> list[Table]:
                 found, state = running.trace(state, flags.details / f"{name}_{place}_trace")
                 parts.append(found)
         notes.append("MFU counts the model's own FLOPs. The bound is the compiled program's, not a speed.")
-        tables += [Table(f"Steps on this device: {experiment}", COLUMNS, rows, notes), *parts]
+        title = f"Steps on this device: {experiment}"
+        tables += [Table(title, COLUMNS, rows, [*notes, *failed], "; ".join(failed)), *parts]
         del state
     return tables
 
@@ -165,8 +164,7 @@ class Running:
                 counted = jax.make_jaxpr(own.prepared.trainer.step)(layout.abstract(), seen).jaxpr
             self.model_flops = product_flops(counted, recomputed=False)
             began = time.monotonic()
-            options = dict([case.compiler.split("=", 1)]) if case.compiler else None
-            self.step = traced.lower().compile(compiler_options=options)
+            self.step = traced.lower().compile()
             self.compile_s = time.monotonic() - began
         machine = this_machine(total_bytes(jax.devices()[0]))
         self.account = run_account(self.step, machine, self.compile_s)

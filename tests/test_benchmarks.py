@@ -17,6 +17,7 @@ from benchmarks import __main__ as program
 from benchmarks import (
     closed_loop,
     faults,
+    gpu_steps,
     gpu_times,
     language,
     language_speed,
@@ -242,6 +243,23 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
     monkeypatch.setattr(program, "_start", lambda: None)
     assert program.main(["tabletop"]) == 1
     assert "failed: the bits differ" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_run_is_a_failure_and_does_not_keep_the_others_from_running(monkeypatch):
+    class Running:
+        def __init__(self, _, case):
+            self.case = case
+
+        def measure(self, state, _):
+            if self.case.cameras == 3:
+                raise MemoryError("too large")
+            return [self.case.name, *[1.0] * (len(gpu_steps.COLUMNS) - 1)], state
+
+    monkeypatch.setattr(gpu_steps, "Running", Running)
+    monkeypatch.setattr(gpu_steps.gpu_times, "ceilings", lambda: report.Table("", (), []))
+    _, table = gpu_steps.main(["--cases", "1", "2", "5"])
+    assert [row[3] for row in table.rows] == [1.0, None, 1.0]
+    assert table.failure == "3 cameras, remat full attention cudnn: MemoryError: too large"
 
 
 def test_traced_kernels_stand_beside_their_bound_by_part_of_the_model():
