@@ -18,10 +18,11 @@ import jax
 
 from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS, Trial, timed_steps
+from benchmarks.steps import Trial, timed_steps
 from openpi_train.experiment import Experiment
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
+from openpi_train.types import OPENPI_SLOTS
 
 NUM_PAIRS, NUM_TYPICAL = 5, 9
 # Steps between saves to which the stall is compared, and the maximum number of steps to wait for the end of a save.
@@ -97,7 +98,7 @@ def _rows(name: str, trial: Trial, flags: argparse.Namespace) -> list[list[Cell]
     # The first save sets up Orbax's threads and folders, and is not counted.
     slots, rounds, num_typical = trial.experiment.data.cameras, (False, *(True,) * NUM_PAIRS), NUM_TYPICAL
     if flags.quick:  # the program of `step_time --quick`, which need not be compiled again
-        slots, rounds, num_typical = SLOTS[:1], (True,), 3
+        slots, rounds, num_typical = OPENPI_SLOTS[:1], (True,), 3
     saves: dict[str, list[Save]] = {mode: [] for mode in MODES}
     with jax.set_mesh(trial.mesh), tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-save-") as folder:
         step = trial.traced_step(slots).lower().compile()

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.memory import GIB
+from openpi_train.types import OPENPI_SLOTS
 
-SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 COLUMNS = ("experiment", "flags", "devices", "compile s", "GiB by the GPU's compiler", "GiB forecast")
 COLUMNS += ("forecast / compiled", "bound ms", "of it products ms", "GB moved", "kernels", "GB sent", "waited for ms")
 
@@ -50,7 +50,10 @@ _OTHER_POLICIES = ("pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
 SETS = {
     # Full pi0: attention by XLA and by cuDNN, with one and with three cameras.
     "attention": [
-        Case(_PI0, f"{_ZERO3} --model.remat {remat} --model.attention {kind} --cameras {','.join(SLOTS[:cameras])}")
+        Case(
+            _PI0,
+            f"{_ZERO3} --model.remat {remat} --model.attention {kind} --cameras {','.join(OPENPI_SLOTS[:cameras])}",
+        )
         for cameras, remat, kind in itertools.product((1, 3), ("full", "dots"), ("xla", "cudnn"))
     ],
     # Every strategy and policy of full pi0.

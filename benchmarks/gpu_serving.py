@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS
 from openpi_train.cli import parse_experiment
 from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
@@ -29,6 +28,7 @@ from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
 from openpi_train.training.prepare import this_machine
+from openpi_train.types import OPENPI_SLOTS
 
 POLICIES = ("pi0_bridge_traj", "pi05_bridge")
 # Tokens of a prompt, with padding.
@@ -100,7 +100,7 @@ def _chunks(name: str, flags: argparse.Namespace) -> list[list[Cell]]:
             objective=experiment.objective,
             params=params,
             plan=_plan(),
-            cameras=SLOTS[: flags.cameras],
+            cameras=OPENPI_SLOTS[: flags.cameras],
             seed=0,
             num_steps=10,
             batch_sizes=tuple(flags.batch_sizes),

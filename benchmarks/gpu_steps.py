@@ -24,7 +24,7 @@ from benchmarks import gpu_times
 from benchmarks.language_speed import whole_texts
 from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS, Trial, timed_steps
+from benchmarks.steps import Trial, timed_steps
 from openpi_train.cli import parse_experiment
 from openpi_train.planning.device_limits import peak_flops, total_bytes
 from openpi_train.planning.flops import product_flops
@@ -32,6 +32,7 @@ from openpi_train.planning.gpu.run_account import run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.memory import GIB
 from openpi_train.training.prepare import choose, this_machine
+from openpi_train.types import OPENPI_SLOTS
 
 COLUMNS = ("case", "rows", "compile s", "step ms", "samples/s", "MFU", "bound ms", "step / bound", "of it products ms")
 COLUMNS += ("GiB in use at the peak", "GiB compiled", "GiB forecast", "forecast / compiled", "loss")
@@ -147,8 +148,8 @@ class Running:
     def __init__(self, words: Sequence[str], case: Case):
         name, *rest = words
         experiment = parse_experiment(name, ["--exp-name", "benchmark", *rest, *case.flags.split()])
-        present = SLOTS[: case.cameras] or getattr(experiment.data, "cameras", ())
-        self.case, slots = case, SLOTS if case.is_reference else present
+        present = OPENPI_SLOTS[: case.cameras] or getattr(experiment.data, "cameras", ())
+        self.case, slots = case, OPENPI_SLOTS if case.is_reference else present
         own = Trial.of(experiment)
         model: Any = own.experiment.model
         self.trial = reference(own, model.remat) if case.is_reference else own

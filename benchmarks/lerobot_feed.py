@@ -27,9 +27,9 @@ from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.rows import Rows
 from openpi_train.data.transforms import ResizeImages
 from openpi_train.robots.bridge import Bridge
+from openpi_train.types import OPENPI_SLOTS
 
 EXPERIMENT = "pi0_bridge_traj"
-_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 NUM_PAIRS, NUM_DECODED = 3, 60
 COLUMNS = (
     "workers",
@@ -112,7 +112,7 @@ def tables(flags: argparse.Namespace, scratch: Path) -> list[Table]:
 def _rows(flags: argparse.Namespace, scratch: Path, root: Path, height: int, width: int) -> tuple[Rows, Rows]:
     """The rows of a run, and the same rows with pictures at their stored size."""
     experiment = registry.load(EXPERIMENT)
-    cameras = dict(zip(_SLOTS, (name.replace(".", "/") for name in lerobot_data.CAMERAS), strict=True))
+    cameras = dict(zip(OPENPI_SLOTS, (name.replace(".", "/") for name in lerobot_data.CAMERAS), strict=True))
     source = LeRobot(path=str(root), cache_dir=str(scratch / "index"))
     dataset = Dataset(source=source, robot=Bridge(cameras=cameras), asset_id="benchmark")
     data = DataConfig(datasets=(dataset,), tokenizer="bytes", validation_fraction=0.0)
@@ -137,7 +137,7 @@ def _pairs(flags, workers, rounds, scaled, stored, written, peer) -> list[list[C
     each."""
     warm, batches = num_warm(flags, workers), num_batches(flags)
     positions = np.arange((1 + warm + batches + 2 * max(workers, 1)) * flags.batch_size)
-    height, width = stored.spec[f"image/{_SLOTS[0]}"][0][:2]
+    height, width = stored.spec[f"image/{OPENPI_SLOTS[0]}"][0][:2]
     inside = [side * flags.image_size // max(height, width) for side in (height, width)]
     request = {
         "root": str(written.root),

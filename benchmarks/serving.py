@@ -25,6 +25,7 @@ from openpi_train.data.fake import FakeData
 from openpi_train.experiment import Experiment
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.robots.bridge import Bridge
+from openpi_train.types import OPENPI_SLOTS
 
 _TITLE = "Serving: latency and throughput"
 _ROUNDS = 3
@@ -33,7 +34,6 @@ _LONGEST_HEALTH_MS = 1000.0
 # Relative to the message; in addition there are 256 KiB per read and memory that the allocator keeps.
 _MOST_HELD = 2.0
 _HELD_BESIDE_MB = 4.0
-_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 COLUMNS = (
     "clients",
     "requests/s",
@@ -78,7 +78,7 @@ def _experiment(quick: bool) -> Experiment:
     debug = registry.load("debug")
     if quick:
         return debug
-    cameras = {slot: f"observation/image_{number}" for number, slot in enumerate(_SLOTS)}
+    cameras = {slot: f"observation/image_{number}" for number, slot in enumerate(OPENPI_SLOTS)}
     source = FakeData(num_episodes=4, cameras=tuple(cameras.values()))
     tower = SiglipConfig(width=64, depth=2, mlp_dim=128, num_heads=2, patch_size=32)
     sizes = {"siglip": tower, "image_size": 224, "action_horizon": 50, "vocab_size": 1024, "dtype": "bfloat16"}

@@ -18,11 +18,12 @@ import numpy as np
 from benchmarks import steps
 from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import SLOTS, Trial, timed_steps
+from benchmarks.steps import Trial, timed_steps
 from openpi_train.experiment import Experiment
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.planning.flops import product_flops
 from openpi_train.training.state import TrainState
+from openpi_train.types import OPENPI_SLOTS
 
 # A sample has as many steps as take this long, so that dispatch on the host is hidden as in training.
 SAMPLE_S = 0.25
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         experiment = dataclasses.replace(experiment, model=model)
     ours = Trial.of(experiment)
     with jax.set_mesh(ours.mesh):
-        programs = [Program(ours, SLOTS[:count]) for count in flags.cameras]
+        programs = [Program(ours, OPENPI_SLOTS[:count]) for count in flags.cameras]
         return [_table(programs, reference(whole, remat), flags) for remat in remats(ours.experiment)]
 
 
@@ -114,7 +115,7 @@ def _table(programs: Sequence[Program], theirs: Trial, flags: argparse.Namespace
     ours, other = (each.model.remat for each in (experiment, theirs.experiment))
     same = f"like for like, both remat {ours}" if ours == other else f"ours remat {ours}, reference {other} as openpi"
     title = f"Step time, {same}: {name}, {num_params / 1e6:,.1f} M parameters, batch {experiment.batch_size}"
-    program = Program(theirs, SLOTS)
+    program = Program(theirs, OPENPI_SLOTS)
     return Table(title, COLUMNS, [_row(each, program, flags) for each in programs], _notes(experiment))
 
 

@@ -20,10 +20,7 @@ from openpi_train.training.init import initial_state
 from openpi_train.training.prepare import Prepared, prepare_without_data
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
-from openpi_train.types import action_batch, flatten_rows
-
-# openpi's camera slots, in the order in which they are filled.
-SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+from openpi_train.types import OPENPI_SLOTS, action_batch, flatten_rows
 
 TINY = "pi0_bridge_traj_tiny"
 MODELS = {"tiny": TINY, "medium": f"{Path(__file__).with_name('medium.py')}:medium"}
@@ -92,7 +89,9 @@ class Trial:
         spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
         return self.prepared.trainer.traced_step(layout.shardings, layout.abstract(), spec)
 
-    def batch(self, slots: Sequence[str], present: Sequence[str] = SLOTS, prompt_tokens: int | None = None) -> Any:
+    def batch(
+        self, slots: Sequence[str], present: Sequence[str] = OPENPI_SLOTS, prompt_tokens: int | None = None
+    ) -> Any:
         """Random rows on the devices. Slots that are not `present` hold masked black pictures.
 
         Prompts have `prompt_tokens` tokens (None: the model's maximum) before padding.

@@ -20,13 +20,13 @@ import jax
 
 from benchmarks import steps
 from benchmarks.report import ROOT, Cell, Table
-from benchmarks.steps import SLOTS
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.sharding.strategy import CUT, Strategy
 from openpi_train.training.prepare import prepare_without_data
+from openpi_train.types import OPENPI_SLOTS
 
 NUM_DEVICES = 8
 FULL = "pi0_bridge_traj"
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         return _with_eight_devices(argv)
     micros = (1,) if flags.quick else flags.micro_batches
     rows = [_row(experiment, strategy, num_micros) for strategy in flags.strategies for num_micros in micros]
-    model = f"{experiment.name}, {len(SLOTS)} cameras, batch {experiment.batch_size}"
+    model = f"{experiment.name}, {len(OPENPI_SLOTS)} cameras, batch {experiment.batch_size}"
     notes = [
         "state: of the compiled program's arguments; planned: of the forecast. hsdp: two hosts of half the devices."
     ]
@@ -73,7 +73,7 @@ def _row(experiment: Experiment, strategy: Strategy, num_micros: int) -> list[Ce
     )
     prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
-    batch = experiment.model.batch_spec(experiment.batch_size, SLOTS)
+    batch = experiment.model.batch_spec(experiment.batch_size, OPENPI_SLOTS)
     began = time.monotonic()
     with jax.set_mesh(trainer.plan.real_mesh):
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), batch)

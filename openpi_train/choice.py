@@ -28,11 +28,9 @@ from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.types import OPENPI_SLOTS
 
 logger = logging.getLogger(__name__)
-
-# The camera slots of models that name none themselves, as openpi has them.
-SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
         raise UsageError(
             f"{flag}: {experiment.name} practises with a robot of its environment; train another experiment"
         )
-    slots = None if isinstance(model, ExactPolicyConfig) else getattr(model, "camera_slots", SLOTS)
+    slots = None if isinstance(model, ExactPolicyConfig) else getattr(model, "camera_slots", OPENPI_SLOTS)
     with reported_as(DataError):
         robots = [described(one.source.location, slots, relative=relative) for one in data.datasets]
     first = robots[0]

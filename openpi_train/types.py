@@ -18,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 T = TypeVar("T")
 
+# openpi's camera slots, in the order in which they are filled.
+OPENPI_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[T]) -> type[T]:

@@ -44,6 +44,7 @@ from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.types import OPENPI_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,6 @@ class LeRobotPolicy:
 
 _RELATIVE, _ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 _ACTIONS = "action_tokenizer_processor"
-_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _PROMPT = "{}_prepare_state_tokenizer_processor_step"
 _ACTION_TOKENIZER = "action_tokenizer_name"
 # The same processor on the hub.
@@ -92,14 +92,14 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
     LeRobotPolicy(
         type="pi0",
         has="state_proj/kernel",
-        cameras=_CAMERAS,
+        cameras=OPENPI_SLOTS,
         steps=(RENAME, BATCH, "pi0_new_line_processor", TOKENIZE, DEVICE, _RELATIVE, NORMALIZE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
-        cameras=_CAMERAS,
+        cameras=OPENPI_SLOTS,
         steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi05"), TOKENIZE, DEVICE),
         equal=_DIMS,
     ),

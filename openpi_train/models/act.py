@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from openpi_train.models.act_network import Act
+from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.exact_policy import ExactPolicyConfig
-from openpi_train.models.transformer_config import TransformerConfig
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

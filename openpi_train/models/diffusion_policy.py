@@ -12,11 +12,11 @@ from flax import nnx
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
 from openpi_train.fields import setting
+from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import RowTransform
-from openpi_train.models.transformer_config import ComputeConfig
 from openpi_train.nn.layers import Remat, RematChoice
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 

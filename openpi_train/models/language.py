@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least
+from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.hf_config import Family, family_of, sizes_of
 from openpi_train.models.hf_names import PARTS, explain_hf, hf_name
-from openpi_train.models.transformer_config import TransformerConfig
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
-from openpi_train.models.transformer_config import TransformerConfig
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images

@@ -4,12 +4,12 @@ The state is `observation.state` (or `state`), the action is `action` (or `actio
 Reads metadata alone. Read next: `robots/dataset_arm.py`, and `choice.py: on_features`, the caller.
 """
 
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.files import read_json
 from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout
 from openpi_train.data.source import column_name
 from openpi_train.robots.dataset_arm import DatasetArm
@@ -32,7 +32,7 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
     """
     root = Path(folder).expanduser()
     layout = read_layout(root)
-    info = json.loads((root / INFO_FILE).read_text(encoding="utf-8"))
+    info = read_json(root / INFO_FILE)
     state, action = (_vector(layout.columns, names, root) for names in (_STATES, _ACTIONS))
     cameras = _own_slots(layout.cameras) if slots is None else _placed(layout.cameras, slots)
     return DatasetArm(

@@ -13,7 +13,7 @@ from openpi_train_configs.metaworld_practice import metaworld_rloo
 from openpi_train_configs.robot_dp import pusht_dp
 from openpi_train_configs.tabletop_runs import pi0_bridge_traj_tiny, tabletop_dp
 
-from openpi_train.choice import SLOTS, on_dataset, on_features
+from openpi_train.choice import on_dataset, on_features
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.described import _own_slots, _placed, described
 from openpi_train.envs.closed_loop import ClosedLoop
@@ -21,6 +21,7 @@ from openpi_train.fields import as_json
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.robots.dataset_arm import DatasetArm
 from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.types import OPENPI_SLOTS
 
 FOLDER = Path(__file__).parent / "fixtures" / "v30_image"
 JOINTS = (*(f"joint_{number}" for number in range(6)), "gripper")
@@ -112,7 +113,7 @@ def test_a_camera_has_a_slot_of_its_own_name():
     ],
 )
 def test_cameras_take_the_slots_that_fit_them_and_others_are_told(cameras, placed, caplog):
-    assert _placed(cameras, SLOTS) == placed
+    assert _placed(cameras, OPENPI_SLOTS) == placed
     assert ("no camera slot left for c: left out" in caplog.text) == (len(cameras) == 4)
 
 
@@ -129,7 +130,7 @@ def test_a_model_without_padded_dims_is_told_dims_and_cameras_and_the_run_can_be
 
 
 def test_other_models_keep_their_slots():
-    for base, slots in ((pi0_bridge_traj_tiny, SLOTS), (pi0_fast_tiny, pi0_fast_tiny.model.camera_slots)):
+    for base, slots in ((pi0_bridge_traj_tiny, OPENPI_SLOTS), (pi0_fast_tiny, pi0_fast_tiny.model.camera_slots)):
         found = on_features(on_dataset(base, LeRobot(path=str(FOLDER))), relative=True)
         (dataset,) = found.demonstrations.datasets
         assert found.model == base.model and dataset.robot.delta_mask and dataset.asset == "v30_image"
