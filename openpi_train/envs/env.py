@@ -75,7 +75,7 @@ class Env(abc.ABC):
         """Whether each episode has reached its task's goal, computed from the state and not from pictures."""
 
     def reward(self, states: Any) -> Float[Array | np.ndarray, " b"]:
-        """The reward of the last control step in each episode, which says more than success."""
+        """The reward of the last control step in each episode, which says more than success. Only with `has_reward`."""
         raise NotImplementedError(f"{type(self).__name__} has no rewards")
 
     def for_demonstrations(self) -> "Env":
@@ -87,7 +87,7 @@ class Env(abc.ABC):
     ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
         """The scripted expert's command in each episode, and the action to execute: the command with noise from `keys`.
 
-        So the commands show how to recover from states to which a policy's own errors lead.
+        So the commands show how to recover from states to which a policy's own errors lead. Only with `has_expert`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no scripted expert")
 
