@@ -34,6 +34,20 @@ class Case:
     xla: str = ""
 
 
+# Sizes of Qwen2.5-7B, as in its config.json.
+_QWEN_7B = " ".join(
+    f"--model.policy.sizes.{flag}"
+    for flag in (
+        "vocab-size 152064",
+        "width 3584",
+        "depth 28",
+        "mlp-dim 18944",
+        "num-heads 28",
+        "num-kv-heads 4",
+        "head-dim 128",
+        "no-tied",
+    )
+)
 # After --xla_gpu_.
 XLA_FLAGS = (
     "enable_latency_hiding_scheduler=false",
@@ -78,8 +92,17 @@ SETS = {
     ],
     # What samples action chunks, for one observation; not tokens, whose action tokenizer must be downloaded.
     "sampling": [
-        Case(name, "--sampling --batch-size 1", devices=1)
+        Case(name, "--program sampling --batch-size 1", devices=1)
         for name in (_PI0, "pi05_bridge", "paligemma_flow", *_OTHER_POLICIES)
+    ],
+    # Practice at full size: learning, acting (texts: reading prompts, making tokens). And evaluations' programs.
+    "programs": [
+        Case("pi0_tabletop_rloo", f"{_ZERO3} --model.remat full"),
+        Case("pi0_tabletop_rloo", f"{_ZERO3} --program acting"),
+        Case("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B}"),
+        *(Case("gsm8k_grpo_qwen25_05b", f"--program {one} {_QWEN_7B}") for one in ("reading", "decoding")),
+        *(Case("gsm8k_sft_llama32_1b", f"--program {one}") for one in ("reading", "decoding", "evaluation")),
+        *(Case(name, f"{_ZERO3} --program evaluation") for name in (_PI0, "pi0_fast_bridge", "robot_dp_14")),
     ],
     # Every family of models and every way to train them.
     "families": [
@@ -142,7 +165,8 @@ def main(argv: Sequence[str]) -> list[Table]:
         for case in cases:
             found, problem = _compiled(case, args.device_kind)
             devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
-            told: list[Cell] = [case.experiment, f"{case.flags} {case.xla}".strip(), devices]
+            said = f"{case.flags} {case.xla}".replace(_QWEN_7B, "(sizes of Qwen2.5-7B)").strip()
+            told: list[Cell] = [case.experiment, said, devices]
             rows.append([*told, *(_figures(found) if found else [None] * (len(COLUMNS) - len(told)))])
             problems += [f"{case.experiment} {case.flags}: {problem}"] if problem else []
             print(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]), file=sys.stderr, flush=True)

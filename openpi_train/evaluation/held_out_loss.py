@@ -25,7 +25,7 @@ class HeldOutLoss(Measure):
         trainer, self._batches = running.trainer, running.held_out
         programs = {
             "norms": lambda batch, index: trainer.objective.norms(batch),
-            "loss": functools.partial(_loss, trainer),
+            "loss": functools.partial(loss_sums, trainer),
         }
         self._sum = Sums(programs, running)
 
@@ -50,7 +50,11 @@ class HeldOutLoss(Measure):
         return f"held-out loss{weights}: {first[name]:.4f} before, {last[name]:.4f} after"
 
 
-def _loss(trainer: TrainerView, params: Params, frozen: Params, norms: Any, batch: Any, index: Any):
+def loss_sums(
+    trainer: TrainerView, params: Params, frozen: Params, norms: Any, batch: Any, index: Any
+) -> dict[str, Any]:
+    """The loss and the metrics of the `index`-th held-out batch, all of them sums over its rows by `norms`."""
+
     def share(params, batch, rest):
         norms, start = rest
         model = merge_module(trainer.graphdef, params)

@@ -15,7 +15,6 @@ from openpi_train.data.placement import from_devices, local_rows, on_devices
 from openpi_train.evaluation.measure import TrainerView
 from openpi_train.evaluation.sums import CompiledPrograms
 from openpi_train.nn.params import Params, merge_module
-from openpi_train.sharding.mesh import TENSOR
 from openpi_train.types import Observation
 from openpi_train.types import observation as observation_of
 
@@ -30,11 +29,10 @@ class RowSampling:
     """
 
     def __init__(self, trainer: TrainerView, draw: Draw, *, rows_per_device: int):
-        self._trainer, self._draw = trainer, draw
-        mesh = trainer.plan.mesh
-        self.batch_size = rows_per_device * (mesh.size // mesh.shape[TENSOR])
+        self._trainer = trainer
+        self.batch_size = rows_per_device * trainer.plan.num_row_groups
         self.rows = local_rows(trainer.plan.batch, self.batch_size)
-        self._programs = CompiledPrograms({"policy": self._program})
+        self._programs = CompiledPrograms({"policy": program(trainer, draw)})
 
     def __call__(self, params: Params, columns: Mapping[str, np.ndarray], keys: Key[Array, " b"]) -> Any:
         """What is drawn for this process's rows, and for empty ones if there are fewer.
@@ -50,12 +48,18 @@ class RowSampling:
         filled[: len(column)] = column
         return on_devices(filled, self._trainer.plan.batch, self.batch_size, self.rows)
 
-    def _program(self, params: Params, observation: Any, key_data: Any) -> Any:
-        trainer = self._trainer
 
+def program(trainer: TrainerView, draw: Draw) -> Callable[[Params, Observation, Any], Any]:
+    """What draws for rows on all devices: a function of parameters by path, observations, and the data of a key per
+    row.
+    """
+
+    def drawn(params: Params, observation: Any, key_data: Any) -> Any:
         def share(params, batch, rest):
             model: Any = merge_module(trainer.graphdef, params)
             observation, data = batch
-            return self._draw(model, observation, jax.random.wrap_key_data(data))
+            return draw(model, observation, jax.random.wrap_key_data(data))
 
         return trainer.devices.rows(share, params, (observation, key_data), None)
+
+    return drawn

@@ -100,7 +100,7 @@ class Generator:
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._devices = dataclasses.replace(devices, plan=dataclasses.replace(devices.plan, strategy="replicated"))
         mesh = self._devices.plan.mesh
-        self._groups = mesh.shape[REPLICA] * mesh.shape[FSDP]
+        self._groups = self._devices.plan.num_row_groups
         self.num_rows = -(-num_rows // self._groups) * self._groups
         decoder: Any = merge_module(graphdef, params)
         self._vocab_size = min(vocab_size or decoder.sizes.vocab_size, decoder.sizes.vocab_size)
@@ -116,7 +116,14 @@ class Generator:
         self._slots: list[_Running | None] = [None] * self.num_rows
         self._waiting: collections.deque[GenerationRequest] = collections.deque()
         self._ids: set[Hashable] = set()  # of all that wait or run
-        self._make_rows = self._free_rows(decoder)
+        self._make_rows = functools.partial(
+            token_rows.free_rows,
+            decoder.sizes,
+            decoder.dtype,
+            self.num_rows,
+            self._rounded(max_length),
+            self._num_stops,
+        )
         self._params: Any = None
         self._rows: Any = None
         self.use(params)
@@ -134,7 +141,7 @@ class Generator:
         with jax.set_mesh(plan.real_mesh):
             self._params = self._gather(params)
             if self._rows is None:
-                self._rows = self._make_rows()
+                self._rows = jax.jit(self._make_rows, out_shardings=self._row_shardings())()
 
     def release(self) -> None:
         """Free the memory on the devices until the next `use`; programs are kept. Raises RuntimeError as `use`."""
@@ -274,21 +281,20 @@ class Generator:
     def _take(self, taken: Mapping[int, GenerationRequest], count: int, length: int) -> None:
         """Read the prompts of these rows, at most `count` per device and `length` tokens each."""
         numbers, places = self._places(taken, count)
-        new = self._admission([taken.get(number) for number in numbers], length)
-        new = dataclasses.replace(jax.tree.map(self._on_devices, new), slot=places)
+        new = self._admission([taken.get(number) for number in numbers], places, length)
 
         def program(decoder: Decoder, new: Admission, rows: TokenRows) -> tuple[None, TokenRows]:
             return None, token_rows.admitted(decoder, new, rows)
 
-        self._call(("admit", count, length), program, new)
+        self._call(("admit", count, length), program, jax.tree.map(self._on_devices, new))
 
     def _free(self, numbers: Sequence[int]) -> None:
         """End the completion in at most one row."""
-        places = self._places(numbers, 1)[1]
+        places = self._on_devices(self._places(numbers, 1)[1])
         self._call("free", lambda _, slots, rows: (None, token_rows.freed(slots, rows)), places)
 
-    def _places(self, taken: Iterable[int], count: int) -> tuple[list[int], jax.Array]:
-        """For `count` places per device the row in it, or `NONE`; and, on the devices, its number among their own rows.
+    def _places(self, taken: Iterable[int], count: int) -> tuple[list[int], np.ndarray]:
+        """For `count` places per device the row in it, or `NONE`; and its number among that device's rows.
 
         That of no row is beyond the last one.
         """
@@ -298,9 +304,9 @@ class Generator:
             mine = [number for number in taken if number // own == group]
             numbers += [*mine, *[NONE] * (count - len(mine))]
         local = [own + place if number == NONE else number % own for place, number in enumerate(numbers)]
-        return numbers, self._on_devices(np.asarray(local, np.int32))
+        return numbers, np.asarray(local, np.int32)
 
-    def _admission(self, requests: Sequence[GenerationRequest | None], length: int) -> Admission:
+    def _admission(self, requests: Sequence[GenerationRequest | None], slots: np.ndarray, length: int) -> Admission:
         tokens = np.zeros((len(requests), length), np.int32)
         stop_ids = np.full((len(requests), self._num_stops), NONE, np.int32)
         for number, request in enumerate(requests):
@@ -317,7 +323,7 @@ class Generator:
 
         return tree_of(
             Admission,
-            slot=values(lambda _: 0),
+            slot=slots,
             tokens=tokens,
             length=values(lambda request: len(request.prompt) - 1),
             last=values(lambda request: request.prompt[-1]),
@@ -344,12 +350,16 @@ class Generator:
         return self._decoded(slots, any(slot.request.num_top for slot in running))
 
     def _decoded(self, slots: int, with_top: bool) -> NewRowTokens:
+        return jax.device_get(self._call(*self._decoding(slots, with_top), None))
+
+    def _decoding(self, slots: int, with_top: bool) -> tuple[Hashable, Callable[..., tuple[Any, TokenRows]]]:
+        """The key and the function of the program that makes tokens."""
         fixed = {"num_tokens": self._chunk, "num_slots": slots, "vocab_size": self._vocab_size, "with_top": with_top}
 
         def program(decoder: Decoder, _: None, rows: TokenRows) -> tuple[NewRowTokens, TokenRows]:
             return token_rows.decoded(decoder, rows, **fixed)
 
-        return jax.device_get(self._call(("decode", *fixed.values()), program, None))
+        return ("decode", *fixed.values()), program
 
     def _call(
         self, key: Hashable, function: Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]], given: Any
@@ -375,15 +385,10 @@ class Generator:
             self._programs[key] = jax.jit(run, donate_argnums=2)
         return self._programs[key]
 
-    def _free_rows(self, decoder: Decoder) -> Callable[[], TokenRows]:
-        """The program that makes rows without completions."""
-        mesh, sizes = self._devices.plan.real_mesh, decoder.sizes
-        make = functools.partial(
-            token_rows.free_rows, sizes, decoder.dtype, self.num_rows, self._rounded(self.max_length), self._num_stops
-        )
-        rows = PartitionSpec((REPLICA, FSDP))
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(rows[0], *spec)), self._row_specs)
-        return jax.jit(make, out_shardings=shardings)
+    def _row_shardings(self) -> TokenRows:
+        """Those of the rows, a prefix of their tree."""
+        mesh, rows = self._devices.plan.real_mesh, (REPLICA, FSDP)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(rows, *spec)), self._row_specs)
 
     def _on_devices(self, value: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(value.shape, self._devices.plan.batch, lambda index: value[index])

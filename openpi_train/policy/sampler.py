@@ -20,7 +20,6 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
 from openpi_train.sampling.flow import as_flow, with_guidance
 from openpi_train.sampling.real_time_chunking import Guide
-from openpi_train.sharding.mesh import FSDP, REPLICA
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
 from openpi_train.types import TOKEN_MASKS, observation
@@ -62,7 +61,7 @@ class Sampler:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The batch sizes that are compiled, smallest first."""
-        unit = self.plan.mesh.shape[REPLICA] * self.plan.mesh.shape[FSDP]
+        unit = self.plan.num_row_groups
         return tuple(sorted({-(-size // unit) * unit for size in self.batch_sizes}))
 
     def row_spec(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -34,19 +34,17 @@ from openpi_train.practice.kept_episodes import EpisodeRecorder, KeptEpisodes
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.practice.robot_query import ACTIONS, kept, query
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError
-from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
-from openpi_train.sharding.mesh import TENSOR
-from openpi_train.types import Observation, action_batch
+from openpi_train.sampling.action_law import ActionLaw, by_query
+from openpi_train.types import action_batch
 from openpi_train.types import observation as observation_of
 
 logger = logging.getLogger(__name__)
 
-# Entries of a row that are kept of what the policy drew, and of demonstrations, beside those that it saw; and the chunk
-# itself.
-_KEPT, _DEMONSTRATIONS = "kept/", "demonstrations/"
-_ACTIONS = "actions"
+# What entries of demonstrations begin with, beside those that the policy saw and drew.
+_DEMONSTRATIONS = "demonstrations/"
 
 
 class RecordingPolicy:
@@ -59,7 +57,7 @@ class RecordingPolicy:
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         columns = self._rows.columns(observation)
         drawn = dict(self._sampling(self._params, columns, keys))
-        actions = drawn.pop(_ACTIONS)
+        actions = drawn.pop(ACTIONS)
         self.records.append({**columns, **drawn})
         return self._rows.actions(actions, observation)
 
@@ -97,13 +95,14 @@ class RobotActor(Actor):
         translation = translation_of(running.data, self._env, practice.dataset, flag="--practice")
         assert isinstance(running.data, OpenedDatasets)
         self._rows, self._demonstrated = RobotRows(translation, self._env), running.data.train
-        mesh, self.num_lanes = trainer.plan.mesh, running.batch_size
-        num_groups = mesh.size // mesh.shape[TENSOR]
+        self.num_lanes, num_groups = running.batch_size, trainer.plan.num_row_groups
         self._lanes = local_rows(trainer.plan.batch, self.num_lanes)
         # The rows of a batch on one device, and its episodes in one iteration.
         self._lanes_per_device = self.num_lanes // num_groups
         per_device = practice.num_attempts // num_groups
-        self._sampling = RowSampling(trainer, self._draw, rows_per_device=min(practice.episodes_per_device, per_device))
+        self._sampling = RowSampling(
+            trainer, query(self._model, self._law), rows_per_device=min(practice.episodes_per_device, per_device)
+        )
         self._tasks = chosen_tasks(self._env, practice.tasks)
         names = [self._env.tasks[task] for task in self._tasks]
         self._states = InitialStates(names, practice.states_per_task, trainer.seed)
@@ -154,7 +153,7 @@ class RobotActor(Actor):
             for name, value in seen.items():
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
                 whole[places] = value
-            units = self._law.lengths(by_query(_kept(seen))).reshape(len(numbers), -1)
+            units = self._law.lengths(by_query(kept(seen))).reshape(len(numbers), -1)
             ends += np.column_stack([numbers, call.returns, outcome.success, outcome.steps, units]).tolist()
         columns |= self._demonstrations(np.asarray(draws)[own // group_size] * group_size + own % group_size)
         table = np.zeros((len(everything), 3 + self._practice.num_queries(self._model)))
@@ -217,7 +216,7 @@ class RobotActor(Actor):
         return action_batch(found) if found else None
 
     def traces(self, columns: Mapping[str, Any]) -> Any:
-        return self._law.traces(observation_of(dict(columns)), _kept(columns), columns["row"])
+        return self._law.traces(observation_of(dict(columns)), kept(columns), columns["row"])
 
     def describe(self, attempts: Attempts, number: int) -> str:
         steps = int(attempts.parts["control_steps"][number])
@@ -312,14 +311,3 @@ class RobotActor(Actor):
         queries = np.arange(practice.num_queries(model)) * practice.num_executed(model) < steps[:, None]
         units = np.arange(self._law.num_units) < lengths[..., None]
         return (units & queries[..., None]).reshape(len(steps), -1)
-
-    def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
-        """The chunks of one query each, and what is kept of them."""
-        chunk = self._model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
-        actions, kept = self._law.drawn(model, observation, keys, chunk)
-        return {_ACTIONS: actions, **{_KEPT + name: value for name, value in kept.items()}}
-
-
-def _kept(columns: Mapping[str, Any]) -> Kept:
-    """What is kept of what was drawn, of all these entries."""
-    return {name.removeprefix(_KEPT): value for name, value in columns.items() if name.startswith(_KEPT)}

@@ -27,7 +27,6 @@ from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.preempt import StoppedError
 from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.sharding.mesh import TENSOR
 from openpi_train.types import TextBatch, TokenTraces, tree_of
 
 
@@ -51,8 +50,7 @@ class TextActor(Actor):
         self._practice, self._prompts, self._tokenizer = practice, prompts, running.data.words
         # No other can be chosen.
         self._num_tokens = min(self._tokenizer.num_tokens, self._language.sizes.vocab_size)
-        self._devices, mesh = trainer.devices, trainer.plan.mesh
-        groups = mesh.size // mesh.shape[TENSOR]
+        self._devices, groups = trainer.devices, trainer.plan.num_row_groups
         self._num_rows = min(practice.completions_per_device * groups, practice.num_attempts)
         law: TokenLaw = trainer.objective.law
         self._settings = SamplingSettings(

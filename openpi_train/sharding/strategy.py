@@ -93,6 +93,11 @@ class Plan:
         assert isinstance(self.mesh, Mesh), "nothing runs on planned devices"
         return self.mesh
 
+    @property
+    def num_row_groups(self) -> int:
+        """The devices that have rows of their own: all of them, or the tensor groups."""
+        return self.mesh.size // self.mesh.shape[TENSOR]
+
     def cuts(self, part: Part) -> bool:
         """Whether the strategy shards this part."""
         return part in CUT[self.strategy]

@@ -74,7 +74,7 @@ def _memory(found: GpuAccount, chosen: Forecast) -> str:
 def _bound(found: GpuAccount) -> str:
     sent = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in found.sent_bytes.items()) or "nothing"
     lines = [
-        f"Bound by the compiled program (not measured): {1e3 * found.bound_s:.1f} ms of kernels in a step, of them "
+        f"Bound by the compiled program (not measured): {1e3 * found.bound_s:.1f} ms of kernels, of them "
         f"{1e3 * found.matmul_s:.1f} ms products",
         f"  {found.kernels:,} kernels, {found.flops / 1e12:.2f} TFLOP in products, "
         f"{found.moved_bytes / 1e9:.1f} GB moved in device memory",

@@ -14,6 +14,8 @@ from openpi_train.fields import at_least
 
 # The experiment of a verb. Flags that the verb does not have are the experiment's fields, as in training.
 ExperimentName = Annotated[str, Positional, arg(metavar="EXPERIMENT")]
+# What `compile` compiles.
+Program = Literal["step", "sampling", "acting", "reading", "decoding", "evaluation"]
 
 
 def given_fields(request: Request, *names: str) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class PlanRequest(AheadRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileRequest(AheadRequest):
-    """Compile a training step, or sampling, by XLA's GPU compiler for GPUs that need not be there: memory and kernels.
+    """Compile a program of a run by XLA's GPU compiler for GPUs that need not be there: memory and kernels.
 
     Needs jax's CUDA plugin, but no GPU; nothing is run. Strategy and rematerialisation are chosen as in training unless
     they are given. Any field of the experiment may be set as in training: compile pi0_bridge_traj --devices 8
@@ -117,8 +119,9 @@ class CompileRequest(AheadRequest):
 
     # Camera slots that the rows fill; none: those of the data.
     cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
-    # Compile what samples action chunks, for --batch-size observations, instead of the step.
-    sampling: bool = False
+    # The program: the training step; sampling: of action chunks, for --batch-size observations; acting: a query of
+    # practice; reading, decoding: of prompts, and of tokens, where the run completes texts; evaluation: held-out loss.
+    program: Program = "step"
     # Write the compiled program (HLO) to this file.
     dump: Path | None = None
     # Print the account as JSON.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from openpi_train.evaluation.row_sampling import program
 from openpi_train.experiment import Experiment
 from openpi_train.models.model_config import as_policy
 from openpi_train.nn.params import merge_module
@@ -17,6 +18,7 @@ from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
 from openpi_train.practice.recorded import NeededScores, scores_of
 from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.practice.robot_query import query
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.sampling.action_law import ActionLaw
 
@@ -51,17 +53,8 @@ def _of_robots(practice: RobotPractice, trainer: Any, params: Any, observation: 
     model, law = as_policy(trainer.model), trainer.objective.law
     assert isinstance(law, ActionLaw)
     seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((ROWS, *leaf.shape[2:]), leaf.dtype), observation)
-    chunk = model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), ROWS)))
-
-    def act(params: Any, seen: Any, data: Any) -> Any:
-        def share(params: Any, rows: Any, _: None) -> Any:
-            module: Any = merge_module(trainer.graphdef, params)
-            return law.drawn(module, rows[0], jax.random.wrap_key_data(rows[1]), chunk)
-
-        return trainer.devices.rows(share, params, (seen, data), None)
-
-    jaxpr = jax.make_jaxpr(act)(params, seen, data).jaxpr
+    jaxpr = jax.make_jaxpr(program(trainer, query(model, law)))(params, seen, data).jaxpr
     return {
         "acting_flops": product_flops(jaxpr) / ROWS * practice.num_queries(model),
         "acting_bytes_per_row": peak_bytes(jaxpr, bytes_per_row),

@@ -1,26 +1,21 @@
 """Forecast memory of generation, against what the compiler needs for the generator's programs on a CPU device."""
 
-import contextlib
 import dataclasses
 
 import jax
 import pytest
-from flax import nnx
-from jaxtyping import TypeCheckError
 from openpi_train_configs.arithmetic_practice import arithmetic_grpo
 from openpi_train_configs.gsm8k_runs import gsm8k_sft_llama32_1b
 
 from openpi_train.generation.generation_size import GenerationSize
-from openpi_train.generation.generator import Generator
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import module_params
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.memory import DoesNotFit, require
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.tools import plan, plan_text
-from openpi_train.training.devices import Devices
+from openpi_train.tools.lowered_generator import LoweredGenerator
 
 # Layers, a table and a cache of several megabytes each: what one layer needs at once, which is not forecast, is little.
 SIZES = DecoderSizes(
@@ -30,16 +25,10 @@ SIZES = DecoderSizes(
 LANGUAGE = LanguageConfig(sizes=SIZES, dtype="float32", remat="none")
 
 
-class Needs(Generator):
-    """Compiles programs and runs none: `found` are the bytes that the last one needs."""
-
-    found = 0
-
-    def _call(self, key, function, given):
-        with jax.set_mesh(self._devices.plan.real_mesh):
-            lowered = self._program(key, function).lower(self._params, given, self._rows)
-        sizes = lowered.compile().memory_analysis()
-        self.found = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+def needed(lowered):
+    """Bytes of the program's arguments and its own."""
+    sizes = lowered.compile().memory_analysis()
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
 
 
 @pytest.mark.slow
@@ -47,16 +36,10 @@ class Needs(Generator):
 def test_a_device_needs_what_is_forecast(rows, length, most):
     """To a tenth. Few tokens need most when they are made, from layers that are copied; many when prompts are read."""
     whole = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
-    graphdef, params = nnx.split(LANGUAGE.build(nnx.Rngs(0)))[0], module_params(LANGUAGE.build(nnx.Rngs(0)))
-    devices = Devices(plan=whole, dtype=LANGUAGE.compute_dtype, graphdef=graphdef)
-    generator = Needs(graphdef, params, devices, num_rows=rows, max_length=length, end_ids=[0])
-    generator._take({}, rows, length)
-    needs = {"read": generator.found}
-    with contextlib.suppress(TypeCheckError):  # it returns nothing
-        generator._decoded(length, False)
-    needs["made"] = generator.found
-    assert max(needs, key=needs.__getitem__) == most
     size = GenerationSize(language=LANGUAGE, rows=rows, length=length, flag="")
+    generator = LoweredGenerator(size, whole)
+    needs = {"read": needed(generator.reading()), "made": needed(generator.decoding())}
+    assert max(needs, key=needs.__getitem__) == most
     assert generation_bytes(size) == pytest.approx(needs[most], rel=0.1)
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 
+import jax
 import pytest
 from runs.command import openpi_train
 
@@ -13,7 +15,7 @@ from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBu
 from openpi_train.planning.gpu.targets import target_of
 from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.tools import ahead, gpu_step, gpu_text, plan
+from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan
 
 needs_plugin = pytest.mark.skipif(
     not plugin.is_installed(), reason="needs jax's CUDA plugin (no GPU): make gpu-compile makes such an environment"
@@ -57,7 +59,7 @@ def chosen():
 def test_the_account_is_told_as_a_table_of_parts_and_phases_beside_the_forecast():
     text = gpu_text.lines(ACCOUNT, chosen())
     assert "together 5.00 (forecast: 0.0" in text and "of 64.5: that fits" in text
-    assert "1501.0 ms of kernels in a step, of them 1200.0 ms products" in text
+    assert "1501.0 ms of kernels, of them 1200.0 ms products" in text
     assert "GB: all-gather 2.00; the schedule waits 99.0 ms of 1600.0" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("  ")]
     by_name = {row[0]: row[1:] for row in rows if row}
@@ -112,24 +114,70 @@ def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     assert len(seen) == 1 + 4 and "Bounds by the compiled programs" in capsys.readouterr().out
 
 
-def test_what_jax_would_leave_on_the_device_is_refused():
-    experiment = cli.parse_experiment("debug", ["--exp-name", "compile", "--sharding.offload", "optimizer"])
-    machine = plan.find_machine("h100", 8, 1, None, 50.0)
-    with pytest.raises(UsageError, match=r"--sharding\.offload optimizer cannot be compiled for GPUs"):
-        gpu_step.compile_step(experiment, machine, target_of(machine.kind))
-
-
 def test_contradicting_flags_are_refused(capsys):
     words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--compile-all", "--no-compile"]
     assert cli.run(words) == USAGE
     assert "--compile-all is for --compiler gpu" in capsys.readouterr().err
 
 
-def test_what_samples_no_chunks_is_refused():
-    experiment = cli.parse_experiment("arithmetic_sft", ["--exp-name", "compile"])
-    machine = plan.find_machine("h100", 1, 1, None, 50.0)
-    with pytest.raises(UsageError, match="--sampling: arithmetic_sft has no policy that samples action chunks"):
-        gpu_step.compile_sampling(experiment, machine, target_of(machine.kind))
+@pytest.mark.parametrize(
+    ("name", "program", "flags", "said"),
+    [
+        (
+            "debug",
+            "step",
+            ["--sharding.offload", "optimizer"],
+            "--sharding.offload optimizer cannot be compiled for GPUs",
+        ),
+        (
+            "arithmetic_sft",
+            "sampling",
+            [],
+            "--program sampling: arithmetic_sft has no policy that samples action chunks",
+        ),
+        ("debug", "decoding", [], "--program decoding: debug completes no texts"),
+        ("arithmetic_sft", "reading", ["--eval.num-prompts", "0"], "arithmetic_sft completes no texts"),
+        ("arithmetic_grpo", "acting", [], "--program acting: arithmetic_grpo does not practise with a robot"),
+        ("tabletop_few_rloo", "evaluation", [], "learns from its own attempts, and has no held-out loss"),
+    ],
+)
+def test_a_program_that_a_run_does_not_have_is_refused(name, program, flags, said):
+    experiment = cli.parse_experiment(name, ["--exp-name", "compile", *flags])
+    machine = plan.find_machine("h100", 8, 1, None, 50.0)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        gpu_programs.lowered(program, experiment, machine, target_of(machine.kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("debug", "step sampling evaluation"),
+        ("arithmetic_grpo", "step reading decoding"),
+        ("tabletop_few_rloo", "step sampling acting"),
+    ],
+)
+def test_programs_of_a_run_are_not_refused(name, programs):
+    experiment = cli.parse_experiment(name, ["--exp-name", "compile"])
+    assert {gpu_programs.why_not(program, experiment) for program in programs.split()} == {None}
+
+
+def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
+    """On two devices: for the rows that they act in at a time, and for one held-out batch."""
+    machine = plan.find_machine("h100", 2, 1, None, 50.0)
+
+    def training(name):
+        experiment = cli.parse_experiment(name, ["--exp-name", "compile"])
+        return gpu_programs.Training.of(experiment, machine, jax.devices()[:2], ())
+
+    acting = training("tabletop_few_rloo")
+    with jax.set_mesh(acting.trainer.plan.real_mesh):
+        drawn = acting.query().out_info
+    model = acting.experiment.model
+    assert drawn["actions"].shape == (128, model.action_horizon, model.action_dim)
+    assert {name for name in drawn if name.startswith("kept/")}
+    held_out = training("debug")
+    with jax.set_mesh(held_out.trainer.plan.real_mesh):
+        assert "loss" in held_out.evaluation().out_info
 
 
 def test_a_program_without_a_forecast_is_told_alone():
@@ -143,13 +191,23 @@ def test_a_program_without_a_forecast_is_told_alone():
 
 @needs_plugin
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["debug", "pusht_dp"])
-def test_sampling_is_compiled_for_gpus_that_are_not_there(name):
-    flags = ("--devices", "1", "--device-kind", "h100", "--batch-size", "2", "--sampling", "--json")
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [
+        ("debug", "sampling"),
+        ("pusht_dp", "sampling"),
+        ("debug", "evaluation"),
+        ("tabletop_few_rloo", "acting"),
+        ("arithmetic_grpo", "reading"),
+        ("arithmetic_grpo", "decoding"),
+    ],
+)
+def test_other_programs_are_compiled_for_gpus_that_are_not_there(name, program):
+    flags = ("--devices", "1", "--device-kind", "h100", "--batch-size", "64", "--program", program, "--json")
     done = openpi_train("compile", name, *flags)
     assert done.returncode == DONE, done.stderr
     found = json.loads(done.stdout)["account"]
-    assert found["bound_s"] > 0 and {part["phase"] for part in found["parts"]} <= {"forward", "other"}
+    assert found["bound_s"] > 0 and {part["phase"] for part in found["parts"]} <= {"forward", "gather", "other"}
 
 
 @needs_plugin

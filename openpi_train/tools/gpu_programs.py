@@ -1,0 +1,194 @@
+"""The programs of a run, lowered for devices that need not be there: the `compile` verb compiles them.
+
+Read next: `gpu_step.py`; `lowered_generator.py`, `evaluation/row_sampling.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from openpi_train.data.config import DataConfig
+from openpi_train.elastic import adapt
+from openpi_train.evaluation import row_sampling
+from openpi_train.evaluation.held_out_loss import loss_sums
+from openpi_train.experiment import Experiment
+from openpi_train.models.model_config import PolicyConfig, as_policy
+from openpi_train.nn.params import module_params
+from openpi_train.planning.device_limits import CLIENT_SHARE
+from openpi_train.planning.forecast import Forecast, Machine
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.gpu.targets import GpuTarget
+from openpi_train.policy.sampler import Sampler
+from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.practice.robot_query import query
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.action_law import ActionLaw
+from openpi_train.sharding.mesh import make_mesh, planned_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.tools.ahead import as_chosen
+from openpi_train.tools.lowered_generator import LoweredGenerator
+from openpi_train.tools.requests import Program
+from openpi_train.training.prepare import choose, make_trainer, whole_layout
+from openpi_train.training.step import Trainer
+
+
+def lowered(
+    program: Program, experiment: Experiment, machine: Machine, target: GpuTarget, cameras: Sequence[str] = ()
+) -> tuple[Forecast | None, Any]:
+    """The step's forecast, None of other programs, and the program: a `jax.stages.Lowered`.
+
+    `cameras` are the slots that rows fill; none: those of the data. Call it within `plugin.pretended`. Raises
+    UsageError for a program that a run does not have.
+    """
+    if problem := why_not(program, experiment, cameras):
+        raise UsageError(problem)
+    devices = plugin.devices(
+        target, int(machine.available_bytes / CLIENT_SHARE), machine.num_devices, machine.num_hosts
+    )
+    if program == "sampling":
+        return None, _sampling(experiment, devices, cameras)
+    if program in ("reading", "decoding"):
+        generator = _generator(experiment, devices)
+        return None, generator.reading() if program == "reading" else generator.decoding()
+    training = Training.of(experiment, machine, devices, cameras)
+    with jax.set_mesh(training.trainer.plan.real_mesh):
+        if program == "step":
+            return training.forecast, training.step()
+        return None, training.query() if program == "acting" else training.evaluation()
+
+
+def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = ()) -> str | None:
+    """Why a run does not have this program, or cannot have it compiled here, as a sentence."""
+    name, offload = experiment.name, experiment.sharding.offload
+    if program == "sampling":
+        acts = isinstance(experiment.model, PolicyConfig) and isinstance(experiment.data, DataConfig)
+        return None if acts else f"--program sampling: {name} has no policy that samples action chunks"
+    if program in ("reading", "decoding"):
+        return (
+            None
+            if experiment.generation_sizes()
+            else f"--program {program}: {name} completes no texts; a language model does for its evaluations, with "
+            "--eval.num-prompts"
+        )
+    if program == "acting" and not _acts(experiment):
+        return (
+            f"--program acting: {name} does not practise with a robot; what completes texts is compiled by --program "
+            "reading and --program decoding"
+        )
+    if program == "evaluation" and experiment.practice is not None:
+        return f"--program evaluation: {name} learns from its own attempts, and has no held-out loss"
+    if offload != "none":
+        return (
+            f"--sharding.offload {offload} cannot be compiled for GPUs that are not there: jax leaves everything in "
+            "the device's memory then; use `plan --compiler cpu`"
+        )
+    if cameras and not hasattr(experiment.model, "batch_spec"):
+        return f"--cameras {','.join(cameras)}: {name} has a model without cameras; leave it out"
+    return None
+
+
+def _acts(experiment: Experiment) -> bool:
+    return isinstance(experiment.practice, RobotPractice) and isinstance(
+        getattr(experiment.objective, "law", None), ActionLaw
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run under the strategy and policy of the flags, or else those that a run on this machine would choose.
+
+    `state` and `batch` are the shapes of the state and of a batch.
+    """
+
+    experiment: Experiment
+    forecast: Forecast
+    trainer: Trainer
+    state: Any
+    batch: Any
+
+    @classmethod
+    def of(cls, experiment: Experiment, machine: Machine, devices: Sequence[Any], cameras: Sequence[str]) -> "Training":
+        experiment, _ = adapt(experiment, machine.num_devices, None)
+        experiment.check(machine.num_devices)
+        sharding = experiment.sharding
+        model: Any = experiment.model
+        batch_spec = (lambda rows: model.batch_spec(rows, cameras)) if cameras else experiment.batch_spec
+        layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+        chosen = choose(experiment, layout, machine, batch_spec)
+        experiment = as_chosen(experiment, chosen)
+        plan = Plan(
+            mesh=make_mesh(chosen.layout.fsdp_devices, devices, sharding.tensor_devices),
+            strategy=chosen.layout.strategy,
+            min_shard_mib=sharding.min_shard_mib,
+            offload=sharding.offload,
+        )
+        layout = layout.of(experiment.model)
+        return cls(
+            experiment=experiment,
+            forecast=chosen,
+            trainer=make_trainer(experiment, layout, plan),
+            state=layout.under(plan).abstract(),
+            batch=_placed(plan.batch, batch_spec(experiment.batch_size)),
+        )
+
+    def step(self) -> Any:
+        """The training step."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return self.trainer.jitted_step(shardings).lower(self.state, self.batch)
+
+    def query(self) -> Any:
+        """What draws chunks for as many episodes as a device acts in at a time."""
+        practice: Any = self.experiment.practice
+        plan = self.trainer.plan
+        rows = plan.num_row_groups * min(practice.episodes_per_device, practice.num_attempts // plan.num_row_groups)
+        seen = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[2:]), leaf.dtype), self.batch.traces.observation
+        )
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
+        program = row_sampling.program(self.trainer, query(as_policy(self.trainer.model), self.trainer.objective.law))
+        return jax.jit(program).lower(self._params, *_placed(plan.batch, (seen, data)))
+
+    def evaluation(self) -> Any:
+        """What sums the loss of a held-out batch."""
+        trainer, index = self.trainer, jax.ShapeDtypeStruct((), np.int32)
+        norms = jax.eval_shape(trainer.objective.norms, self.batch)
+        sums = jax.jit(lambda *inputs: loss_sums(trainer, *inputs))
+        return sums.lower(self.state.params, self.state.frozen, norms, self.batch, index)
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        return {**self.state.frozen, **self.state.params}
+
+
+def _sampling(experiment: Experiment, devices: Sequence[Any], cameras: Sequence[str]) -> Any:
+    """What samples action chunks for `--batch-size` observations: float32 parameters, whole on every device."""
+    model, data = as_policy(experiment.model), experiment.data
+    assert isinstance(data, DataConfig)
+    plan = Plan(mesh=make_mesh(1, devices), strategy="replicated")
+    shapes: dict[str, Any] = module_params(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    sampler = Sampler(
+        model=model,
+        objective=experiment.objective,
+        params=_placed(plan.replicated, shapes),
+        plan=plan,
+        cameras=tuple(cameras) or data.cameras,
+        seed=0,
+        num_steps=experiment.robot_eval.num_sample_steps,
+        batch_sizes=(experiment.batch_size,),
+        text_lengths=None,
+    )
+    return sampler.lower(sampler.sizes[0])
+
+
+def _generator(experiment: Experiment, devices: Sequence[Any]) -> LoweredGenerator:
+    """What completes texts, with as many rows on each device as the run has: of its uses the one with most tokens."""
+    plan = Plan(mesh=make_mesh(1, devices, experiment.sharding.tensor_devices), strategy="replicated")
+    return LoweredGenerator(max(experiment.generation_sizes(), key=lambda size: size.rows * size.length), plan)
+
+
+def _placed(sharding: Any, shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
