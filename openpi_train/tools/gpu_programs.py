@@ -143,13 +143,14 @@ class Training:
     def query(self) -> Any:
         """What draws chunks for as many episodes as a device acts in at a time."""
         practice: Any = self.experiment.practice
+        law: Any = getattr(self.trainer.objective, "law", None)
         plan = self.trainer.plan
         rows = plan.num_row_groups * min(practice.episodes_per_device, practice.num_attempts // plan.num_row_groups)
         seen = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[2:]), leaf.dtype), self.batch.traces.observation
         )
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
-        program = row_sampling.program(self.trainer, query(as_policy(self.trainer.model), self.trainer.objective.law))
+        program = row_sampling.program(self.trainer, query(as_policy(self.trainer.model), law))
         return jax.jit(program).lower(self._params, *_placed(plan.batch, (seen, data)))
 
     def evaluation(self) -> Any:
