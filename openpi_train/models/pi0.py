@@ -50,7 +50,11 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     @property
     def smaller_runs(self) -> Sequence[str]:
-        return "train low-rank adapters only: pi0_bridge_traj_lora", "try the small model: pi0_bridge_traj_tiny"
+        small = "try the small model: pi0_bridge_traj_tiny"
+        if (self.paligemma_variant, self.action_expert_variant) != ("gemma_2b", "gemma_300m"):
+            return (small,)
+        flags = "--model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None"
+        return f"train low-rank adapters only, as pi0_bridge_traj_lora: {flags}", small
 
     def __post_init__(self):
         language, action = self.experts.values()

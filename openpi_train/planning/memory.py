@@ -234,7 +234,10 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if groups > shared:
         advice.append(f"cut the state over all devices: --fsdp-devices {groups}")
     needed = math.ceil((memory.total - memory.activations) * shared / max(available * 0.8, 1))
-    advice.append(f"train on more devices (about {needed * tensor_devices} of this size) with --fsdp-devices {needed}")
+    if needed > shared:  # otherwise it is the activations that do not fit, which more devices for the state leave alone
+        advice.append(
+            f"train on more devices (about {needed * tensor_devices} of this size) with --fsdp-devices {needed}"
+        )
     moments = memory.optimizer + memory.ema
     if moments > 0.1 * memory.total and experiment.sharding.offload == "none":
         offload = "optimizer+ema" if memory.ema else "optimizer"

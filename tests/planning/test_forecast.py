@@ -1,13 +1,16 @@
 """Time and memory of candidates, and the choice among them, on made-up numbers that can be added up by hand."""
 
 import dataclasses
+import re
 
 import pytest
 
+from openpi_train import registry
+from openpi_train.cli import parse_experiment
 from openpi_train.planning.forecast import LayoutCost, Machine, RematCost, forecast, recommend
 from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.links import Flow
-from openpi_train.planning.memory import GIB, Memory
+from openpi_train.planning.memory import GIB, DoesNotFit, Memory, require
 
 H100 = find_kind("h100")  # 989 TFLOP/s, 450 GB/s
 MACHINE = Machine(
@@ -153,3 +156,20 @@ def test_where_nothing_fits_the_least_need_and_what_helps_are_told():
     _, why = recommend(candidates([generating], [FULL]))
     assert "without the texts that are generated between steps it needs 78.0 GiB" in why
     assert "(--eval.completions-per-device, or none in training: --eval.num-prompts 0)" in why
+
+
+def test_more_devices_are_no_advice_where_the_state_fits_and_adapters_where_there_are_none():
+    def advice(experiment, **fields):
+        every = dict.fromkeys(("frozen", "optimizer", "ema", "grads", "compute_copy", "activations"), 0)
+        with pytest.raises(DoesNotFit) as found:
+            require(Memory(params=GIB, **{**every, **fields}), 4 * GIB, 1, experiment)
+        return str(found.value).partition("What to do:\n")[2]
+
+    full = registry.load("pi0_libero")
+    assert "--fsdp-devices" not in advice(full, activations=36 * GIB)
+    told = advice(full, optimizer=4 * GIB)
+    assert "(about 2 of this size) with --fsdp-devices 2" in told
+    (flags,) = re.findall(r"train low-rank adapters only, as pi0_bridge_traj_lora: (.*)", told)
+    adapted = parse_experiment("pi0_libero", ["--exp-name", "x", *flags.split()])
+    assert adapted.model == registry.load("pi0_libero_low_mem_finetune").model and adapted.ema_decay is None
+    assert "adapters" not in advice(registry.load("pi0_libero_low_mem_finetune"), optimizer=4 * GIB)
