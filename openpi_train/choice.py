@@ -61,8 +61,8 @@ class ByActionDim:
             known = ", ".join(map(str, sorted(self.experiments)))
             raise DataError(
                 f"{name} is chosen by the dims of the column {self.column!r}, and {place} has {what} "
-                f"(it has {found or 'no columns'}). Known: {known} dims. Give another dataset with --dataset PATH, "
-                "or write an experiment for this one"
+                f"(it has {found or 'no columns'}). Known: {known} dims. Give another dataset with --dataset PATH; "
+                "a LeRobot dataset of any dims trains with --data.robot recorded"
             )
         return shape[0], self.experiments[shape[0]]
 

@@ -149,10 +149,8 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
 
     Exits with code 2 on an unknown flag, naming the closest ones.
     """
-    import tyro
-
     from openpi_train.choice import on_mixture
-    from openpi_train.command_line import ManyFields, parse_known
+    from openpi_train.command_line import ManyFields, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
@@ -167,7 +165,7 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
     if many.data_mixture is not None:
         default = on_mixture(default, many.data_mixture)
     default = of_one_length(default, argv)
-    return tyro.cli(Experiment, default=default, args=argv, prog=f"python -m openpi_train {name}", description=about)
+    return parse_fields(Experiment, default, argv, name, about)
 
 
 def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] = lambda it: it):
@@ -179,9 +177,7 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
-    import tyro
-
-    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_known
+    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
 
@@ -198,7 +194,7 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         """The first dataset of the command line."""
         return source or (choice.source_of(choice.weighted_path(mixture[0])[0]) if mixture else choice.moved(own, argv))
 
-    default = before(registry.load(name, named, any_dims=wants_help))
+    default = before(registry.load(name, named, any_dims=wants_help or robot is not None))
     if many.deepspeed is not None:
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
@@ -218,12 +214,12 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         default = choice.on_model(default, _named_model(model_path, name, argv, default))
     default = of_one_length(default, argv)
     # Blank lines between lines, which the help would join otherwise.
-    program, about = f"python -m openpi_train {name}", registry.description(name).replace("\n", "\n\n")
+    about = registry.description(name).replace("\n", "\n\n")
     if wants_help:  # also shows the flags that have been removed
         everything = tuple[Own[Experiment], Own[TrainFlags], Own[ManyFields]]
         own = (default, TrainFlags(), ManyFields())
-        tyro.cli(everything, default=own, args=argv, prog=program, description=about)
-    return tyro.cli(Experiment, default=default, args=argv, prog=program, description=about)
+        parse_fields(everything, own, argv, name, about)
+    return parse_fields(Experiment, default, argv, name, about)
 
 
 def _in_environment(experiment: "Experiment", name: str) -> "Experiment":

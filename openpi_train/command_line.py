@@ -10,7 +10,10 @@ Nothing heavy is imported, so `--help` does not wait for jax.
 """
 
 import dataclasses
+import difflib
 import inspect
+import sys
+import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -104,6 +107,34 @@ def parse_known(
     options = _options(command, about)
     found, rest = tyro.cli(kind, args=argv, return_unknown_args=True, add_help=add_help, **options)
     return _checked(found), rest
+
+
+def parse_fields(kind: Any, default: Any, argv: Sequence[str], command: str, about: str) -> Any:
+    """The `default`, a `kind`, with the flags of `argv` applied: what is left when `parse_known` has taken its own.
+
+    Exits with code 2 on an unknown flag, naming the closest ones, also among those of `TrainFlags` and `ManyFields`.
+    """
+    try:
+        return tyro.cli(kind, default=default, args=argv, prog=f"python -m openpi_train {command}", description=about)
+    except SystemExit as end:
+        if end.code:
+            for word, flag in misspelt(argv):
+                print(f"{word}: did you mean {flag}?", file=sys.stderr)
+        raise
+
+
+def misspelt(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """The words that are nearly a flag of `TrainFlags` or `ManyFields`, and that flag."""
+    flags = []
+    for kind in (TrainFlags, ManyFields):
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            given = [getattr(one, "name", None) for one in getattr(hint, "__metadata__", ())]
+            flags.append("--" + (next(filter(None, given), None) or name.replace("_", "-")))
+    found = []
+    for word in (word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")):
+        alike = [flag for flag in flags if flag.count(".") == word.count(".")]
+        found += [(word, flag) for flag in difflib.get_close_matches(word, alike, n=1, cutoff=0.85)]
+    return found
 
 
 def changed_flags(request: Request, names: Sequence[str] | None = None) -> list[str]:

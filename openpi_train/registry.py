@@ -90,7 +90,7 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
     """The experiment of this name, or of `path/to/file.py:name`.
 
     If the name stands for several (`choice.py`), returns the one for their dataset, after applying `on`; with
-    `any_dims` the first of them, which has the fields of all.
+    `any_dims` the first of them, which has the fields of all, under the given name.
 
     Raises UnknownName with the closest names, FileNotFoundError, DataError if no experiment fits the dataset, or
     ValueError if it is not an Experiment.
@@ -115,7 +115,7 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
         experiment, short = getattr(module, name), name
     if isinstance(experiment, ByActionDim):
         if any_dims:
-            return next(iter(experiment.experiments.values()))
+            return dataclasses.replace(next(iter(experiment.experiments.values())), name=short)
         dims, chosen = experiment.choose(name, on)
         names = [key for key, value in vars(module).items() if value is chosen]
         short = names[0] if names else f"{short}_{dims}"
@@ -135,11 +135,20 @@ def description(name: str) -> str:
 
 
 def unknown(name: str, known, what: str) -> str:
-    """The message for an unknown name: the closest names, or all."""
+    """The message for an unknown name: the closest names, or what a flag or a folder in its place is given to."""
+    if name.startswith("-"):
+        return (
+            f"{name} stands where the {what} does: name that first, its flags follow (all: python -m openpi_train "
+            "list). YAML configs of other tools are given to posttrain, ript and vla (docs/cli.md)"
+        )
+    if Path(name).is_dir():
+        return (
+            f"{name} is a folder, and needed is the name of an {what}. The folder of a run is given to eval, serve, "
+            "convert, report and runs, that of a dataset to an experiment, with --dataset"
+        )
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    if close:
-        return f"unknown {what} {name!r}; did you mean {' or '.join(close)}? (all: python -m openpi_train list)"
-    return f"unknown {what} {name!r}; known: {', '.join(known)}"
+    guess = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"unknown {what} {name!r}{guess} (all: python -m openpi_train list)"
 
 
 def _configs_directory() -> Path:

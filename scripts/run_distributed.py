@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 # Also from a checkout that is not installed, like `python -m` from its root.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,16 +30,6 @@ from openpi_train.runtime.world import in_slurm_step
 
 # What the guide of the older tool starts where it names no experiment; `launch_multi_node.sh` has the same.
 _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
-
-
-_PAGE = "docs/launching.md"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Names the page with the launch lines of other tools where an option is none of ours."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(f"{message}\nthe launch lines of other tools, and what they are here: {_PAGE}")
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     environ = os.environ
-    parser = _Parser(prog="run_distributed.py", description=(__doc__ or "").splitlines()[0])
+    parser = posttraining.DoorParser(prog="run_distributed.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mode", choices=["manual", "slurm", "create_slurm"], default="manual")
     parser.add_argument("--world-size", type=int, default=environ.get("WORLD_SIZE"), help="processes on all hosts")
     parser.add_argument("--gpus-per-node", type=int, help="processes per host, a GPU each (default: all on this host)")
@@ -87,7 +76,9 @@ def _launch(given: argparse.Namespace) -> list[str]:
     """The `launch` arguments that start this host's processes."""
     size = given.world_size
     if size is None:
-        raise LaunchError(f"say how many processes the run has: --world-size 4 (lines of other tools: {_PAGE})")
+        raise LaunchError(
+            f"say how many processes the run has: --world-size 4 (lines of other tools: {posttraining.PAGE})"
+        )
     per_node = given.gpus_per_node or size
     if size % per_node:
         raise LaunchError(f"--world-size {size} is not a multiple of --gpus-per-node {per_node}")

@@ -11,7 +11,18 @@ import pytest
 from tyro.conf import Positional, arg
 
 from openpi_train import cli
-from openpi_train.command_line import ManyFields, Own, ProcessFlags, Request, TrainFlags, one_word, parse, parse_known
+from openpi_train.command_line import (
+    ManyFields,
+    Own,
+    ProcessFlags,
+    Request,
+    TrainFlags,
+    misspelt,
+    one_word,
+    parse,
+    parse_fields,
+    parse_known,
+)
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
 from openpi_train.serve.request import ServeRequest
@@ -74,6 +85,19 @@ def test_an_unknown_flag_gets_the_closest_one(capsys):
     said = refused(Count, ["meadow", "--colour", "red"], capsys)
     assert "invalid choice 'red' for argument '--colour'" in said and "'white'" in said and "'black'" in said
     assert "PLACE" in refused(Count, [], capsys)
+
+
+def test_a_misspelt_flag_that_is_no_field_gets_the_closest_one(capsys):
+    words = ["--data.robots", "recorded", "--dry_rn", "--optimizer.b3=1", "--modl.path", "x", "y"]
+    assert misspelt(words) == [
+        ("--data.robots", "--data.robot"),
+        ("--dry-rn", "--dry-run"),
+        ("--modl.path", "--model.path"),
+    ]
+    with pytest.raises(SystemExit):
+        parse_fields(Count, Count(place="here"), ["--datast", "x"], "count", "Count.")
+    assert capsys.readouterr().err.endswith("--datast: did you mean --dataset?\n")
+    assert parse_fields(Count, Count(place="here"), ["there", "--sheep", "4"], "count", "Count.").sheep == 4
 
 
 def test_words_of_others_are_passed_on_in_their_order():

@@ -62,6 +62,17 @@ def test_a_wrong_name_is_answered_with_the_closest():
         registry.load("pi0_bridge_trajj")
 
 
+def test_what_stands_where_the_name_does_is_told_its_place(tmp_path):
+    known = [*registry.entries(), *cli.VERBS]
+    (tmp_path / "pi0_bridge_trajj").mkdir()
+    for word, says in (
+        (str(tmp_path / "pi0_bridge_trajj"), "is a folder, and needed is the name of an experiment.*to eval, serve"),
+        ("--config", "--config stands where the experiment does: .* posttrain, ript and vla"),
+        ("so3", r"^unknown experiment 'so3' \(all: python -m openpi_train list\)$"),
+    ):
+        assert re.search(says, registry.unknown(word, known, "experiment"))
+
+
 def test_an_experiment_of_a_users_file_is_found_by_name(tmp_path):
     file = tmp_path / "my_runs_of_test.py"
     file.write_text(

@@ -6,6 +6,7 @@ Read next: `this_host.py`.
 import argparse
 import shlex
 from collections.abc import Sequence
+from typing import NoReturn
 
 from openpi_train.launch import forms
 from openpi_train.launch.spec import DEFAULT_PORT
@@ -13,7 +14,15 @@ from openpi_train.launch.this_host import this_host
 
 # Options of `posttrain` that replace the config's values.
 _REPLACING = ("output_dir", "experiment_name", "resume_from_checkpoint")
+PAGE = "docs/launching.md"
 _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
+
+
+class DoorParser(argparse.ArgumentParser):
+    """Names the page with the launch lines of other tools where an option is none of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}\nthe launch lines of other tools, and what they are here: {PAGE}")
 
 
 def is_meant(options: Sequence[str]) -> bool:
@@ -50,7 +59,7 @@ def _started(given: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = DoorParser(
         prog="run_distributed.py", description="Train a language model by a YAML config, on several GPUs or hosts."
     )
     parser.add_argument("--config", required=True, help="the YAML config")

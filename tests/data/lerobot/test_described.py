@@ -14,10 +14,12 @@ from openpi_train_configs.robot_dp import pusht_dp
 from openpi_train_configs.tabletop_runs import pi0_bridge_traj_tiny, tabletop_dp
 
 from openpi_train.choice import on_dataset, on_features
+from openpi_train.cli import parse_experiment
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.described import _own_slots, _placed, described
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.fields import as_json
+from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.robots.dataset_arm import DatasetArm
 from openpi_train.runtime.exits import DataError, UsageError
@@ -127,6 +129,15 @@ def test_a_model_without_padded_dims_is_told_dims_and_cameras_and_the_run_can_be
         found.data.batch_spec(model, 2)
         saved = json.loads(json.dumps(as_json(dataclasses.replace(found, exp_name="x"))))
         assert experiment_from_json(saved).demonstrations.datasets[0].robot == described(FOLDER)
+
+
+def test_an_experiment_that_is_chosen_by_dims_is_any_with_the_datasets_own():
+    words = ["--exp-name", "x", "--dataset", str(FOLDER)]
+    with pytest.raises(DataError, match=r"\[7\] per step there.*of any dims trains with --data\.robot recorded"):
+        parse_experiment("robot_dp_tiny", words)
+    found = parse_experiment("robot_dp_tiny", [*words, "--data.robot", "recorded"])
+    assert isinstance(found.model, ExactPolicyConfig)
+    assert found.name == "robot_dp_tiny" and (found.model.action_dim, found.model.state_dim) == (7, 7)
 
 
 def test_other_models_keep_their_slots():
