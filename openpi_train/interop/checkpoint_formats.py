@@ -6,7 +6,7 @@ start weights, `convert` and their accounting are the same for all. Read next: `
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,8 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
     place = open_place(where)
     form = recognised(place) if name is None else named(name)
     if form is None:
+        if place.local and (runs := [one for one in _folders(place.local) if ours.recognises(place / one)]):
+            raise CheckpointError(f"{place} is no run, it holds runs: give one, {place / runs[0]} ({_listed(runs)})")
         known = "\n".join(f"  {one.name}: {one.summary}" for one in FORMATS)
         raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. Supported formats:\n{known}")
     if name is not None and not form.recognises(place):
@@ -217,7 +219,11 @@ def _refuse_what_is_none(place: Place) -> None:
     if place.local is None:
         return
     if not place.local.exists():
-        raise CheckpointError(f"no checkpoint at {place}: there is no such directory; check the path")
+        beside = _listed(_folders(place.local.parent))
+        raise CheckpointError(
+            f"no checkpoint at {place}: there is no such directory; check the path"
+            + (f" ({place.local.parent} holds {beside})" if beside else "")
+        )
     if ".orbax-checkpoint-tmp" in place.local.name:
         raise CheckpointError(f"{place} is incomplete: its save was interrupted. Use another step of that run")
     if any(re.fullmatch(_CUT_OFF, part) for part in place.local.parts):
@@ -248,5 +254,17 @@ def _contents(place: Place) -> str:
     steps = [int(name) for name in names if name.isdecimal() and _is_step(place / name)]
     if steps:
         return f": it is a run's directory; give one of its steps, such as {place / str(max(steps))}"
-    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return f": it holds {shown}"
+    return f": it holds {_listed(names)}"
+
+
+def _folders(of: Path) -> list[str]:
+    """The names of the folders in a folder, without hidden ones; none if it cannot be read."""
+    try:
+        return sorted(path.name for path in of.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -27,8 +27,10 @@ from flax import nnx
 from openpi_train.data.files import write_json
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
@@ -103,9 +105,18 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
     return found
 
 
-def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
+def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
+    """What writes the checkpoint. A warning says so if openpi has no such model."""
+    if model is not None and not isinstance(model, Pi0Config | Pi0FastConfig):
+        logger.warning(
+            "openpi has no model like this one (%s), and will not load this checkpoint: its format is only a container",
+            type(model).__name__,
+        )
+    return lambda directory: write(directory, stored)
+
+
+def write(directory: Path, stored: Stored) -> None:
     """Write a checkpoint for openpi's `restore_params` and `restore_state`. Call it in one process."""
-    del model
     published = {f"{name}{_VALUE}": leaf for name, leaf in stored.params.items()}
     save_item(directory / "params", {"params": nested_params(published)})
     if stored.train_state is not None:

@@ -73,7 +73,8 @@ class ObservationForm:
         for name in (*_names(key), *others):
             if name in given:
                 return given[name]
-        close = difflib.get_close_matches(key, list(given), n=1, cutoff=0.8)
+        strangers = [name for name in given if name not in self.spec()]
+        close = difflib.get_close_matches(key, strangers, n=1, cutoff=0.8)
         hint = f" (is {close[0]!r} meant for it?)" if close else ""
         raise ObservationError(
             f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected: {_listing(self.spec())}"

@@ -187,6 +187,18 @@ def be_absent(step):
     shutil.rmtree(step)
 
 
+def be_misspelt(step):
+    shutil.copytree(step, step.with_name("30000"))
+    shutil.rmtree(step)
+
+
+def be_a_folder_of_runs(step):
+    be_a_run_without_a_step(step)
+    step.rename(step.with_name("run"))
+    step.mkdir()
+    step.with_name("run").rename(step / "run")
+
+
 def be_a_file(step):
     shutil.rmtree(step)
     step.write_text("weights")
@@ -225,6 +237,9 @@ def be_a_run_without_a_step(step):
         (widen_the_norm_stats, "the norm stats 'robot' hold 46 dims for 'state', the model takes 7"),
         (be_empty, "the directory is empty; was its copy interrupted?"),
         (be_absent, "there is no such directory"),
+        (be_misspelt, "there is no such directory; check the path ("),
+        (be_misspelt, "holds 30000)"),
+        (be_a_folder_of_runs, "is no run, it holds runs: give one, "),
         (be_a_file, "it is a file"),
         (be_something_else, "it holds notes.txt. Supported formats:"),
         (be_half_saved, "params.orbax-checkpoint-tmp-1 is incomplete, its save was interrupted"),

@@ -16,6 +16,7 @@ from openpi_train.interop import openpi, ours
 from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory
+from openpi_train.models.act import ActConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 
@@ -89,6 +90,14 @@ def test_what_is_written_is_what_openpis_own_reader_reads(golden, expected, tmp_
         assert name.endswith("/value")
         np.testing.assert_array_equal(value, expected[name.removesuffix("/value")])
     assert open_checkpoint(tmp_path / "7").norm_stats == stored.norm_stats
+
+
+def test_a_warning_says_that_openpi_has_no_such_model(golden, config, caplog):
+    stored = open_checkpoint(golden / "openpi_checkpoint/5")
+    openpi.prepare(stored, config)
+    assert not caplog.text
+    openpi.prepare(stored, ActConfig(action_dim=4, state_dim=4, cameras=("base_0_rgb",)))
+    assert "openpi has no model like this one (ActConfig), and will not load this checkpoint" in caplog.text
 
 
 def test_bfloat16_parameters_stay_so_on_disk(golden, tmp_path):

@@ -147,6 +147,12 @@ def test_a_misspelt_key_is_guessed():
         form(Bridge()).row({"observation/image0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go"})
 
 
+def test_a_key_that_is_expected_itself_is_no_guess_for_another():
+    two = Bridge(cameras={"base_0_rgb": "observation/image_0", "left_wrist_0_rgb": "observation/image_1"})
+    with pytest.raises(ObservationError, match=r"lacks 'observation/image_1'\. It has observation/image_0"):
+        form(two).row({"observation/image_0": image(6, 8, 3), "state": np.zeros(7), "prompt": "go"})
+
+
 def nested(depth, key="a"):
     return {key: nested(depth - 1, key)} if depth else {}
 
