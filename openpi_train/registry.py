@@ -147,7 +147,7 @@ def unknown(name: str, known, what: str) -> str:
             "convert, report and runs, that of a dataset to an experiment, with --dataset"
         )
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    guess = f"; did you mean {' or '.join(close)}?" if close else ""
+    guess = f"; did you mean {' or '.join(close)}?" if close else ", and no folder of that name here"
     return f"unknown {what} {name!r}{guess} (all: python -m openpi_train list)"
 
 

@@ -68,7 +68,7 @@ def test_what_stands_where_the_name_does_is_told_its_place(tmp_path):
     for word, says in (
         (str(tmp_path / "pi0_bridge_trajj"), "is a folder, and needed is the name of an experiment.*to eval, serve"),
         ("--config", "--config stands where the experiment does: .* posttrain, ript and vla"),
-        ("so3", r"^unknown experiment 'so3' \(all: python -m openpi_train list\)$"),
+        ("so3", r"^unknown experiment 'so3', and no folder of that name here \(all: python -m openpi_train list\)$"),
     ):
         assert re.search(says, registry.unknown(word, known, "experiment"))
 

@@ -82,12 +82,15 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
     return write
 
 
+class ModelNeeded(UsageError):
+    """A checkpoint does not say the sizes of its layers, and no model is given that does."""
+
+
 def needed(model: ModelConfig | None, place: Place) -> ModelConfig:
-    """The model. Raises UsageError if none is given, because the sizes of layers are then unknown."""
+    """The model. Raises ModelNeeded if none is given, because the sizes of layers are then unknown."""
     if model is None:
-        raise UsageError(
-            f"{place} does not hold the sizes of its layers: give the experiment of its model "
-            "(convert: --experiment NAME)"
+        raise ModelNeeded(
+            f"{place} does not hold the sizes of its layers: give the experiment of its model, --experiment NAME"
         )
     return model
 

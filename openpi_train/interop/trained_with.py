@@ -6,7 +6,10 @@ Read next: `lerobot_diffusion.py`, which reads and writes them.
 from collections.abc import Mapping
 from typing import Any
 
+from openpi_train.fields import as_json
 from openpi_train.interop.lerobot_folder import flag_of
+from openpi_train.interop.stored_leaves import Stored
+from openpi_train.runtime.exits import UsageError
 
 Settings = Mapping[str, Any]
 # The noise schedule of a diffusion policy, and its fields.
@@ -47,6 +50,15 @@ def other_settings(trained_with: Settings, experiment: Mapping[str, Any], normal
         if given != value:
             problems.append(f"{name} is {value}: give {_advice(name, value, given)} (here {given})")
     return problems
+
+
+def check_same_training(stored: Stored, experiment: Any) -> None:
+    """Raise UsageError if another trainer's policy says that it was trained otherwise than the Experiment trains."""
+    if not stored.trained_with:
+        return
+    if problems := other_settings(stored.trained_with, as_json(experiment), experiment.policy.normalization):
+        listing = "\n".join(f"  {problem}" for problem in problems)
+        raise UsageError(f"{stored.where} was trained otherwise than the experiment says:\n{listing}")
 
 
 def _advice(name: str, value: Any, given: Any) -> str:

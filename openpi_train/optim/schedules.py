@@ -75,7 +75,8 @@ class LRSchedule:
         if falls and steps <= self.warmup_steps:
             problems.append(
                 f"lr_schedule.decay_steps {steps} counts the warm-up and must be greater than lr_schedule."
-                f"warmup_steps {self.warmup_steps}; set --lr-schedule.decay-steps or --lr-schedule.kind constant"
+                f"warmup_steps {self.warmup_steps}; set --lr-schedule.decay-steps, "
+                "--lr-schedule.warmup-steps or --lr-schedule.kind constant"
             )
         elif self.kind == "wsd" and not 0 < self.tail_ratio * steps <= steps - self.warmup_steps:
             problems.append(

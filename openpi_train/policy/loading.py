@@ -13,6 +13,7 @@ from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.transforms import Normalize
 from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
+from openpi_train.interop import diffusion_policy_checkpoint, lerobot_folder
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.model_config import as_policy
@@ -135,6 +136,9 @@ def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
 
 
 def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
+    # Forms whose only norm stats have no name of a robot's.
+    unnamed = {lerobot_folder.ASSET_ID, diffusion_policy_checkpoint.ASSET_ID} & {*stored.norm_stats}
+    asset = unnamed.pop() if unnamed and asset not in stored.norm_stats else asset
     if asset not in stored.norm_stats:
         raise CheckpointError(
             f"{stored.where} holds no norm stats for {asset!r}, only for {sorted(stored.norm_stats) or 'nothing'}; add "

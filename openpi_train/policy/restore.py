@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from openpi_train import registry
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, openpi
+from openpi_train.interop.openpi_torch import ModelNeeded
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, place
+from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import Params
 from openpi_train.planning.device_limits import memory_bytes
@@ -33,15 +35,30 @@ _MIN_SHARD_MIB = 4.0
 def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
     """Open a checkpoint and its experiment. Arguments and errors are as in `load_policy`."""
     given = registry.load(experiment) if isinstance(experiment, str) else experiment
-    stored = checkpoint_formats.open_checkpoint(directory)
+    try:
+        stored = checkpoint_formats.open_checkpoint(directory)
+    except ModelNeeded:  # LeRobot's and PyTorch's
+        given = given or _by_name(directory)
+        if given is None:
+            raise
+        stored = checkpoint_formats.open_checkpoint(directory, given.model)
+        check_same_training(stored, given)
+        return stored, given
     if stored.experiment is not None:
         return stored, experiment_from_json(stored.experiment, given)
-    if given is None and (name := Place.of(directory).name) in registry.entries():
-        logger.info("%s: taken for a checkpoint of the experiment %s, by its name", directory, name)
-        given = registry.load(name)
+    given = given or _by_name(directory)
     if given is None:
-        raise UsageError(f"{directory} does not say whose model it is: name an experiment (see `list`)")
+        raise UsageError(f"{directory} does not say whose model it is: name its experiment, --experiment NAME (`list`)")
     return stored, given
+
+
+def _by_name(directory: str | Path) -> Experiment | None:
+    """The experiment of the folder's name, if there is one."""
+    name = Place.of(directory).name
+    if name not in registry.entries():
+        return None
+    logger.info("%s: taken for a checkpoint of the experiment %s, by its name", directory, name)
+    return registry.load(name)
 
 
 def restored(

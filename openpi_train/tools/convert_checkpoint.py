@@ -28,7 +28,7 @@ from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
-from openpi_train.interop.trained_with import other_settings
+from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -114,7 +114,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     stored = checkpoint_formats.open_checkpoint(request.source, model, request.source_format)
     check_target(request.target, stored.where)
     _check_same_model(stored, model)
-    _check_same_training(stored, experiment)
+    check_same_training(stored, experiment)
     params = checkpoint_formats.model_params(stored, model)
     name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
@@ -304,15 +304,6 @@ def _check_same_model(stored: Stored, model: ModelConfig) -> None:
             f"{stored.where} was trained with another model; leave the --model flags out, which are read from the run, "
             f"and name its own experiment or none:\n{listing}"
         )
-
-
-def _check_same_training(stored: Stored, experiment: Experiment) -> None:
-    """Raise UsageError if another trainer's policy says that it was trained otherwise than the experiment trains."""
-    if not stored.trained_with:
-        return
-    if problems := other_settings(stored.trained_with, as_json(experiment), experiment.policy.normalization):
-        listing = "\n".join(f"  {problem}" for problem in problems)
-        raise UsageError(f"{stored.where} was trained otherwise than the experiment says:\n{listing}")
 
 
 def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
