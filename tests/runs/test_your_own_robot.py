@@ -26,14 +26,14 @@ def files() -> dict[str, str]:
 
 
 def commands() -> list[list[str]]:
-    lines = re.findall(r"^    python -m openpi_train (.*)$", PAGE.read_text(), re.MULTILINE)
-    # Those without a class of one's own are in `data/lerobot/test_described.py`.
-    return [line.split() for line in lines if "--data.robot" not in line]
+    # Those before, without a class of one's own, are in `data/lerobot/test_described.py`.
+    own = PAGE.read_text().partition("## Your driver")[2]
+    return [line.split() for line in re.findall(r"^    python -m openpi_train (.*)$", own, re.MULTILINE)]
 
 
 def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
     written = files()
-    assert list(written) == ["my_driver.py", "record.py", "my_arm.py", "drive.py"]
+    assert list(written) == ["client.py", "my_driver.py", "record.py", "my_arm.py", "drive.py"]
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     variables = environment(OPENPI_TRAIN_HOME=str(tmp_path / "home"), PYTHONPATH=str(ROOT))
