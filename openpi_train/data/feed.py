@@ -246,6 +246,10 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+# Texts up to so many characters are shown whole.
+_LONG = 200
+
+
 def differences(saved: Any, present: Any, path: str = "") -> list[str]:
     """One line for every entry in which two JSON values differ."""
     if isinstance(saved, dict) and isinstance(present, dict):
@@ -254,4 +258,25 @@ def differences(saved: Any, present: Any, path: str = "") -> list[str]:
     if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
         pairs = enumerate(zip(saved, present, strict=True))
         return [line for number, (a, b) in pairs for line in differences(a, b, f"{path}.{number}")]
-    return [] if saved == present else [f"{path.lstrip('.')}: then {saved!r}, now {present!r}"]
+    if saved == present:
+        return []
+    long = isinstance(saved, str) and isinstance(present, str) and len(saved) > _LONG
+    then, now = _cut(saved, present) if long else (saved, present)
+    return [f"{path.lstrip('.')}: then {then!r}, now {now!r}"]
+
+
+def _cut(first: str, second: str, kept: int = 40) -> tuple[str, str]:
+    """Both from `kept` characters before they differ to as many behind, such as two robots with one other field."""
+
+    def alike(left: str, right: str) -> int:
+        pairs = enumerate(zip(left, right, strict=False))
+        return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+    start = alike(first, second)
+    end = alike(first[start:][::-1], second[start:][::-1])
+    start, end = max(start - kept, 0), max(end - kept, 0)
+
+    def part(text: str) -> str:
+        return ("..." if start else "") + text[start : len(text) - end] + ("..." if end else "")
+
+    return part(first), part(second)

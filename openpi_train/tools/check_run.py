@@ -129,7 +129,7 @@ def _norm_stats(found: list[Asset], name: str) -> Iterator[Finding]:
             continue
         if known is None:
             text = f"none of these data in {where} yet"
-            yield warn("norm stats", text, f"the first start computes them; or now: stats {name}")
+            yield warn("norm stats", text, f"the first start computes them; or now: stats {name}, with the same flags")
             continue
         flat = [f"{name} {dim} ({text})" for name, dims in known[1].items() for dim, text in dims.items()]
         if flat:

@@ -17,7 +17,7 @@ import pytest
 
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
-from openpi_train.data.feed import RowFeed
+from openpi_train.data.feed import RowFeed, differences
 from openpi_train.data.workers import LocalBatches
 from openpi_train.launch.processes import free_port
 from openpi_train.robots.bridge import Bridge
@@ -127,6 +127,15 @@ def test_a_position_of_other_data_is_refused_naming_what_changed(open_small, mix
         feed_of(open_small(mixture_config, seed=8).train).seek(feed.position())
     with pytest.raises(ValueError, match=r"batch_size: then 32, now 16"):
         feed.seek(feed.position() | {"batch_size": 32})
+
+
+def test_long_texts_are_shown_where_they_differ():
+    robot = f"Arm(names=({'joint, ' * 40}), relative=%s, rate_hz=15.0{', joint' * 40})"
+    (line,) = differences({"data": [{"robot": robot % False}]}, {"data": [{"robot": robot % True}]})
+    assert line.startswith("data.0.robot: then '...") and len(line) < 240
+    then, now = line.partition(": then ")[2].split(", now ")
+    assert "relative=False, rate_hz=15.0" in then and "relative=True, rate_hz=15.0" in now
+    assert differences("abcabc", "abc") == [": then 'abcabc', now 'abc'"]
 
 
 def test_a_batch_that_does_not_divide_names_the_flag(rows):
