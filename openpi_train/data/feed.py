@@ -260,9 +260,9 @@ def differences(saved: Any, present: Any, path: str = "") -> list[str]:
         return [line for number, (a, b) in pairs for line in differences(a, b, f"{path}.{number}")]
     if saved == present:
         return []
-    long = isinstance(saved, str) and isinstance(present, str) and len(saved) > _LONG
-    then, now = _cut(saved, present) if long else (saved, present)
-    return [f"{path.lstrip('.')}: then {then!r}, now {now!r}"]
+    if isinstance(saved, str) and isinstance(present, str) and len(saved) > _LONG:
+        saved, present = _cut(saved, present)
+    return [f"{path.lstrip('.')}: then {saved!r}, now {present!r}"]
 
 
 def _cut(first: str, second: str, kept: int = 40) -> tuple[str, str]:
