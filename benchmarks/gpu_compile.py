@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.planning.gpu import plugin
-from openpi_train.planning.memory import GIB
+from openpi_train.planning.memory import GIB, Memory
 from openpi_train.types import OPENPI_SLOTS
 
 COLUMNS = ("experiment", "flags", "devices", "compile s", "GiB by the GPU's compiler", "GiB forecast")
@@ -124,6 +124,11 @@ SETS = {
         Case("paligemma_flow_head", "--model.remat full", devices=1),
         Case("pusht_dp"),
         Case("robot_dp_14"),
+        Case("robot_dp_14", "--model.dtype bfloat16"),
+        Case("robot_dp_14", devices=1),
+        Case("tabletop_dp", devices=1),
+        Case("act_aloha_sim", devices=1),
+        Case("smolvla_bridge", devices=1),
         *(
             Case(f"gsm8k_{kind}_llama32_1b", "--sharding.strategy zero1 --model.remat dots")
             for kind in ("sft", "sft_lora", "dpo_lora")
@@ -200,6 +205,6 @@ def _forecast(found: dict[str, Any]) -> float | None:
     if "forecast" not in found:
         return None
     memory = found["forecast"]["bytes_per_device"]
-    # Without what a run needs to complete texts between its steps.
-    working = memory["compute_copy"] + memory["activations"] + memory["micro_grads"] + memory["layer"]
-    return (memory["state"] + memory["grads"] + max(working, memory["fetched"])) / GIB
+    # Without what a run needs to complete texts, or to act, between its steps.
+    fields = {field.name: memory[field.name] for field in dataclasses.fields(Memory)}
+    return (memory["state"] + Memory(**fields).step) / GIB

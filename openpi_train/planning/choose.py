@@ -74,8 +74,16 @@ def layout_cost(
     at_once = frozenset(state.shapes.params) - frozenset(ways)
 
     @functools.cache
+    def step_memory(num_micros: int, later: frozenset[str] = frozenset()) -> Memory:
+        on_gpus = machine.kind.is_known  # all in the table are GPUs
+        return predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype, later=later, on_gpus=on_gpus)
+
+    def missing(num_micros: int, later: frozenset[str]) -> int:
+        return step_memory(num_micros).step - step_memory(num_micros, later).step
+
+    @functools.cache
     def memory(num_micros: int) -> Memory:
-        step = predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype)
+        step = step_memory(num_micros)
         more = (
             {} if practice is None else practice.on_device(experiment.batch_size, machine.num_devices // tensor_devices)
         )
@@ -97,6 +105,7 @@ def layout_cost(
         tensor_devices=tensor_devices,
         memory=memory,
         flows=sent,
+        later=missing,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

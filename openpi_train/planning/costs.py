@@ -4,16 +4,16 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops
-from openpi_train.planning.forecast import RematCost
+from openpi_train.planning.forecast import ActivationMoment, RematCost
 from openpi_train.planning.kinds import product_rate
-from openpi_train.planning.live_bytes import peak_bytes
+from openpi_train.planning.live_bytes import Moment, moments
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
 
@@ -25,38 +25,48 @@ ROWS = 8191
 class TracedGradient:
     """Loss and gradient of `ROWS` rows on one device, or one tensor group: the run's own, under one policy.
 
-    `experiment` has that policy; `jaxpr` is the traced program.
+    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`.
     """
 
     experiment: Experiment
     jaxpr: Any
+    trained: Sequence[str] = ()
 
 
 # Counts the bytes that a device needs at once for each row of a micro-batch, without parameters and gradients: the
-# estimate below, or a compiler.
-ActivationBytes = Callable[[TracedGradient], float]
+# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients.
+ActivationBytes = Callable[[TracedGradient], Sequence[Moment]]
 
 
-def live_activation_bytes(gradient: TracedGradient) -> float:
+def live_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
     """Bytes per row of the arrays of the traced program that are alive at once."""
-    return peak_bytes(gradient.jaxpr, bytes_per_row)
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained))
 
 
-def gpu_activation_bytes(gradient: TracedGradient) -> float:
+def gpu_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
     """The same for GPUs, which need less for norms after convolutions."""
-    return peak_bytes(gradient.jaxpr, bytes_per_row, fuses_norms=True)
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), fuses_norms=True)
 
 
 def cost(
     remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
 ) -> RematCost:
     """The cost of a row under the policy of this name."""
+    found = [
+        ActivationMoment(
+            bytes_per_row=max(moment.num_bytes, 1.0),
+            later=frozenset(gradient.trained[number] for number in moment.later),
+        )
+        for moment in activation_bytes(gradient)
+    ]
     return RematCost(
         remat=remat,
         flops_per_row=product_flops(gradient.jaxpr) / ROWS,
         model_flops_per_row=product_flops(gradient.jaxpr, recomputed=False) / ROWS,
-        activation_bytes_per_row=max(activation_bytes(gradient), 1.0),
+        activation_bytes_per_row=found[0].bytes_per_row,
+        moments=found,
         summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
+        batch_bytes_per_row=sum(bytes_per_row(var.aval) for var in gradient.jaxpr.invars),
         product_rate=product_rate(np.dtype(gradient.experiment.model.compute_dtype).itemsize),
     )
 

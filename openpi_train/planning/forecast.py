@@ -56,6 +56,7 @@ class Machine:
 class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
 
+    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -65,23 +66,36 @@ class LayoutCost:
     tensor_devices: int = 1
     memory: Callable[[int], Memory]
     flows: Callable[[int, float], Sequence[Flow]]
+    later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationMoment:
+    """A time in the gradient: its bytes of activations per row, and the parameters whose gradients are made later."""
+
+    bytes_per_row: float
+    later: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RematCost:
     """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
-    at once on a device, bytes summed in tensor groups.
+    at once on a device, bytes summed in tensor groups, and bytes of the row itself.
 
-    None: the model has no policies. `product_rate` is that of products in the model's type, as a share of bfloat16's.
+    None: the model has no policies. `activation_bytes_per_row` are the most at once, `moments` the times at which
+    memory can be fullest; none: when all gradients are there. `product_rate` is that of products in the model's type,
+    as a share of bfloat16's.
     """
 
     remat: str | None
     flops_per_row: float
     model_flops_per_row: float
     activation_bytes_per_row: float
+    moments: Sequence[ActivationMoment] = ()
     summed_bytes_per_row: float = 0.0
+    batch_bytes_per_row: float = 0.0
     product_rate: float = 1.0
 
 
@@ -182,16 +196,32 @@ def forecast(
     If none fits, that which needs least: summing micro-batches takes memory, too.
     """
     rows = batch_size * layout.tensor_devices // machine.num_devices
+    moments = policy.moments or [ActivationMoment(bytes_per_row=policy.activation_bytes_per_row)]
+
+    def of_step(num_micros: int) -> Memory:
+        memory = layout.memory(num_micros)
+        if memory.experience:  # that is the batch
+            return memory
+        return dataclasses.replace(memory, batch=int(policy.batch_bytes_per_row * rows))
 
     def most_rows(num_micros: int) -> int:
-        memory = layout.memory(num_micros)
+        memory = of_step(num_micros)
         free = machine.usable_bytes - memory.state - memory.grads
-        free = free - memory.working if free >= memory.fetched else 0
-        return max(math.floor(free / policy.activation_bytes_per_row), 0)
+        if free < memory.fetched:
+            return 0
+        free -= memory.working
+        fitting = ((free + layout.later(num_micros, one.later)) / one.bytes_per_row for one in moments)
+        return max(math.floor(min(fitting)), 0)
 
     def memory(num_micros: int) -> Memory:
-        activations = int(policy.activation_bytes_per_row * (rows // num_micros))
-        return dataclasses.replace(layout.memory(num_micros), activations=activations)
+        return max((at(num_micros, one) for one in moments), key=lambda memory: memory.step)
+
+    def at(num_micros: int, moment: ActivationMoment) -> Memory:
+        memory, later = of_step(num_micros), layout.later(num_micros, moment.later)
+        activations = int(moment.bytes_per_row * (rows // num_micros))
+        if memory.micro_grads:
+            return dataclasses.replace(memory, activations=activations, micro_grads=memory.micro_grads - later)
+        return dataclasses.replace(memory, activations=activations, grads=memory.grads - later)
 
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)

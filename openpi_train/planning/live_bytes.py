@@ -1,12 +1,14 @@
-"""The peak memory of the arrays of a traced program. Read next: `costs.py`, the caller.
+"""The peak memory of the arrays of a traced program, and what is computed by then. Read next: `costs.py`, the caller.
 
 This models a compiler's fusion without running one. An array is stored if its operation is not elementwise, if a
 product, convolution or loop reads it, or if storing it takes less memory than storing its inputs. All others are
 computed where they are read, fused into the reader. Compilers differ in norms: XLA for GPUs computes what follows from
-a convolution, and from sums of its output, in the kernel that reads it; XLA for CPUs stores each step.
+a convolution, and from sums of its output, in the kernel that reads it, be it the gradient of a maximum over windows;
+XLA for CPUs stores each step.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,17 +39,40 @@ _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-
 _SLACK = 0.02
 
 
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A time in a program: the bytes of its arrays, and which outputs, by number, are made later."""
+
+    num_bytes: float
+    later: frozenset[int] = frozenset()
+
+
 def peak_bytes(jaxpr: Any, size_of: SizeOf, *, fuses_norms: bool = False) -> float:
     """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs.
 
     `fuses_norms`: the compiler computes the norm of a convolution's output where it is read, as that for GPUs does.
+    """
+    return moments(jaxpr, size_of, 0, fuses_norms=fuses_norms)[0].num_bytes
+
+
+def moments(jaxpr: Any, size_of: SizeOf, num_outputs: int, *, fuses_norms: bool = False) -> list[Moment]:
+    """The times at which memory can be fullest, the one with most bytes first, the end last.
+
+    They differ in how many of the first `num_outputs` outputs are there, whose own bytes `size_of` does not count: at
+    each there are more bytes than at any later time. Arguments as those of `peak_bytes`.
     """
     program = _Program(size_of, fuses_norms)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
     program.add(jaxpr, known)
     for var in jaxpr.outvars:
         program.read(known, var, stored=True)
-    return program.peak()
+    made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
+    alive, found = program.alive(), []
+    for begin, end in itertools.pairwise(sorted({0, *made, len(alive)})):
+        later = frozenset(number for number, when in enumerate(made) if when > begin)
+        found.append(Moment(float(alive[begin:end].max()), later))
+    most = itertools.accumulate((moment.num_bytes for moment in reversed(found[1:])), max, initial=-1.0)
+    return [moment for moment, after in zip(found, reversed(list(most)), strict=True) if moment.num_bytes > after]
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +89,7 @@ class _Array:
     last_read: int = -1
     first_stored_read: int | None = None
     of_convolution: bool = False
+    is_scalar: bool = False
 
 
 @dataclasses.dataclass
@@ -101,8 +127,10 @@ class _Program:
                 self._make(known, equation.outvars, tuple(inputs), any(array.of_convolution for array in inputs))
                 self._end(False)
             else:
+                of_windows = self.fuses_norms and name.startswith("select_and_")  # the gradient of a maximum
                 for array in inputs:
-                    self._read(array, stored=not name.startswith(("reduce_", "arg")))
+                    is_fused = name.startswith(("reduce_", "arg")) or (of_windows and array.of_convolution)
+                    self._read(array, stored=not is_fused)
                 if name in _IN_PLACE:
                     self.given += [(inputs[0], self.now)]
                 if name == "scan":
@@ -119,8 +147,25 @@ class _Program:
         """Record that this array is read after all operations so far; `stored`: it must be in memory."""
         self._read(self._array(known, var), stored)
 
+    def begun(self, known: Mapping[Any, _Array], var: Any) -> int:
+        """The operation that makes this array, or the first of what it is computed from where that can be fused."""
+
+        array = self._array(known, var)
+        begun, unread, seen = array.made, [array], set()
+        while unread:
+            array = unread.pop()
+            if id(array) not in seen and array.made and not array.is_scalar:  # inputs have 0
+                begun = min(begun, array.made)
+                seen.add(id(array))
+                unread += array.sources or ()
+        return begun
+
     def peak(self) -> float:
         """The maximum bytes over all operations."""
+        return float(self.alive().max())
+
+    def alive(self) -> np.ndarray:
+        """The bytes during every operation, and at the end."""
         ended = np.cumsum([0, *self.ends, 0])  # number of ends before each operation
         alive = np.zeros(self.now + 2)
         given = {(id(array), when) for array, when in self.given}
@@ -140,7 +185,7 @@ class _Program:
             last = array.last_read - ((id(array), array.last_read) in given)
             alive[made] += array.size
             alive[max(last, made) + 1] -= array.size
-        return float((np.cumsum(alive)[: self.now + 1] + np.array([*self.inside, 0.0])).max())
+        return np.cumsum(alive)[: self.now + 1] + np.array([*self.inside, 0.0])
 
     def _is_stored(self, array: _Array, ended: Any) -> bool:
         """Whether it is written to memory. All its readers are known by now."""
@@ -148,8 +193,7 @@ class _Program:
             return True
         if ended[array.last_read] == ended[array.made]:
             return False
-        instead = sum(source.size for source in array.sources if source.last_read < array.last_read)
-        return instead > (1 + _SLACK) * array.size
+        return _kept_for(array.sources, array.last_read) > (1 + _SLACK) * array.size
 
     def _is_norm(self, equation: Any, inputs: Sequence[_Array]) -> bool:
         """Whether this is arithmetic between a convolution's output and its sums, which the compiler fuses."""
@@ -173,7 +217,14 @@ class _Program:
         of_convolution: bool,
     ) -> None:
         made = {
-            var: _Array(self.size_of(var.aval), self.now, sources, of_convolution=of_convolution) for var in variables
+            var: _Array(
+                self.size_of(var.aval),
+                self.now,
+                sources,
+                of_convolution=of_convolution,
+                is_scalar=getattr(var.aval, "size", 1) == 1,
+            )
+            for var in variables
         }
         self.arrays += made.values()
         known |= made
@@ -181,6 +232,22 @@ class _Program:
     def _end(self, ends: bool, inside: float = 0.0) -> None:
         self.ends.append(ends)
         self.inside.append(inside)
+
+
+def _kept_for(sources: Sequence[_Array], until: int) -> float:
+    """Bytes that stay longer so that these arrays can be computed again at `until`: of what they are made of, too,
+    where it is not stored itself. What is alive then anyway, or can be computed again then, counts for nothing."""
+    seen: set[int] = set()
+
+    def kept(array: _Array) -> float:
+        if array.last_read >= until or id(array) in seen:
+            return 0.0
+        seen.add(id(array))
+        if array.sources is None or array.first_stored_read is not None:
+            return array.size
+        return min(array.size, sum(map(kept, array.sources)))
+
+    return sum(map(kept, sources))
 
 
 def _is_fused(equation: Any) -> bool:

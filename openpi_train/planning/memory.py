@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from openpi_train.nn.params import cut_stack_paths, gatherings, merge_module
+from openpi_train.nn.params import convolution_kernel_paths, cut_stack_paths, gatherings, merge_module
 from openpi_train.nn.shard import Gathering
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import FSDP, TENSOR
 from openpi_train.sharding.strategy import HOST_MEMORY
 
 GIB = 2**30
+# What XLA gives every product of cuBLAS's to work with, one at a time (jaxlib 0.10.2, without a device to tune on).
+CUBLAS_BYTES = 4 * 2**20
 # Rate at which a device reads host memory while writing at the same rate, GB/s: PCIe 4.0 x16, 31.5 nominal.
 HOST_LINK_GB_S = 25
 
@@ -43,6 +45,10 @@ class Memory:
     compute_copy: int
     activations: int
     micro_grads: int = 0
+    # The rows of a step that learns from a dataset.
+    batch: int = 0
+    # What the libraries of products and convolutions work with.
+    libraries: int = 0
     # One layer while it runs, where layers are gathered or their gradients cut one by one.
     layer: int = 0
     host: int = 0
@@ -73,7 +79,8 @@ class Memory:
     @property
     def working(self) -> int:
         """Bytes in addition to state and sum of gradients, until the gradients are complete."""
-        return self.compute_copy + self.activations + self.micro_grads + self.layer + self.experience
+        own = self.compute_copy + self.activations + self.micro_grads + self.layer
+        return own + self.batch + self.experience + self.libraries
 
     @property
     def host_link_s(self) -> float:
@@ -108,6 +115,8 @@ def predict(
     *,
     num_micros: int = 1,
     dtype: Any = jnp.bfloat16,
+    later: Container[str] = (),
+    on_gpus: bool = False,
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
@@ -117,6 +126,10 @@ def predict(
     layers are gathered when they run, there are copies of what is in no layer, and of what is trained of a stack that
     is cut (`nn/layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
     so does their gradient.
+
+    Args: `later` are parameters whose gradients of the micro-batch are not there yet. `on_gpus`: kernels of
+    convolutions that are not cast are copied, too, as cuDNN reads their dims in another order; and there is cuBLAS's
+    workspace.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -136,13 +149,14 @@ def predict(
 
     gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row}
     of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
-    grads = held("grads", shapes.params, jnp.float32)
+    trained = {path for path in shapes.params if path not in later}
+    grads = held("grads", trained if num_micros == 1 else shapes.params, jnp.float32)
     cut_stacks = cut_stack_paths(module)
     if num_micros == 1 and not (plan.cuts("grads") and gathered):
         # Nothing is summed: the gradients of what is gathered in `dtype` (`training/devices.py`), or cast to it before
         # it is cut (`nn/layers.py: scan_to_last`), are whole in it.
         of_copies = of_layers | (cut_stacks - gathered)
-        narrow = {path for path in of_copies & set(shapes.params) if leaves[path].ndim > 2}
+        narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
     narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype}
     copied = narrowed | gathered
@@ -152,13 +166,18 @@ def predict(
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut)
         whole = {path: leaves[path] for path in gathered - of_layers}
         compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
-    else:
-        compute_copy = held("copy", copied, dtype)
+    else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`training/devices.py`)
+        at_once = gathered - of_layers
+        compute_copy = held("copy", copied - at_once, dtype)
+        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
     if not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
         # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
-    micro_grads = grads if plan.cuts("grads") else held("copy", shapes.params, dtype)
+    if on_gpus:
+        kernels = convolution_kernel_paths(module) - narrowed
+        compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
+    micro_grads = held("grads", trained, jnp.float32) if plan.cuts("grads") else held("copy", trained, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),
         frozen=bytes_per_device(shapes.frozen, shardings.frozen),
@@ -168,6 +187,7 @@ def predict(
         compute_copy=compute_copy,
         activations=int(activation_bytes_per_row * rows_per_device),
         micro_grads=micro_grads if num_micros > 1 else 0,
+        libraries=CUBLAS_BYTES * on_gpus,
         layer=_layer_bytes(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)

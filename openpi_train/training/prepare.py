@@ -277,7 +277,7 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
     traced = jax.make_jaxpr(gradient)(state.shapes, batch)
-    return TracedGradient(experiment=one, jaxpr=traced.jaxpr)
+    return TracedGradient(experiment=one, jaxpr=traced.jaxpr, trained=sorted(state.shapes.params))
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:

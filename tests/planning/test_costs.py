@@ -8,6 +8,7 @@ import pytest
 from openpi_train_configs.debug import debug
 
 from openpi_train.planning import costs
+from openpi_train.planning.live_bytes import Moment
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
@@ -81,4 +82,4 @@ def test_the_compiler_needs_about_as_much_for_each_row_more(remat):
 def test_another_judge_of_memory_can_be_asked():
     experiment = with_model(debug, remat="full")
     gradient = prepare.traced_gradient(experiment, prepare.whole_layout(experiment, ONE))
-    assert costs.cost("full", gradient, lambda one: 7.0 * (one is gradient)).activation_bytes_per_row == 7.0
+    assert costs.cost("full", gradient, lambda one: [Moment(7.0 * (one is gradient))]).activation_bytes_per_row == 7.0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
@@ -13,11 +14,11 @@ from openpi_train.models.denoisers import UnetSizes
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.kinds import UNKNOWN
-from openpi_train.planning.memory import GIB
+from openpi_train.planning.memory import CUBLAS_BYTES, GIB, predict
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.sharding.mesh import FSDP
-from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.sharding.mesh import FSDP, planned_mesh
+from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.tools import ahead, plan
 from openpi_train.training import prepare
 
@@ -60,6 +61,20 @@ def test_zero3_gathers_all_parameters_at_once_and_the_plan_counts_them_so(shared
     assert sorted(gathers(jaxpr)) == sorted((shape, "float32", 0) for shape in cut)
     assert forecast.memory.compute_copy == sum(4 * int(np.prod(shape)) for shape in cut)
     assert forecast.memory.layer == 0 and len(cut) > 20
+
+
+def test_gpus_copy_kernels_and_gather_float32():
+    whole, over = (Plan(mesh=planned_mesh(n, n), strategy="zero1", min_shard_mib=0) for n in (1, DEVICES))
+    layout = prepare.whole_layout(robot_dp_tiny_14, whole)
+    sizes = {path: 4 * leaf.size for path, leaf in layout.shapes.params.items()}
+    kernels = sum(4 * leaf.size for leaf in layout.shapes.params.values() if leaf.ndim > 2)
+    wide, narrow = (predict(layout.under(whole), whole, 0, 0, dtype=dtype) for dtype in (np.float32, jnp.bfloat16))
+    assert wide.compute_copy == 0 and narrow.compute_copy == sum(sizes.values()) / 2
+    on_gpu = predict(layout.under(whole), whole, 0, 0, dtype=np.float32, on_gpus=True)
+    assert (on_gpu.compute_copy, on_gpu.libraries) == (kernels, CUBLAS_BYTES)
+    of_half = predict(layout.under(over), over, 0, 0, dtype=jnp.bfloat16, on_gpus=True)
+    uncut = [path for path, leaf in layout.shapes.params.items() if FSDP not in over.spec("state", leaf, path)]
+    assert of_half.compute_copy == sum(sizes.values()) - sum(sizes[path] for path in uncut) / 2
 
 
 def test_the_compiled_step_needs_the_memory_of_the_forecast_to_a_tenth(shared):

@@ -7,7 +7,7 @@ import pytest
 
 from openpi_train import registry
 from openpi_train.cli import parse_experiment
-from openpi_train.planning.forecast import LayoutCost, Machine, RematCost, forecast, recommend
+from openpi_train.planning.forecast import ActivationMoment, LayoutCost, Machine, RematCost, forecast, recommend
 from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import GIB, DoesNotFit, Memory, require
@@ -45,6 +45,31 @@ def test_the_least_accumulation_that_fits_is_taken(gib, expected):
     one = forecast(MACHINE, layout("zero3", gib, 0), NONE, 32, ALL)
     assert (one.grad_accum, one.rows, one.most_rows, one.fits) == expected
     assert one.memory.activations == one.rows * 4 * GIB
+
+
+def test_memory_is_fullest_when_activations_and_the_gradients_made_so_far_are_most():
+    late = frozenset({"tower"})
+    moments = [ActivationMoment(bytes_per_row=4 * GIB, later=late), ActivationMoment(bytes_per_row=3 * GIB)]
+    grads = dataclasses.replace(layout("replicated", 20, 0).memory(1), grads=30 * GIB)
+    held = dataclasses.replace(
+        layout("replicated", 20, 0),
+        memory=lambda micros: dataclasses.replace(grads, micro_grads=(micros > 1) * 10 * GIB),
+        later=lambda micros, paths: 6 * GIB * (paths == late),
+    )
+    of_rows = dataclasses.replace(NONE, moments=moments)
+    # 5 rows: 20 and 20 before the tower's gradient, against 15 and 30 at the end; 8 rows: 32 and 24 against 24 and 30.
+    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
+    assert [(one.activations // GIB, one.grads // GIB) for one in (few, many)] == [(15, 30), (32, 24)]
+    # Of two micro-batches the sum is there, and the tower's part of the second's is not.
+    summed = forecast(MACHINE, held, of_rows, 4 * 16, [2]).memory
+    assert (summed.activations // GIB, summed.grads // GIB, summed.micro_grads // GIB) == (32, 30, 4)
+    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 30 + 6) // 4, (81 - 20 - 30) // 3)
+
+
+def test_rows_are_there_beside_what_is_computed_from_them_all_micro_batches_of_them():
+    of_rows = dataclasses.replace(NONE, batch_bytes_per_row=GIB)
+    one = forecast(MACHINE, layout("replicated", 20, 0), of_rows, 32, [2])
+    assert (one.memory.batch, one.memory.total) == (8 * GIB, (20 + 8 + 4 * 4) * GIB)
 
 
 def test_where_none_fits_it_is_the_one_that_needs_least_for_sums_take_memory_too():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from openpi_train.planning.costs import ROWS, bytes_per_row
-from openpi_train.planning.live_bytes import peak_bytes
+from openpi_train.planning.live_bytes import Moment, moments, peak_bytes
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -41,6 +41,28 @@ def test_what_is_needed_later_is_kept_in_the_smaller_form():
 
     # As tanh is made: the product, tanh of it and the mask. At the last product, [6] to [8], the first is gone.
     assert floats_per_row(narrow, shape(ROWS, 6), shape(6, 8)) == max(8 + 8 + 2, 6 + 8 + 2)
+
+
+def test_what_can_be_made_again_in_several_steps_from_what_is_kept_anyway_is_not_kept():
+    def network(rows, kernel):
+        wide = rows @ kernel  # [8]
+        mixed = jnp.sin(wide) * jnp.cos(wide)
+        return (wide @ kernel @ kernel) * mixed * wide
+
+    # While the last product runs: what it reads and makes, and the first product.
+    assert floats_per_row(network, shape(ROWS, 8), shape(8, 8)) == 8 + 8 + 8
+
+
+def test_a_gradient_takes_no_place_before_it_is_made():
+    def loss(weights, rows):
+        return ((jnp.tanh(rows @ weights[0]) @ weights[1]) ** 2).sum()
+
+    weights = shape(6, 8), shape(8, 4)
+    found = moments(jax.make_jaxpr(jax.grad(loss))(weights, shape(ROWS, 6)).jaxpr, bytes_per_row, 2)
+    # While the gradient goes back through the second product, [4] to [8], beside the first and what follows from it;
+    # at the end the gradient of the first product.
+    assert found == [Moment(4.0 * 24, frozenset({0})), Moment(4.0 * 8)]
+    assert peak_bytes(jax.make_jaxpr(jax.grad(loss))(weights, shape(ROWS, 6)).jaxpr, bytes_per_row) == 4 * 24
 
 
 def layers(x, weights, body):
@@ -94,6 +116,18 @@ def test_compilers_for_gpus_compute_the_norm_of_a_convolution_where_it_is_read()
     stored, fused = (floats_per_row(network, *inputs, fuses_norms=one) / 200 for one in (False, True))
     # While the second convolution runs: what it reads and makes, and both centred arrays or what they are made of.
     assert 4 <= stored < 4.02 and 3 <= fused < 3.02
+
+
+def test_the_gradient_of_a_maximum_reads_what_follows_from_a_convolution_where_it_is_made():
+    def loss(kernel, x):
+        found = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+        pooled = jax.lax.reduce_window(found * found, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 2, 1), "VALID")
+        return (pooled * pooled).sum()
+
+    inputs = shape(1, 8, 8), shape(ROWS, 24, 8)
+    stored, fused = (floats_per_row(jax.grad(loss), *inputs, fuses_norms=one) / (24 * 8) for one in (False, True))
+    # The convolution, its square, the square's gradient and half as much of its maxima; or the first and two gradients.
+    assert (stored, fused) == (3.5, 3)
 
 
 def test_what_does_not_go_by_rows_is_left_out():
