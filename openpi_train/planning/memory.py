@@ -128,8 +128,8 @@ def predict(
     so does their gradient.
 
     Args: `later` are parameters whose gradients of the micro-batch are not there yet. `on_gpus`: kernels of
-    convolutions that are not cast are copied, too, as cuDNN reads their dims in another order; and there is cuBLAS's
-    workspace.
+    convolutions that are not cast are copied, too, as cuDNN reads their dims in another order, and so are parts of
+    layers that all-gathers read in another order; and there is cuBLAS's workspace.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -175,8 +175,18 @@ def predict(
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
     if on_gpus:
-        kernels = convolution_kernel_paths(module) - narrowed
+        # Until the kernel's gradient is made; those that are gathered stay, as their gradients are put off (XLA's
+        # scheduler of transfers).
+        kernels = {
+            path for path in convolution_kernel_paths(module) - narrowed if path in gathered or path not in trained
+        }
         compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
+        if plan.cuts("copy"):
+            # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part
+            # in that order, which of a stack without its last layer is the one above.
+            turned = {path for path in of_layers if leaves[path].ndim > 2 and specs[path].index(FSDP) > 1}
+            turned -= cut_stacks if num_micros == 1 else frozenset()
+            compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in turned)
     micro_grads = held("grads", trained, jnp.float32) if plan.cuts("grads") else held("copy", trained, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),

@@ -101,6 +101,20 @@ def test_float32_layers_compute_with_float32_parameters_as_they_are_or_as_they_a
 
 
 @pytest.mark.slow
+def test_gpus_turn_what_is_not_cut_along_its_first_dim_before_it_is_gathered(layout):
+    plan = Plan(mesh=planned_mesh(8, 8), strategy="zero3")
+
+    def turned(num_micros):
+        cpu, gpu = (predict(layout.under(plan), plan, 0, 0, num_micros=num_micros, on_gpus=n) for n in (False, True))
+        return gpu.compute_copy - cpu.compute_copy
+
+    # Of the image tower the weights up and out. From the second micro-batch on also those of the transformer but the
+    # ones down, as those are there less their last layer besides.
+    assert turned(1) == 4 * 27 * 1152 * (4304 + 1152) / 8
+    others = sum(d * (2 * 2048 + 2 * 256 + 2 * m) for d, m in ((2048, 16_384), (1024, 4096)))
+    assert turned(2) - turned(1) == 4 * 18 * others / 8
+
+
 def test_frozen_parameters_that_are_cut_are_gathered_too():
     layout = whole_layout(pi0_bridge_traj_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     frozen = sum(leaf.size for leaf in layout.shapes.frozen.values())
