@@ -65,11 +65,11 @@ tabletop_few_rloo = dataclasses.replace(
         episodes_per_device=128,
     ),
     # Without a warm-up Adam's first step is up to 0.26 nats from the acting policy, and later ones 0.005.
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=1.5e-4, decay_steps=280, decay_lr=1.5e-4),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=1.5e-4, decay_steps=140, decay_lr=1.5e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
     batch_size=32,
-    num_train_steps=280,
+    num_train_steps=140,
     log_interval=4,
     save_interval=20,
     eval=dataclasses.replace(_EVAL, interval=40, closed_loop=dataclasses.replace(_EVAL.closed_loop, interval=40)),
@@ -78,7 +78,7 @@ tabletop_few_rloo = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
 Hardware: 2 CPU cores. Time: 237 CPU s. Result: 69.5, 51 and 52.5 % from 56, 38.5 and 35.5 % (seeds 42 to 44;
-2026-11-24, commit 93ad7ac); docs/practice.md compares with more imitation.
+2026-11-24, commit 93ad7ac, then without a warm-up); docs/practice.md compares with more imitation.
 """
 
 tabletop_dp_rloo = dataclasses.replace(
