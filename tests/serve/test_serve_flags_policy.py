@@ -164,7 +164,7 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_needs_an_experiment(run, tmp
     (tmp_path / "params").symlink_to(run.saved.directory / "0" / "params")
     (tmp_path / "assets").symlink_to(run.saved.directory / "0" / "assets")
     other = types.SimpleNamespace(saved=types.SimpleNamespace(directory=tmp_path))
-    assert "does not say whose model it is: name an experiment" in refused(other, capsys)
+    assert "does not say whose model it is: name its experiment, --experiment NAME" in refused(other, capsys)
     assert "unknown experiment 'debgu'; did you mean debug" in refused(other, capsys, "--experiment=debgu")
 
 
