@@ -30,11 +30,10 @@ class LoweredGenerator(Generator):
             max_length=size.length,
             end_ids=(0,),
         )
-        self._most = size.rows
 
     def reading(self) -> Any:
         """The program that reads the prompts of all rows, the longest possible: a `jax.stages.Lowered`."""
-        self._take({}, self._most, self._rounded(self.max_length))
+        self._take({}, self.num_rows // self._groups, self._rounded(self.max_length))
         return self._lowered
 
     def decoding(self) -> Any:
