@@ -57,7 +57,7 @@ tabletop_few_rloo = dataclasses.replace(
     objective=PolicyGradient(law=FlowLaw(num_steps=4, noise=1.0), average="attempts"),
     practice=RobotPractice(
         env=_EVAL.closed_loop.env,
-        num_groups=16,
+        num_groups=32,
         group_size=8,
         advantages=AdvantageEstimator(kind="rloo"),
         execute=4,
@@ -65,10 +65,10 @@ tabletop_few_rloo = dataclasses.replace(
         episodes_per_device=128,
     ),
     # Without a warm-up Adam's first step is up to 0.26 nats from the acting policy, and later ones 0.005.
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=1.5e-4, decay_steps=140, decay_lr=1.5e-4),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=140, decay_lr=3e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
-    batch_size=32,
+    batch_size=64,
     num_train_steps=140,
     log_interval=4,
     save_interval=20,
@@ -91,11 +91,15 @@ tabletop_dp_rloo = dataclasses.replace(
     data=tabletop_runs.tabletop_dp.data,
     # Learning takes longer than acting, and a quarter of the groups is mixed.
     practice=dataclasses.replace(
-        tabletop_few_rloo.practice, env=tabletop_runs.tabletop_dp.eval.closed_loop.env, mixed_only=True
+        tabletop_few_rloo.practice,
+        env=tabletop_runs.tabletop_dp.eval.closed_loop.env,
+        num_groups=16,
+        mixed_only=True,
     ),
     # The last denoising steps have the least standard deviation, so what moves the actions by a tenth changes their
     # log-probability by tens. Adam's first step at 1.5e-4, without a warm-up, does that, and success falls.
     lr_schedule=LRSchedule(warmup_steps=8, peak_lr=4e-5, decay_steps=40, decay_lr=4e-5),
+    batch_size=32,
     num_train_steps=40,
     eval=dataclasses.replace(
         tabletop_few_rloo.eval,
