@@ -98,8 +98,8 @@ STUDIES: Mapping[str, Study] = {
     "tabletop_fast": Study(
         start="tabletop_fast",
         practice="tabletop_fast_rloo",
-        flags=("--model.fast-tokenizer", "{out}/fast"),
-        before=(("data", "fit-fast", "tabletop_fast", "--vocab-size", "384", "--out", "{out}/fast"),),
+        flags=("--model.fast-tokenizer", "{out}/fast", "--eval.closed-loop.episodes-per-task", "200"),
+        before=(("data", "fit-fast", "tabletop_fast", "--vocab-size", "257", "--scale", "3", "--out", "{out}/fast"),),
         least_gain=0.08,
     ),
     # Half trained, as above: after all 450 steps some seeds always succeed.

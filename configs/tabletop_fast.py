@@ -1,16 +1,19 @@
-"""A small pi0-FAST on few demonstrations of the embedded tabletop, and from its own episodes.
+"""A small pi0-FAST on demonstrations of the embedded tabletop, and from its own episodes.
 
-    python -m openpi_train data fit-fast tabletop_fast --vocab-size 384        # first: the tokenizer of its chunks
+    python -m openpi_train data fit-fast tabletop_fast --vocab-size 257 --scale 3    # first: the tokenizer of its chunks
+
+Nearly every token is then one coefficient of the chunk: of so few dims and steps that is learnt sooner than pairs.
 
 docs/practice.md describes such runs.
 """
 
 import dataclasses
 
-from openpi_train_configs import fast, tabletop_practice
+from openpi_train_configs import fast, tabletop_practice, tabletop_runs
 
 from openpi_train.data import places
 from openpi_train.objectives.policy_gradient import PolicyGradient
+from openpi_train.optim import LRSchedule
 from openpi_train.sampling.action_token_law import ActionTokenLaw
 
 _FEW, _RLOO = tabletop_practice.tabletop_few, tabletop_practice.tabletop_few_rloo
@@ -23,11 +26,16 @@ tabletop_fast = dataclasses.replace(
         siglip=_FEW.model.siglip,
         action_horizon=_FEW.model.action_horizon,
         camera_slots=("left_wrist_0_rgb",),
+        # The longest chunk of the demonstrations takes 29 tokens, "Action: " and the end included.
+        max_decoding_steps=32,
         fast_tokenizer=str(places.datasets() / "tabletop_reach_fast"),
     ),
     objective=fast.pi0_fast_tiny.objective,
+    data=tabletop_runs.pi0_tabletop_reach.data,
+    lr_schedule=LRSchedule(warmup_steps=50, peak_lr=3e-3, decay_steps=3000, decay_lr=3e-4),
+    num_train_steps=1600,
 )
-"""It imitates 64 demonstrations of each of two tasks, as `tabletop_few` does, in tokens.
+"""It imitates all demonstrations of `pi0_tabletop_reach` in tokens, until it is half trained.
 
 Command: python -m openpi_train tabletop_fast --exp-name x
 Hardware: 2 CPU cores. Time and result: not yet measured.
@@ -36,7 +44,12 @@ Hardware: 2 CPU cores. Time and result: not yet measured.
 tabletop_fast_rloo = dataclasses.replace(
     _RLOO,
     model=tabletop_fast.model,
-    objective=PolicyGradient(law=ActionTokenLaw(max_tokens=80), average="attempts"),
+    objective=PolicyGradient(law=ActionTokenLaw(max_tokens=32), average="attempts"),
+    data=tabletop_fast.data,
+    practice=dataclasses.replace(_RLOO.practice, num_groups=16),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=80, decay_lr=3e-4),
+    batch_size=32,
+    num_train_steps=80,
 )
 """It goes on by policy gradients over the tokens of its chunks.
 
