@@ -79,6 +79,19 @@ SETS = {
             )
         ),
     ],
+    # Layers in a loop, and unrolled.
+    "layers": [
+        Case(name, f"{flags} {layers}")
+        for name, flags in (
+            (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn"),
+            (_PI0, f"{_ZERO3} --model.remat attention --model.attention cudnn"),
+            (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --cameras {','.join(OPENPI_SLOTS)}"),
+            (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --batch-size 32"),
+            ("gsm8k_sft_llama32_1b", "--sharding.strategy zero1 --model.remat dots --model.attention cudnn"),
+            ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B}"),
+        )
+        for layers in ("--no-unroll-layers", "--unroll-layers")
+    ],
     # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
     "flags": [
         Case(_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn {rows}", devices, hosts, xla)

@@ -1,6 +1,6 @@
 """A small pi0-FAST on demonstrations of the embedded tabletop, and from its own episodes.
 
-    python -m openpi_train data fit-fast tabletop_fast --vocab-size 257 --scale 3    # first: the tokenizer of its chunks
+    python -m openpi_train data fit-fast tabletop_fast --vocab-size 257 --scale 3  # first: the tokenizer of chunks
 
 Nearly every token is then one coefficient of the chunk: of so few dims and steps that is learnt sooner than pairs.
 

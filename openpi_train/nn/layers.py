@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from openpi_train.nn.params import FIXED
+from openpi_train.nn.params import FIXED, UNROLLED
 from openpi_train.nn.shard import Gathering, is_shard, whole
 
 # What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
@@ -80,6 +81,11 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """Apply a stack of layers in order.
 
+    Layers that are marked by `params.py: mark_unrolled` become code of their own, one after the other, instead of a
+    loop: then what the backward pass needs is not copied into stacks and out of them again, and compiling takes longer.
+    With `full` they stay a loop. Nothing is copied there, and XLA would put off gradients of unrolled weights and keep
+    what they need of many layers.
+
     Args:
         stacked: result of `stack_layers`.
         body: (layer, carry, this layer's slice of `per_layer`) -> (carry, output).
@@ -96,7 +102,35 @@ def scan_layers(
         layer_params, extra = layer
         return body(nnx.merge(graph, _gathered(layer_params)), carry, extra)
 
-    return jax.lax.scan(_recomputed(step, remat, _has_shards(params)), carry, (params, per_layer))
+    return _scan(step, carry, (params, per_layer), params, remat, _has_shards(params))
+
+
+def _scan(step: Callable[..., Any], carry: Any, inputs: Any, params: Any, remat: Remat, fetches: bool) -> Any:
+    """`jax.lax.scan` with what `remat` recomputes in the backward pass.
+
+    Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
+    the batch last in those of an unrolled SigLIP and transposes between its products (jaxlib 0.10.2, for GPUs).
+    """
+    if remat == "full" or not _is_unrolled(params):
+        # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
+        return jax.lax.scan(_recomputed(step, remat, fetches, prevent_cse=False), carry, inputs)
+    # Without the barrier XLA would find what is recomputed to be there already, and keep it.
+    recomputed = _recomputed(step, remat, fetches, prevent_cse=True)
+
+    def ordered(carry: Any, layer: Any) -> Any:
+        return recomputed(*jax.tree.map(_in_order, (carry, layer)))
+
+    return jax.lax.scan(ordered, carry, inputs, unroll=True)
+
+
+def _in_order(x: Array) -> Array:
+    """`x`, in the order of its dims in memory, as its gradient will be."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
+def _is_unrolled(params: Any) -> bool:
+    """Whether these parameters are marked so."""
+    return any(leaf.get_metadata(UNROLLED, False) for leaf in jax.tree.leaves(params, is_leaf=_is_variable))
 
 
 def _gathered(layer_params: Any) -> Any:
@@ -125,7 +159,7 @@ def each_layer(stacked: M) -> list[M]:
     return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
 
 
-def _recomputed(step: Callable[..., Any], remat: Remat, fetches: bool) -> Callable[..., Any]:
+def _recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, prevent_cse: bool) -> Callable[..., Any]:
     """The step of a scan over layers, with what `remat` recomputes in the backward pass.
 
     Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept.
@@ -133,8 +167,7 @@ def _recomputed(step: Callable[..., Any], remat: Remat, fetches: bool) -> Callab
     if remat == "none" and not fetches:
         return step
     policy = _all_but_weights if remat == "none" else _POLICIES[remat]
-    # Inside a scan nothing can be merged across the barrier anyway, so it is not needed (prevent_cse).
-    return jax.checkpoint(step, prevent_cse=False, policy=policy)
+    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
 
 
 def _has_shards(params: Any) -> bool:
@@ -190,8 +223,8 @@ def scan_to_last(
 
     depth = len(jax.tree.leaves(params)[0])
     before = jax.tree.map(lambda x: x[:-1], cut)
-    step = _recomputed(step, remat, bool(jax.tree.leaves(read)) or _has_shards(params))
-    carry, outputs = jax.lax.scan(step, carry, (jnp.arange(depth - 1), before, per_layer))
+    fetches = bool(jax.tree.leaves(read)) or _has_shards(params)
+    carry, outputs = _scan(step, carry, (jnp.arange(depth - 1), before, per_layer), params, remat, fetches)
     last = layer(depth - 1, jax.tree.map(lambda x: x[-1], cut))
     return carry, outputs, nnx.merge(graph, _gathered(last))
 

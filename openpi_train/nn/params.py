@@ -13,8 +13,8 @@ from jaxtyping import Array
 from openpi_train.nn.shard import Gathering
 
 Params = dict[str, Array]
-# Metadata of a parameter in which no gradient is taken.
-FIXED = "is_fixed"
+# Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled.
+FIXED, UNROLLED = "is_fixed", "is_unrolled"
 
 
 def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +64,13 @@ def mark_fixed(module: nnx.Module, paths: Container[str]) -> None:
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if "/".join(map(str, path)) in paths:
             variable.set_metadata(FIXED, True)
+
+
+def mark_unrolled(module: nnx.Module) -> None:
+    """Mark all stacks of layers to be unrolled (`layers.py: scan_layers`)."""
+    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        if variable.get_metadata("gathering", None) is Gathering.BY_LAYER:
+            variable.set_metadata(UNROLLED, True)
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:

@@ -166,6 +166,7 @@ def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Tra
         plan=plan,
         seed=experiment.seed,
         grad_accum=experiment.grad_accum,
+        unroll_layers=experiment.unroll_layers,
         ema_decay=experiment.ema_decay,
         ema_warmup=experiment.ema_warmup,
         loss_scaling=_loss_scaling(experiment),

@@ -1,5 +1,7 @@
 """Stacks of layers, norms and the flow time's encoding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 
 from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, scan_to_last, sincos_encoding, stack_layers
-from openpi_train.nn.params import mark_fixed, merge_module, module_params
+from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
 
 
 class Layer(nnx.Module):
@@ -59,6 +61,54 @@ def test_recomputing_changes_no_gradient(stacked, remat):
 
     expected, other = jax.grad(loss)(params, "none"), jax.grad(loss)(params, remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
+
+
+def value_and_gradient(stacked, run, *, unrolled):
+    """The compiled program of a sum over outputs and its gradient in all parameters, and what it computes."""
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x):
+        module = nnx.merge(graph, params)
+        if unrolled:
+            mark_unrolled(module)
+        return run(module, x)
+
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x).compile()
+    return program.as_text(), program(params, x)
+
+
+def assert_rounded_otherwise(a, b):
+    """Equal but for the order of sums, whose terms are at most about 16."""
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+
+
+def run_with_sums(stacked, x, *, remat):
+    """All layers, with an input and an output of each."""
+    carry, sums = scan_layers(stacked, body, x, jnp.arange(3.0), remat=remat)
+    return carry.sum() + (sums**2).sum()
+
+
+@pytest.mark.parametrize(("remat", "is_loop"), [("none", False), ("dots", False), ("attention", False), ("full", True)])
+def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, is_loop):
+    run = functools.partial(run_with_sums, remat=remat)
+    looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
+    jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
+    assert " while(" in looped[0] and (" while(" in unrolled[0]) == is_loop
+    if not is_loop:
+        assert unrolled[0].count(" tanh(") == (3 if remat == "none" else 6)
+
+
+@pytest.mark.parametrize("fixed", [(), ("dense/kernel",)])
+def test_an_unrolled_cut_stack_computes_what_a_loop_computes(stacked, fixed):
+    def run(stacked, x):
+        mark_fixed(stacked, fixed)
+        carry, _, last = scan_to_last(stacked, body, x, remat="dots", dtype=jnp.float32)
+        return body(last, carry, None)[0].sum()
+
+    looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
+    jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
+    assert " while(" in looped[0] and " while(" not in unrolled[0]
 
 
 def run_to_last(stacked, *, dtype=jnp.float32, remat="full"):

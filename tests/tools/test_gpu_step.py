@@ -225,3 +225,18 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
     assert {part["phase"] for part in account["parts"]} >= {"forward", "backward", "recomputation", "gather", "update"}
     assert len(account["buffers"]) == 20 and account["endless_loops"] == 0
     assert "__cublas" in dump.read_text()
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_an_unrolled_step_multiplies_and_sends_as_much_in_fewer_kernels():
+    flags = ("--devices", "4", "--device-kind", "h100", "--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
+    accounts = []
+    for layers in ("--no-unroll-layers", "--unroll-layers"):
+        done = openpi_train("compile", "debug", *flags, "--model.remat", "dots", layers, "--json")
+        assert done.returncode == DONE, done.stderr
+        accounts.append(json.loads(done.stdout)["account"])
+    looped, unrolled = accounts
+    assert unrolled["flops"] == pytest.approx(looped["flops"], rel=0.01)
+    assert unrolled["sent_bytes"] == pytest.approx(looped["sent_bytes"], rel=0.01)
+    assert unrolled["kernels"] < looped["kernels"] and unrolled["moved_bytes"] < looped["moved_bytes"]

@@ -4,6 +4,7 @@ python strategies.py <process> <processes> <port>    process 0 prints one JSON l
 python strategies.py 0 1 <port> <folder>             one alone can also write the last parameters: "zero3 x 4.npz"
 """
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -28,16 +29,17 @@ CASES = tuple(itertools.product(LAYOUTS, (1, 4)))
 SOME = tuple(zip(LAYOUTS, itertools.cycle((1, 4)), strict=False))
 
 
-def prepare(config, strategy: str, fsdp: int, accum: int, devices=None):
+def prepare(config, strategy: str, fsdp: int, accum: int, devices=None, unrolled: bool = False):
     """Trainer and state layout."""
     plan = Plan(mesh=make_mesh(fsdp, devices), strategy=strategy, min_shard_mib=0)
     schedule = LRSchedule(warmup_steps=1, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
-    return make_trainer(config, plan, AdamW(), schedule, accum=accum)
+    trainer, layout = make_trainer(config, plan, AdamW(), schedule, accum=accum)
+    return dataclasses.replace(trainer, unroll_layers=unrolled), layout
 
 
-def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int = 3):
+def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int = 3, unrolled: bool = False):
     """Loss and gradient norm of each step, the final state, and the compiled step."""
-    trainer, layout = prepare(config, strategy, fsdp, accum, devices)
+    trainer, layout = prepare(config, strategy, fsdp, accum, devices, unrolled)
     plan = trainer.plan
     dims = config.action_dim
     batches = [toy.batch(ROWS, dims=dims, seed=index, vocab_size=config.vocab_size) for index in range(steps)]

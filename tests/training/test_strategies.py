@@ -137,6 +137,13 @@ def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
 
 
+@pytest.mark.parametrize(("layout", "accum"), [(("zero2", 8), 1), (("zero3", 8), 4), (("hsdp", 4), 1)], ids=str)
+def test_unrolled_layers_give_the_losses_of_one_device(alone, layout, accum):
+    """What GPUs then send, `tools/test_gpu_step.py` counts: XLA for CPUs keeps what was gathered."""
+    history, *_ = strategies.run(toy.StackedConfig(remat="dots"), *layout, accum, unrolled=True)
+    np.testing.assert_allclose(history, alone[0], rtol=3e-6)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_a_stack_and_a_table_of_any_name_are_sent_and_planned_like_those_of_the_usual_names(strategy):
     usual, renamed = (
