@@ -97,7 +97,7 @@ dist:
 	$(DIST)/bin/python scripts/build_dist.py $(DIST_FLAGS)
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
-# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, flags, sampling, families.
+# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, layers, flags, sampling, programs, families.
 GPU := .venv-gpu
 GPU_SETS ?= attention
 gpu-compile:
@@ -110,7 +110,7 @@ gpu-compile:
 # the others from running; an interrupted one tells what it has.
 GPU_PYTHON ?= $(GPU)/bin/python
 GPU_OUT ?= gpu_results
-GPU_PIECES ?= tests steps others serving checkpoint run
+GPU_PIECES ?= tests steps unrolled others serving checkpoint run
 GPU_CUDA ?= cuda12
 PIECE = timeout --signal INT 590
 gpu:
@@ -125,6 +125,9 @@ gpu-tests:
 
 gpu-steps:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --details $(GPU_OUT)/steps --traced 5 --json $(GPU_OUT)/steps.json
+
+gpu-unrolled:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets unrolled --details $(GPU_OUT)/unrolled --traced 1 --json $(GPU_OUT)/unrolled.json
 
 gpu-others:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets lora pi05 tokens dp llama --details $(GPU_OUT)/others --json $(GPU_OUT)/others.json

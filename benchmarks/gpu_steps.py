@@ -58,8 +58,9 @@ class Case:
         return ", ".join(word for word in words if word)
 
 
-def _case(remat: str, attention: str, cameras: int = 1, **rest: Any) -> Case:
-    return Case(f"--model.remat {remat} --model.attention {attention}", cameras, **rest)
+def _case(remat: str, attention: str, cameras: int = 1, *, unrolled: bool = False, **rest: Any) -> Case:
+    layers = " --unroll-layers" if unrolled else ""
+    return Case(f"--model.remat {remat} --model.attention {attention}{layers}", cameras, **rest)
 
 
 # By name: the experiment, its rows on one GPU, and the cases in order of the memory that they take.
@@ -78,6 +79,11 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
             _case("dots", "cudnn", 3),
         ],
     ),
+    "unrolled": (
+        "pi0_bridge_traj",
+        32,
+        [_case(remat, "cudnn", count, unrolled=True) for remat, count in (("attention", 1), ("dots", 1), ("dots", 3))],
+    ),
     "lora": ("pi0_bridge_traj_lora", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
     "pi05": ("pi05_bridge", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
     "tokens": ("pi0_fast_bridge", 16, [_case("full", "cudnn")]),
@@ -85,7 +91,11 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
     "llama": (
         "gsm8k_sft_llama32_1b",
         16,
-        [_case("dots", kind, 0) for kind in ("xla", "cudnn")] + [_case("full", "cudnn", 0)],
+        [
+            *(_case("dots", kind, 0) for kind in ("xla", "cudnn")),
+            _case("full", "cudnn", 0),
+            _case("dots", "cudnn", 0, unrolled=True),
+        ],
     ),
     # The program of `step_time --quick`, which need not be compiled again.
     "quick": ("debug", 2, [Case("--model.remat dots")]),

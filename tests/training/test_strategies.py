@@ -16,10 +16,13 @@ import strategies
 import toy
 from flax import nnx
 
+from openpi_train import cli
 from openpi_train.launch.processes import free_port
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_by_axes, formula_bytes
-from openpi_train.sharding.mesh import FSDP, REPLICA
+from openpi_train.sharding.mesh import FSDP, REPLICA, make_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -142,6 +145,22 @@ def test_unrolled_layers_give_the_losses_of_one_device(alone, layout, accum):
     """What GPUs then send, `tools/test_gpu_step.py` counts: XLA for CPUs keeps what was gathered."""
     history, *_ = strategies.run(toy.StackedConfig(remat="dots"), *layout, accum, unrolled=True)
     np.testing.assert_allclose(history, alone[0], rtol=3e-6)
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_step_unrolls_its_layers_if_that_is_asked(unrolled):
+    config = toy.StackedConfig(remat="dots", depth=7)
+    trainer, state = strategies.prepare(config, "zero3", 8, 1, unrolled=unrolled)
+    with jax.set_mesh(trainer.plan.real_mesh):
+        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), config.batch_spec(strategies.ROWS, ()))
+    assert ("unroll=7" in str(traced.jaxpr)) == unrolled
+
+
+def test_an_experiment_tells_its_step_to_unroll():
+    experiment = cli.parse_experiment("debug", ["--exp-name", "x", "--unroll-layers"])
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
+    trainer = prepare.make_trainer(experiment, prepare.whole_layout(experiment, plan), plan)
+    assert trainer.unroll_layers
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
