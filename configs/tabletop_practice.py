@@ -65,11 +65,11 @@ tabletop_few_rloo = dataclasses.replace(
         episodes_per_device=128,
     ),
     # Without a warm-up Adam's first step is up to 0.26 nats from the acting policy, and later ones 0.005.
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=140, decay_lr=3e-4),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=280, decay_lr=3e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
     batch_size=64,
-    num_train_steps=140,
+    num_train_steps=280,
     log_interval=4,
     save_interval=20,
     eval=dataclasses.replace(_EVAL, interval=40, closed_loop=dataclasses.replace(_EVAL.closed_loop, interval=40)),

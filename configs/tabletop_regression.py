@@ -17,7 +17,7 @@ _RLOO = tabletop_practice.tabletop_few_rloo
 tabletop_few_weighted = dataclasses.replace(
     _RLOO,
     objective=WeightedFlow(law=FlowLaw(num_steps=4, noise=0.0), num_imitated=4),
-    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=5e-4, decay_steps=140, decay_lr=5e-4),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=5e-4, decay_steps=280, decay_lr=5e-4),
 )
 """It imitates those of its own episodes that succeed more often than the others from the same initial state.
 
@@ -31,7 +31,7 @@ tabletop_few_indicator = dataclasses.replace(
     model=dataclasses.replace(_RLOO.model, indicator=True),
     objective=IndicatorFlow(law=FlowLaw(num_steps=4, noise=0.0, guidance=1.0), guidance=2.0, num_imitated=4),
     practice=dataclasses.replace(_RLOO.practice, num_demonstrations=10),
-    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=5e-4, decay_steps=140, decay_lr=5e-4),
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=5e-4, decay_steps=280, decay_lr=5e-4),
 )
 """It is told which of its own episodes succeed more often than the others, beside as many chunks of demonstrations, and
 is evaluated with guidance towards such ones.
