@@ -48,6 +48,7 @@ _QWEN_7B = " ".join(
         "no-tied",
     )
 )
+_QWEN_7B_ALONE = _QWEN_7B.replace("policy.", "")
 # After --xla_gpu_.
 XLA_FLAGS = (
     "enable_latency_hiding_scheduler=false",
@@ -88,7 +89,11 @@ SETS = {
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --cameras {','.join(OPENPI_SLOTS)}"),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --batch-size 32"),
             ("gsm8k_sft_llama32_1b", "--sharding.strategy zero1 --model.remat dots --model.attention cudnn"),
-            ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B}"),
+            ("gsm8k_sft_qwen25_05b", f"{_ZERO3} --model.remat attention {_QWEN_7B_ALONE} --model.attention cudnn"),
+            *(
+                ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B} {attention}".strip())
+                for attention in ("", "--model.policy.attention cudnn")
+            ),
         )
         for layers in ("--no-unroll-layers", "--unroll-layers")
     ],
@@ -183,7 +188,9 @@ def main(argv: Sequence[str]) -> list[Table]:
         for case in cases:
             found, problem = _compiled(case, args.device_kind)
             devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
-            said = f"{case.flags} {case.xla}".replace(_QWEN_7B, "(sizes of Qwen2.5-7B)").strip()
+            said = f"{case.flags} {case.xla}".strip()
+            for sizes in (_QWEN_7B, _QWEN_7B_ALONE):
+                said = said.replace(sizes, "(sizes of Qwen2.5-7B)")
             told: list[Cell] = [case.experiment, said, devices]
             rows.append([*told, *(_figures(found) if found else [None] * (len(COLUMNS) - len(told)))])
             problems += [f"{case.experiment} {case.flags}: {problem}"] if problem else []
