@@ -77,8 +77,9 @@ tabletop_few_rloo = dataclasses.replace(
 """It goes on by policy gradients, with the mean of a group's other episodes as the baseline.
 
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
-Hardware: 2 CPU cores. Time: 237 CPU s. Result: 69.5, 51 and 52.5 % from 56, 38.5 and 35.5 % (seeds 42 to 44;
-2026-11-24, commit 93ad7ac, then without a warm-up); docs/practice.md compares with more imitation.
+Hardware: 2 CPU cores. Time: 639 to 665 CPU s. Result: 76, 57 and 64.8 % from 58.8, 46.5 and 50.5 %, after 4,200 steps
+of `tabletop_few`, where as much more imitation gains nothing (seeds 42 to 44; 2026-11-26, commit 305bd66;
+docs/benchmarks.md).
 """
 
 tabletop_dp_rloo = dataclasses.replace(
