@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import resource
@@ -118,12 +119,29 @@ def practised(study: Study, seed: int, out: Path, *, quick: bool = False) -> Pra
     if study.most_by_imitation is None:
         return found
     done = parse_experiment(study.start, ["--exp-name", "x", *start_flags]).num_train_steps
-    steps = done + num_more(cpu_s, start_s / done)
-    more = (*start_flags, "--num-train-steps", str(steps))
-    more += ("--eval.interval", str(steps), "--eval.closed-loop.interval", str(steps))
-    longer, longer_s = runs.run(study.start, more, place="longer", copied=start)
-    imitated = read(_lines(longer), study.measured, longer_s)
-    return dataclasses.replace(found, imitated=imitated.after, imitated_s=longer_s)
+    longer, longer_s = imitated_for(runs, study, start_flags, start, cpu_s, num_steps=done, step_s=start_s / done)
+    return dataclasses.replace(
+        found, imitated=read(_lines(longer), study.measured, longer_s).after, imitated_s=longer_s
+    )
+
+
+def imitated_for(
+    runs: "Runs", study: Study, flags: Sequence[str], start: Path, cpu_s: float, *, num_steps: int, step_s: float
+) -> tuple[Path, float]:
+    """The run `start`, of `num_steps`, continued for at least `cpu_s` CPU seconds, and how many these were.
+
+    A step was seen to take `step_s`; where that was too much, the run is continued once more.
+    """
+    spent = 0.0
+    for turn in itertools.count():
+        num_steps += num_more(cpu_s - spent, step_s)
+        more = (*flags, "--num-train-steps", str(num_steps))
+        more += ("--eval.interval", str(num_steps), "--eval.closed-loop.interval", str(num_steps))
+        start, seconds = runs.run(study.start, more, place=f"longer/{turn}", copied=start)
+        spent += seconds
+        if spent >= cpu_s:
+            break
+    return start, spent
 
 
 def _begun_from(start: Path, study: Study) -> Path:

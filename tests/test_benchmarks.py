@@ -165,6 +165,23 @@ def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_
     assert seen[-1][-1] == "--resume" and practice.num_more(100.0, 0.7) == 150
 
 
+def test_more_imitation_takes_at_least_as_long_as_practice(tmp_path):
+    """A step was seen to take 0.5 s, and takes 0.3: 200 steps are 60 s of the 100, 100 more are 90, 50 more 105."""
+    asked = []
+
+    class FakeRuns:
+        def run(self, name, flags, *, place, copied):
+            steps = int(flags[flags.index("--num-train-steps") + 1])
+            seconds = 0.3 * (steps - (asked[-1][0] if asked else 1000))
+            asked.append((steps, place, copied))
+            return tmp_path / place, seconds
+
+    found = practice.imitated_for(FakeRuns(), PI0, (), tmp_path / "start", 100.0, num_steps=1000, step_s=0.5)
+    assert [(steps, place) for steps, place, _ in asked] == [(1200, "longer/0"), (1300, "longer/1"), (1350, "longer/2")]
+    assert [copied.name for *_, copied in asked] == ["start", "0", "1"]
+    assert found[0] == tmp_path / "longer/2" and found[1] == pytest.approx(105)
+
+
 def test_practice_speed_divides_an_iteration():
     """Two iterations of ten seconds, four of which act: three policy, two environment, one of them both."""
     lines = []
