@@ -38,7 +38,8 @@ tabletop_fast = dataclasses.replace(
 """It imitates all demonstrations of `pi0_tabletop_reach` in tokens, until it is half trained.
 
 Command: python -m openpi_train tabletop_fast --exp-name x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 414 to 472 CPU s. Result: 40.5, 32.3 and 28 % of 400 unseen episodes (seeds 42 to 44;
+2026-11-26, commit 90bbebc).
 """
 
 tabletop_fast_rloo = dataclasses.replace(
@@ -47,12 +48,13 @@ tabletop_fast_rloo = dataclasses.replace(
     objective=PolicyGradient(law=ActionTokenLaw(max_tokens=32), average="attempts"),
     data=tabletop_fast.data,
     practice=dataclasses.replace(_RLOO.practice, num_groups=16),
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=80, decay_lr=3e-4),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=3e-4, decay_steps=240, decay_lr=3e-4),
     batch_size=32,
-    num_train_steps=80,
+    num_train_steps=240,
 )
 """It goes on by policy gradients over the tokens of its chunks.
 
 Command: python -m openpi_train tabletop_fast_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_fast/x
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 18 CPU minutes. Result: 51.8 and 26.3 % from 40.5 and 28 % (seeds 42 and 44; 2026-11-26,
+commit 90bbebc; docs/benchmarks.md).
 """
