@@ -104,8 +104,13 @@ def test_scaling_without_a_reference_or_the_reverse_is_refused(fields):
 
 
 def test_groups_of_practice_per_device_grow_with_the_batch_so_that_an_iteration_has_as_many_steps():
+    found = registry.load("tabletop_few_rloo")
     given = dataclasses.replace(
-        registry.load("tabletop_few_rloo"), exp_name="x", batch_size=16, keep_effective_batch_size=False
+        found,
+        exp_name="x",
+        batch_size=16,
+        practice=dataclasses.replace(found.practice, num_groups=16),
+        keep_effective_batch_size=False,
     )
     for devices, first in ((1, None), (4, None), (2, 4)):
         experiment, _ = adapt(given, devices, first)

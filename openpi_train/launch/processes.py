@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -28,7 +29,8 @@ from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 _FOLLOWS_FROM_ANOTHER = (codes.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
-_HIDDEN = b"[Gloo] Rank "  # gloo prints a greeting for every new group of processes on stdout
+# gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
+_HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _showing = threading.Lock()
@@ -77,7 +79,7 @@ class ProcessRecord:
             if is_error:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]
-        if (is_error or self.rank == 0) and not line.startswith(_HIDDEN):
+        if (is_error or self.rank == 0) and not _HIDDEN.search(line):
             show_line(self.prefix, line)
 
     def end(self, code: int) -> None:

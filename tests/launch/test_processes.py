@@ -324,3 +324,14 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_greetings_of_gloo_are_kept_and_not_shown_also_where_two_are_torn(tmp_path, capfdbinary):
+    record = processes.ProcessRecord(0, tmp_path)
+    greeting = b"0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+    lines = [b"[Gloo] Rank " + greeting, b"[Gloo] Rank [Gloo] Rank " + greeting, greeting, b"0 is connected\n"]
+    for line in lines:
+        record.take(line, False)
+    record.close()
+    assert capfdbinary.readouterr().out == b"[0] 0 is connected\n"
+    assert record.path.read_bytes() == b"".join(lines)

@@ -173,7 +173,8 @@ def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes
     with jax.set_mesh(acting.trainer.plan.real_mesh):
         drawn = acting.query().out_info
     model = acting.experiment.model
-    assert drawn["actions"].shape == (128, model.action_horizon, model.action_dim)
+    rows = acting.experiment.practice.episodes_per_device * 2
+    assert drawn["actions"].shape == (rows, model.action_horizon, model.action_dim)
     assert {name for name in drawn if name.startswith("kept/")}
     held_out = training("debug")
     with jax.set_mesh(held_out.trainer.plan.real_mesh):
