@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> list[Table]:
                 notes.append(f"{name}: not measured, without {study.package} (pip install 'openpi_train[sim]').")
                 continue
             found = [practised(study, seed, out, quick=flags.quick) for seed in flags.seeds]
-            rows += curve(name, found, 8 if flags.quick else counted(study))
+            rows += curve(name, found, 8 if flags.quick else counted(study, out))
             gains += gained(name, found)
             failures += [] if flags.quick else problems(name, study, found)
             seeds = ", ".join(map(str, flags.seeds))
@@ -92,9 +92,10 @@ def checked(study: Study) -> Experiment:
     return experiment
 
 
-def counted(study: Study) -> int:
-    """The episodes, or problems, of an evaluation."""
-    experiment = checked(study)
+def counted(study: Study, out: Path) -> int:
+    """The episodes, or problems, of an evaluation; `out` has the data."""
+    words = ["--exp-name", "benchmark", *_filled(study.flags, out)]
+    experiment = parse_experiment(study.practice, words)
     closed_loop = getattr(experiment.eval, "closed_loop", None)
     found = closed_loop.num_episodes if closed_loop is not None else getattr(experiment.eval, "num_prompts", 0)
     if not found:

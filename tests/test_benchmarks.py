@@ -83,6 +83,10 @@ def test_seeds_are_counted_together():
     assert last[5] == f"{centre - half:.0%} to {centre + half:.0%}" and first[3] is None
 
 
+def test_episodes_are_counted_by_the_flags_of_a_study_also_where_it_makes_its_data_first(tmp_path):
+    assert practice.counted(practice_studies.STUDIES["tabletop_fast"], tmp_path) == 2 * 200
+
+
 def test_gains_have_students_interval_over_seeds():
     found = [practised_to(0.5, 0.6, imitated=0.51), practised_to(0.5, 0.62, imitated=0.53), practised_to(0.5, 0.58)]
     own, more = practice.gained("x", found)

@@ -79,14 +79,65 @@ def attend(
         if cap is not None:
             raise UsageError("--model.attention cudnn cannot cap products (Gemma 2); use --model.attention auto or xla")
         return flash_attend(query, key, value, mask, factor)
-    k = key.shape[2]
-    grouped = (query * factor).reshape(b, t, k, n // k, c)
-    logits = soft_cap(jnp.einsum("btkgc,bskc->bkgts", grouped, key, preferred_element_type=jnp.float32), cap)
-    logits = jnp.where(mask[:, None, None], logits, _MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    # In this order XLA multiplies on a CPU without copying the values.
-    averaged = jnp.einsum("bkgts,bskc->bkgtc", weights, value)
-    return keep(jnp.moveaxis(averaged, 3, 1).reshape(b, t, n, c))
+    k, g = key.shape[2], n // key.shape[2]
+    grouped = jnp.moveaxis((query * factor).reshape(b, t, k, g, c), 1, 2).reshape(b, k, t * g, c)
+    # What is masked seems to depend on the queries: neither jax nor XLA then computes it once for all layers and stores
+    # it for every head, in float32.
+    grouped, mask, masked = jax.lax.optimization_barrier((grouped, mask, jnp.float32(_MASKED)))
+    logits = soft_cap(_products(grouped, key), cap).reshape(b, k, t, g, -1)
+    logits = jnp.where(mask[:, None, :, None], logits, masked).reshape(b, k, t * g, -1)
+    averaged = _averages(logits, value).reshape(b, k, t, g, c)
+    return jnp.moveaxis(averaged, 2, 1).reshape(b, t, n, c)
+
+
+# Below, m are tokens and the query heads that share a key head, in one dim: then nothing as large as the weights
+# "b k m s" is transposed. The backward pass reads and writes arrays of that size in the type of the queries only, as
+# flash attention does.
+
+
+@jax.custom_vjp
+def _products(query: Float[Array, "b k m c"], key: Float[Array, "b s k c"]) -> Float[Array, "b k m s"]:
+    """In float32; their gradient is rounded to the type of the queries before it is multiplied."""
+    return jnp.einsum("bkmc,bskc->bkms", query, key, preferred_element_type=jnp.float32)
+
+
+def _products_backward(
+    kept: tuple[Array, Array], gradient: Float[Array, "b k m s"]
+) -> tuple[Float[Array, "b k m c"], Float[Array, "b s k c"]]:
+    query, key = kept
+    narrow = gradient.astype(query.dtype)
+    return jnp.einsum("bkms,bskc->bkmc", narrow, key), jnp.einsum("bkms,bkmc->bskc", narrow, query)
+
+
+_products.defvjp(lambda query, key: (_products(query, key), (query, key)), _products_backward)
+
+
+@jax.custom_vjp
+def _averages(logits: Float[Array, "b k m s"], value: Float[Array, "b s k c"]) -> Float[Array, "b k m c"]:
+    """Values averaged by softmax(logits), which is computed in float32 and rounded to the type of the values."""
+    return _averages_forward(logits, value)[0]
+
+
+def _averages_forward(
+    logits: Float[Array, "b k m s"], value: Float[Array, "b s k c"]
+) -> tuple[Float[Array, "b k m c"], tuple[Array, Array, Array]]:
+    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    averaged = keep(jnp.einsum("bkms,bskc->bkmc", weights, value))
+    return averaged, (weights, value, averaged)
+
+
+def _averages_backward(
+    kept: tuple[Array, Array, Array], gradient: Float[Array, "b k m c"]
+) -> tuple[Float[Array, "b k m s"], Float[Array, "b s k c"]]:
+    """A weight w whose gradient is d has the logit's gradient w * (d - mean), with the mean of all d by the weights:
+    the product of the output with its gradient (Dao et al. 2022)."""
+    weights, value, averaged = kept
+    mean = jnp.sum(gradient * averaged, axis=-1, keepdims=True, dtype=jnp.float32)
+    in_weights = jnp.einsum("bkmc,bskc->bkms", gradient, value)
+    return weights * (in_weights - mean), jnp.einsum("bkms,bkmc->bskc", weights, gradient)
+
+
+_averages.defvjp(_averages_forward, _averages_backward)
 
 
 def soft_cap(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:

@@ -1,5 +1,6 @@
 """Attention, rotary positions and masks against their formulas in numpy."""
 
+import functools
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from openpi_train.nn.attention import attend, block_mask, cudnn_problem, rotary_angles, rotate, uses_cudnn
+from openpi_train.planning.jaxprs import bodies
 from openpi_train.runtime.exits import UsageError
 
 
@@ -64,6 +66,56 @@ def test_the_formula_equals_that_of_jax(dtype, tolerance):
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
 
     assert_close(with_gradients(attend, dtype), with_gradients(theirs, dtype), tolerance)
+
+
+@pytest.mark.slow
+def test_capped_products_have_the_gradient_of_jax():
+    cap = 0.7  # less than most products
+
+    def theirs(query, key, value, mask):
+        keys, values = (jnp.repeat(x, 4, axis=2) for x in (key, value))
+        products = jnp.einsum("btnc,bsnc->bnts", query, keys) / np.sqrt(query.shape[-1])
+        weights = jax.nn.softmax(jnp.where(mask[:, None], cap * jnp.tanh(products / cap), -1e30), axis=-1)
+        return jnp.einsum("bnts,bsnc->btnc", weights, values)
+
+    shape = (2, 5, 7, 8, 2, 16)
+    found, expected = (
+        with_gradients(one, jnp.float32, shape) for one in (functools.partial(attend, kind="xla", cap=cap), theirs)
+    )
+    assert_close(found, expected, 1e-5)
+
+
+def test_nothing_as_large_as_the_weights_is_transposed_or_stored_for_all_layers():
+    """XLA for GPUs writes what is transposed, and jax takes out of a loop what is the same in each turn."""
+    b, t, n, k, c = 2, 64, 4, 2, 8
+    weights = b * n * t * t
+
+    def layer(x, scale):
+        key = x[:, :, : k * c].reshape(b, t, k, c) * scale
+        return x + attend(x.reshape(b, t, n, c), key, key, jnp.tril(jnp.ones((b, t, t), bool))).reshape(x.shape), None
+
+    @jax.grad
+    def gradient(scales):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), normal(0, b, t, n * c), scales)[0])
+
+    program = jax.make_jaxpr(gradient)(jnp.ones(3)).jaxpr
+    (forward, backward) = (equation for equation in program.eqns if equation.primitive.name == "scan")
+    inside = [one for scan in (forward, backward) for one in equations(scan.params["jaxpr"].jaxpr)]
+    assert sum(is_large(one, weights) for one in inside) > 10
+    moved = [one for one in inside if one.primitive.name == "transpose" and is_large(one, weights)]
+    outside = [one for one in program.eqns if one.primitive.name != "scan" and is_large(one, weights)]
+    assert not moved and not outside
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of calls in it in place of the calls."""
+    for equation in jaxpr.eqns:
+        inner = bodies(equation)
+        yield from (one for body in inner for one in equations(body)) if inner else [equation]
+
+
+def is_large(equation, size):
+    return any(var.aval.size >= size for var in equation.outvars)
 
 
 @pytest.mark.gpu
