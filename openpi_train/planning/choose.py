@@ -74,12 +74,17 @@ def layout_cost(
     at_once = frozenset(state.shapes.params) - frozenset(ways)
 
     @functools.cache
-    def step_memory(num_micros: int, later: frozenset[str] = frozenset()) -> Memory:
+    def step_memory(num_micros: int, later: frozenset[str] = frozenset(), over: frozenset[str] = frozenset()) -> Memory:
         on_gpus = machine.kind.is_known  # all in the table are GPUs
-        return predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype, later=later, on_gpus=on_gpus)
+        return predict(cut, plan, 0, 0, num_micros=num_micros, dtype=dtype, later=later, over=over, on_gpus=on_gpus)
 
     def missing(num_micros: int, later: frozenset[str]) -> int:
         return step_memory(num_micros).step - step_memory(num_micros, later).step
+
+    def read_before(num_micros: int, over: frozenset[str]) -> int:
+        if num_micros > 1:  # the next micro-batch reads them, too
+            return 0
+        return step_memory(1).compute_copy - step_memory(1, over=over).compute_copy
 
     @functools.cache
     def memory(num_micros: int) -> Memory:
@@ -106,6 +111,7 @@ def layout_cost(
         memory=memory,
         flows=sent,
         later=missing,
+        over=read_before,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

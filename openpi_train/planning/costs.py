@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,27 +25,30 @@ ROWS = 8191
 class TracedGradient:
     """Loss and gradient of `ROWS` rows on one device, or one tensor group: the run's own, under one policy.
 
-    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`.
+    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`, and
+    whose inputs of these numbers are the parameters that stay `fixed`.
     """
 
     experiment: Experiment
     jaxpr: Any
     trained: Sequence[str] = ()
+    fixed: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 # Counts the bytes that a device needs at once for each row of a micro-batch, without parameters and gradients: the
-# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients.
+# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients, its inputs the
+# fixed parameters.
 ActivationBytes = Callable[[TracedGradient], Sequence[Moment]]
 
 
 def live_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
     """Bytes per row of the arrays of the traced program that are alive at once."""
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained))
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [*gradient.fixed])
 
 
 def gpu_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
     """The same for GPUs, which need less for norms after convolutions."""
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), fuses_norms=True)
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [*gradient.fixed], fuses_norms=True)
 
 
 def cost(
@@ -56,6 +59,7 @@ def cost(
         ActivationMoment(
             bytes_per_row=max(moment.num_bytes, 1.0),
             later=frozenset(gradient.trained[number] for number in moment.later),
+            over=frozenset(gradient.fixed[number] for number in moment.over),
         )
         for moment in activation_bytes(gradient)
     ]

@@ -56,7 +56,8 @@ class Machine:
 class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
 
-    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet.
+    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
+    how many less when these fixed ones are not read any more.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -67,16 +68,19 @@ class LayoutCost:
     memory: Callable[[int], Memory]
     flows: Callable[[int, float], Sequence[Flow]]
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
+    over: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationMoment:
-    """A time in the gradient: its bytes of activations per row, and the parameters whose gradients are made later."""
+    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, and the
+    fixed ones that are not read any more, such as a reference's in the backward pass."""
 
     bytes_per_row: float
     later: frozenset[str] = frozenset()
+    over: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +214,10 @@ def forecast(
         if free < memory.fetched:
             return 0
         free -= memory.working
-        fitting = ((free + layout.later(num_micros, one.later)) / one.bytes_per_row for one in moments)
+        fitting = (
+            (free + layout.later(num_micros, one.later) + layout.over(num_micros, one.over)) / one.bytes_per_row
+            for one in moments
+        )
         return max(math.floor(min(fitting)), 0)
 
     def memory(num_micros: int) -> Memory:
@@ -218,10 +225,14 @@ def forecast(
 
     def at(num_micros: int, moment: ActivationMoment) -> Memory:
         memory, later = of_step(num_micros), layout.later(num_micros, moment.later)
-        activations = int(moment.bytes_per_row * (rows // num_micros))
+        memory = dataclasses.replace(
+            memory,
+            activations=int(moment.bytes_per_row * (rows // num_micros)),
+            compute_copy=memory.compute_copy - layout.over(num_micros, moment.over),
+        )
         if memory.micro_grads:
-            return dataclasses.replace(memory, activations=activations, micro_grads=memory.micro_grads - later)
-        return dataclasses.replace(memory, activations=activations, grads=memory.grads - later)
+            return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)
+        return dataclasses.replace(memory, grads=memory.grads - later)
 
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)

@@ -41,10 +41,12 @@ _SLACK = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A time in a program: the bytes of its arrays, and which outputs, by number, are made later."""
+    """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which inputs are read
+    for the last time before: they, and what is computed from them alone."""
 
     num_bytes: float
     later: frozenset[int] = frozenset()
+    over: frozenset[int] = frozenset()
 
 
 def peak_bytes(jaxpr: Any, size_of: SizeOf, *, fuses_norms: bool = False) -> float:
@@ -55,11 +57,14 @@ def peak_bytes(jaxpr: Any, size_of: SizeOf, *, fuses_norms: bool = False) -> flo
     return moments(jaxpr, size_of, 0, fuses_norms=fuses_norms)[0].num_bytes
 
 
-def moments(jaxpr: Any, size_of: SizeOf, num_outputs: int, *, fuses_norms: bool = False) -> list[Moment]:
-    """The times at which memory can be fullest, the one with most bytes first, the end last.
+def moments(
+    jaxpr: Any, size_of: SizeOf, num_outputs: int, inputs: Sequence[int] = (), *, fuses_norms: bool = False
+) -> list[Moment]:
+    """The times at which memory can be fullest, the one with most bytes first.
 
-    They differ in how many of the first `num_outputs` outputs are there, whose own bytes `size_of` does not count: at
-    each there are more bytes than at any later time. Arguments as those of `peak_bytes`.
+    They differ in how many of the first `num_outputs` outputs are there and in which of the `inputs`, by number, are
+    still read, whose own bytes `size_of` does not count: of times that differ in outputs only, at each there are more
+    bytes than at any later one. Arguments as those of `peak_bytes`.
     """
     program = _Program(size_of, fuses_norms)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -68,11 +73,18 @@ def moments(jaxpr: Any, size_of: SizeOf, num_outputs: int, *, fuses_norms: bool 
         program.read(known, var, stored=True)
     made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
     alive, found = program.alive(), []
-    for begin, end in itertools.pairwise(sorted({0, *made, len(alive)})):
+    read = program.last_reads({number: known[jaxpr.invars[number]] for number in inputs})
+    for begin, end in itertools.pairwise(sorted({0, *made, *(last + 1 for last in read.values()), len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
-        found.append(Moment(float(alive[begin:end].max()), later))
-    most = itertools.accumulate((moment.num_bytes for moment in reversed(found[1:])), max, initial=-1.0)
-    return [moment for moment, after in zip(found, reversed(list(most)), strict=True) if moment.num_bytes > after]
+        over = frozenset(number for number, last in read.items() if last < begin)
+        found.append(Moment(float(alive[begin:end].max()), later, over))
+    most: dict[frozenset[int], float] = {}
+    kept = []
+    for moment in reversed(found):
+        if moment.num_bytes > most.get(moment.over, -1.0):
+            kept.append(moment)
+            most[moment.over] = moment.num_bytes
+    return sorted(kept, key=lambda moment: -moment.num_bytes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +92,7 @@ class _Array:
     """An array: its bytes, the operation that makes it, and the one that reads it last (-1: none).
 
     `sources` are the arrays from which a reader may recompute it; None if it is always stored. `of_convolution`: it is
-    a convolution's output, or recomputed from one.
+    a convolution's output, or recomputed from one. `copy_last_read`: as `last_read`, of what is computed from it alone.
     """
 
     size: float
@@ -90,6 +102,7 @@ class _Array:
     first_stored_read: int | None = None
     of_convolution: bool = False
     is_scalar: bool = False
+    copy_last_read: int = -1
 
 
 @dataclasses.dataclass
@@ -159,6 +172,17 @@ class _Program:
                 seen.add(id(array))
                 unread += array.sources or ()
         return begun
+
+    def last_reads(self, inputs: Mapping[int, _Array]) -> dict[int, int]:
+        """When each input, or what is computed from it alone, such as a copy in another type, is last read.
+
+        To be called after `alive`, which tells what is read by being computed again.
+        """
+        for array in reversed(self.arrays):
+            if not array.size:  # nothing of the rows
+                for source in array.sources or ():
+                    source.copy_last_read = max(source.copy_last_read, array.last_read, array.copy_last_read)
+        return {number: max(array.last_read, array.copy_last_read) for number, array in inputs.items()}
 
     def peak(self) -> float:
         """The maximum bytes over all operations."""

@@ -116,6 +116,7 @@ def predict(
     num_micros: int = 1,
     dtype: Any = jnp.bfloat16,
     later: Container[str] = (),
+    over: Container[str] = (),
     on_gpus: bool = False,
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
@@ -127,7 +128,8 @@ def predict(
     is cut (`nn/layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
     so does their gradient.
 
-    Args: `later` are parameters whose gradients of the micro-batch are not there yet. `on_gpus`: kernels of
+    Args: `later` are parameters whose gradients of the micro-batch are not there yet, `over` those that have no copies
+    any more. `on_gpus`: kernels of
     convolutions that are not cast are copied, too, as cuDNN reads their dims in another order, and so are parts of
     layers that all-gathers read in another order; and there is cuBLAS's workspace.
     """
@@ -147,7 +149,7 @@ def predict(
             total += _bytes(leaves[path].shape, dtype, plan, spec)
         return total
 
-    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row}
+    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and path not in over}
     of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
     trained = {path for path in shapes.params if path not in later}
     grads = held("grads", trained if num_micros == 1 else shapes.params, jnp.float32)
@@ -158,7 +160,7 @@ def predict(
         of_copies = of_layers | (cut_stacks - gathered)
         narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
-    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype}
+    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype and path not in over}
     copied = narrowed | gathered
     if plan.cuts("copy"):
         cut = cut_stacks & of_layers & set(shapes.params)

@@ -278,7 +278,9 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
     traced = jax.make_jaxpr(gradient)(state.shapes, batch)
-    return TracedGradient(experiment=one, jaxpr=traced.jaxpr, trained=sorted(state.shapes.params))
+    numbered = jax.tree.unflatten(jax.tree.structure(state.shapes), range(len(jax.tree.leaves(state.shapes))))
+    fixed = {number: path for path, number in numbered.frozen.items()}
+    return TracedGradient(experiment=one, jaxpr=traced.jaxpr, trained=sorted(state.shapes.params), fixed=fixed)
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:

@@ -66,6 +66,22 @@ def test_memory_is_fullest_when_activations_and_the_gradients_made_so_far_are_mo
     assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 30 + 6) // 4, (81 - 20 - 30) // 3)
 
 
+def test_copies_of_fixed_parameters_are_there_until_they_are_read_for_the_last_time():
+    read = frozenset({"reference"})
+    moments = [ActivationMoment(bytes_per_row=4 * GIB, over=read), ActivationMoment(bytes_per_row=3 * GIB)]
+    copies = dataclasses.replace(layout("replicated", 20, 0).memory(1), compute_copy=10 * GIB)
+    held = dataclasses.replace(
+        layout("replicated", 20, 0),
+        memory=lambda micros: copies,
+        over=lambda micros, paths: 6 * GIB * (paths == read),
+    )
+    of_rows = dataclasses.replace(NONE, moments=moments)
+    # 5 rows: 20 and 4 without the reference's copies, against 15 and 10 with them; 8 rows: 32 and 4 against 24 and 10.
+    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
+    assert [(one.activations // GIB, one.compute_copy // GIB) for one in (few, many)] == [(15, 10), (32, 4)]
+    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
+
+
 def test_rows_are_there_beside_what_is_computed_from_them_all_micro_batches_of_them():
     of_rows = dataclasses.replace(NONE, batch_bytes_per_row=GIB)
     one = forecast(MACHINE, layout("replicated", 20, 0), of_rows, 32, [2])

@@ -65,6 +65,21 @@ def test_a_gradient_takes_no_place_before_it_is_made():
     assert peak_bytes(jax.make_jaxpr(jax.grad(loss))(weights, shape(ROWS, 6)).jaxpr, bytes_per_row) == 4 * 24
 
 
+def test_an_input_is_over_once_neither_it_nor_its_copy_in_another_type_is_read():
+    def loss(weights, fixed, rows):
+        compared = (jnp.tanh(rows @ fixed.astype(rows.dtype)) ** 2).sum(axis=1)
+        return ((rows @ weights).sum(axis=1) * compared).sum()
+
+    fixed = jax.ShapeDtypeStruct((6, 10), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(6, 4), fixed, shape(ROWS, 6)).jaxpr
+    # The product with it, [10], and behind it the sum, beside the product; at the end the gradient of the other, [4].
+    assert moments(jaxpr, bytes_per_row, 1, [1]) == [
+        Moment(4.0 * (10 + 1), frozenset({0}), frozenset({1})),
+        Moment(4.0 * 10, frozenset({0})),
+        Moment(4.0 * 4, frozenset(), frozenset({1})),
+    ]
+
+
 def layers(x, weights, body):
     return (jax.lax.scan(lambda x, weight: (body(x, weight), None), x, weights)[0] ** 2).sum()
 
