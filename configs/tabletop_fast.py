@@ -38,8 +38,8 @@ tabletop_fast = dataclasses.replace(
 """It imitates all demonstrations of `pi0_tabletop_reach` in tokens, until it is half trained.
 
 Command: python -m openpi_train tabletop_fast --exp-name x
-Hardware: 2 CPU cores. Time: 414 to 472 CPU s. Result: 40.5, 32.3 and 28 % of 400 unseen episodes (seeds 42 to 44;
-2026-11-26, commit 90bbebc).
+Hardware: 2 CPU cores. Time: 444 to 515 CPU s. Result: 33, 16.3 and 26.3 % of 400 unseen episodes (seeds 42 to 44;
+2026-11-26, commit 0916898).
 """
 
 tabletop_fast_rloo = dataclasses.replace(
@@ -55,5 +55,6 @@ tabletop_fast_rloo = dataclasses.replace(
 """It goes on by policy gradients over the tokens of its chunks.
 
 Command: python -m openpi_train tabletop_fast_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_fast/x
-Hardware: 2 CPU cores. Time: about 27 CPU minutes. Result: docs/benchmarks.md.
+Hardware: 2 CPU cores. Time: 1,463 to 1,542 CPU s. Result: 45, 48.8 and 46.8 % from 33, 16.3 and 26.3 % (seeds 42 to 44;
+2026-11-26, commit 0916898; docs/benchmarks.md).
 """

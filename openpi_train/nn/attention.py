@@ -84,10 +84,8 @@ def attend(
     # What is masked seems to depend on the queries: neither jax nor XLA then computes it once for all layers and stores
     # it for every head, in float32.
     grouped, mask, masked = jax.lax.optimization_barrier((grouped, mask, jnp.float32(_MASKED)))
-    logits = soft_cap(_products(grouped, key), cap).reshape(b, k, t, g, -1)
-    logits = jnp.where(mask[:, None, :, None], logits, masked).reshape(b, k, t * g, -1)
-    averaged = _averages(logits, value).reshape(b, k, t, g, c)
-    return jnp.moveaxis(averaged, 2, 1).reshape(b, t, n, c)
+    averaged = _averages(soft_cap(_products(grouped, key), cap), mask, masked, value)
+    return jnp.moveaxis(averaged.reshape(b, k, t, g, c), 2, 1).reshape(b, t, n, c)
 
 
 # Below, m are tokens and the query heads that share a key head, in one dim: then nothing as large as the weights
@@ -113,28 +111,43 @@ _products.defvjp(lambda query, key: (_products(query, key), (query, key)), _prod
 
 
 @jax.custom_vjp
-def _averages(logits: Float[Array, "b k m s"], value: Float[Array, "b s k c"]) -> Float[Array, "b k m c"]:
-    """Values averaged by softmax(logits), which is computed in float32 and rounded to the type of the values."""
-    return _averages_forward(logits, value)[0]
+def _averages(
+    logits: Float[Array, "b k m s"],
+    mask: Bool[Array, "b t s"],
+    masked: Float[Array, ""],
+    value: Float[Array, "b s k c"],
+) -> Float[Array, "b k m c"]:
+    """Values averaged by softmax(logits), which is computed in float32 and rounded to the type of the values.
+
+    `masked` takes the place of the logits where `mask` is not set.
+    """
+    return _averages_forward(logits, mask, masked, value)[0]
 
 
 def _averages_forward(
-    logits: Float[Array, "b k m s"], value: Float[Array, "b s k c"]
+    logits: Float[Array, "b k m s"],
+    mask: Bool[Array, "b t s"],
+    masked: Float[Array, ""],
+    value: Float[Array, "b s k c"],
 ) -> tuple[Float[Array, "b k m c"], tuple[Array, Array, Array]]:
-    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    b, k, m, s = logits.shape
+    by_head = logits.reshape(b, k, mask.shape[1], m // mask.shape[1], s)
+    seen = jnp.where(mask[:, None, :, None], by_head, masked).reshape(logits.shape)
+    weights = jax.nn.softmax(seen, axis=-1).astype(value.dtype)
     averaged = keep(jnp.einsum("bkms,bskc->bkmc", weights, value))
     return averaged, (weights, value, averaged)
 
 
 def _averages_backward(
     kept: tuple[Array, Array, Array], gradient: Float[Array, "b k m c"]
-) -> tuple[Float[Array, "b k m s"], Float[Array, "b s k c"]]:
+) -> tuple[Float[Array, "b k m s"], None, None, Float[Array, "b s k c"]]:
     """A weight w whose gradient is d has the logit's gradient w * (d - mean), with the mean of all d by the weights:
-    the product of the output with its gradient (Dao et al. 2022)."""
+    the product of the output with its gradient (Dao et al. 2022). What is masked has weight 0, so the mask is not kept.
+    But a query that sees nothing, padding, has equal weights, and the gradient of its output must be 0."""
     weights, value, averaged = kept
     mean = jnp.sum(gradient * averaged, axis=-1, keepdims=True, dtype=jnp.float32)
     in_weights = jnp.einsum("bkmc,bskc->bkms", gradient, value)
-    return weights * (in_weights - mean), jnp.einsum("bkms,bkmc->bskc", weights, gradient)
+    return weights * (in_weights - mean), None, None, jnp.einsum("bkms,bkmc->bskc", weights, gradient)
 
 
 _averages.defvjp(_averages_forward, _averages_backward)
