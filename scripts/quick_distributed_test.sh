@@ -12,9 +12,9 @@ export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 imitation=("${PYTHON:-python}" -m openpi_train tabletop_few --exp-name quick_distributed_test
     --checkpoint-base-dir ./output --resume --num-train-steps 600
     --eval.interval 0 --eval.closed-loop.interval 0 --eval.closed-loop.episodes-per-task 20)
-if [ "${1:-}" = "--dry-run" ]; then
-    echo "${imitation[@]}"
-else
-    "${imitation[@]}"
-fi
+case " $* " in
+*" --help "* | *" -h "*) ;;
+*" --dry-run "*) echo "${imitation[@]}" ;;
+*) "${imitation[@]}" ;;
+esac
 exec "$here/launch_distributed_training.sh" --config "$here/quick_distributed_test.yaml" --gpus 2 "$@"

@@ -21,8 +21,8 @@ _LIBERO_TIMEOUT_S = 600.0
 def environment(name: str, *, image_size: int | None = None) -> Env:
     """Create the environment of this name with pictures of `image_size` pixels square; None: its default.
 
-    `gym:ID` and `gym:file.py:function` are Gymnasium's (`gym_env.py`). `libero:SUITE` (`libero_env.py`) and
-    `maniskill:ID` (`maniskill.py`) run in worker processes.
+    `gym:ID` and `gym:file.py:function` are Gymnasium's (`gym_env.py`). They, `libero:SUITE` (`libero_env.py`) and
+    `maniskill:ID` (`maniskill.py`) run in worker processes, which may end or hang.
 
     Raises ValueError for an unknown name, UsageError if the package is not installed.
     """
@@ -41,7 +41,7 @@ def environment(name: str, *, image_size: int | None = None) -> Env:
 
 
 def _gym(source: str, _: int | None) -> Env:
-    return _of("gym_env", "GymEnv", source=source)
+    return _of("in_processes", "ProcessEnv", env=_of("gym_env", "GymEnv", source=source))
 
 
 def _libero(suite: str, image_size: int | None) -> Env:

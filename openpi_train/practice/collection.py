@@ -73,6 +73,12 @@ class Collector:
                 "of the attempts, or raise --practice.group-size",
                 waves,
             )
+        elif not is_mixed.any() and practice.advantages.kind in ("grpo", "rloo"):
+            logger.warning(
+                "all %d groups have equal outcomes: their advantages are 0, and nothing is learnt from this iteration. "
+                "Check the rewards of the attempts, or raise --practice.group-size",
+                len(np.unique(groups)),
+            )
         metrics = _metrics(everything, groups, is_mixed)
         metrics |= {"waves": float(waves), "filled": float((~counts).mean())}
         return Collection(attempts=everything.taken(numbers), groups=groups[numbers], counts=counts, metrics=metrics)

@@ -259,7 +259,7 @@ class RobotActor(Actor):
 
         def watch(states: Any, done: np.ndarray) -> None:
             if practice.dense_weight:
-                returns[~is_over] += np.asarray(self._env.reward(states))[~is_over]
+                returns[~is_over] += _finite(np.asarray(self._env.reward(states))[~is_over])
             is_over[:] = done
 
         episodes = RolloutEpisodes(
@@ -311,3 +311,12 @@ class RobotActor(Actor):
         queries = np.arange(practice.num_queries(model)) * practice.num_executed(model) < steps[:, None]
         units = np.arange(self._law.num_units) < lengths[..., None]
         return (units & queries[..., None]).reshape(len(steps), -1)
+
+
+def _finite(rewards: np.ndarray) -> np.ndarray:
+    if not np.isfinite(rewards).all():
+        raise DataError(
+            "a reward of the environment is not finite: mend it, or learn from success alone with "
+            "--practice.dense-weight 0"
+        )
+    return rewards

@@ -100,3 +100,10 @@ def test_the_quick_test_imitates_and_then_starts_two_processes():
     assert done.returncode == 0 and " -m openpi_train tabletop_few --exp-name quick_distributed_test " in first
     assert [line.split()[0] for line in lines] == ["RANK=0", "RANK=1"]
     assert all(line.endswith("scripts/quick_distributed_test.yaml") for line in lines)
+    again = script("./scripts/quick_distributed_test.sh", "--gpus", "2", "--dry-run")
+    assert [line.split()[0] for line in again.stdout.splitlines()] == [first.split()[0], "RANK=0", "RANK=1"]
+
+
+def test_the_quick_test_tells_its_options_without_imitating():
+    done = script("./scripts/quick_distributed_test.sh", "--help")
+    assert done.returncode == 0 and "--gpus" in done.stdout and "tabletop_few" not in done.stdout

@@ -7,6 +7,7 @@ import pytest
 from practice.scripted import ScriptedActor, ScriptedPractice
 
 from openpi_train.practice.collection import Collector
+from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.outcomes import Outcomes
 from openpi_train.runtime.preempt import StoppedError
 
@@ -64,6 +65,16 @@ def test_uniform_groups_alone_end_within_the_most_waves_and_are_told(caplog):
         found = one.collect({})
     assert not found.counts.any() and one.draws == 4
     assert "nothing is learnt from this iteration" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("grpo", True), ("rloo", True), ("reinforce_plus_plus", False)])
+def test_uniform_groups_that_are_kept_are_told_where_they_have_no_advantages(caplog, kind, is_told):
+    for reward, is_uniform in ((lambda *_: 0.0, True), (mixed_in({1}), False)):
+        caplog.clear()
+        one = collector(reward, advantages=AdvantageEstimator(kind=kind))
+        with caplog.at_level(logging.WARNING):
+            assert one.collect({}).counts.all()
+        assert ("nothing is learnt from this iteration" in caplog.text) == (is_told and is_uniform)
 
 
 def test_a_context_that_is_solved_is_passed_over_and_then_drawn_again():

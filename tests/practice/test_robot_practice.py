@@ -21,7 +21,7 @@ from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.runtime.preempt import StoppedError
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.sampling.denoising import DenoisingSampler
@@ -133,6 +133,19 @@ def test_demonstrations_stand_beside_the_attempts_and_are_never_the_same(make):
         np.testing.assert_array_equal(found, expected["actions"].reshape(16, 3, *found.shape[2:])[order])
     _, (metrics, *_) = made.steps(1)
     assert metrics["loss"] > 0 and metrics["better"] + metrics["worse"] <= 1
+
+
+class Unrewarded(Wander):
+    """Its rewards are no numbers."""
+
+    def reward(self, states):
+        return super().reward(states) * np.nan
+
+
+def test_a_reward_that_is_no_number_ends_the_run(make):
+    made = make(env=Unrewarded(distances=(1, 2)), num_groups=8, group_size=2, dense_weight=0.1)
+    with pytest.raises(DataError, match=r"reward of the environment is not finite: .* --practice.dense-weight 0"):
+        made.act(range(8), 2)
 
 
 @pytest.mark.slow
