@@ -35,7 +35,7 @@ tabletop_fast = dataclasses.replace(
     lr_schedule=LRSchedule(warmup_steps=50, peak_lr=3e-3, decay_steps=3000, decay_lr=3e-4),
     num_train_steps=1600,
 )
-"""It imitates all demonstrations of `pi0_tabletop_reach` in tokens, until it is half trained.
+"""It imitates all demonstrations of `pi0_tabletop_reach` in tokens, until it succeeds in a quarter of the episodes.
 
 Command: python -m openpi_train tabletop_fast --exp-name x
 Hardware: 2 CPU cores. Time: 444 to 515 CPU s. Result: 33, 16.3 and 26.3 % of 400 unseen episodes (seeds 42 to 44;

@@ -129,9 +129,8 @@ def predict(
     so does their gradient.
 
     Args: `later` are parameters whose gradients of the micro-batch are not there yet, `over` those that have no copies
-    any more. `on_gpus`: kernels of
-    convolutions that are not cast are copied, too, as cuDNN reads their dims in another order, and so are parts of
-    layers that all-gathers read in another order; and there is cuBLAS's workspace.
+    any more. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims in another
+    order, and so are parts of layers that all-gathers read in another order; and there is cuBLAS's workspace.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)

@@ -73,10 +73,10 @@ class Collector:
                 "of the attempts, or raise --practice.group-size",
                 waves,
             )
-        elif not is_mixed.any() and practice.advantages.kind in ("grpo", "rloo"):
+        elif practice.advantages.kind in ("grpo", "rloo") and not mixed(everything.rewards, groups).any():
             logger.warning(
-                "all %d groups have equal outcomes: their advantages are 0, and nothing is learnt from this iteration. "
-                "Check the rewards of the attempts, or raise --practice.group-size",
+                "in all %d groups all attempts have the same reward: none is better than another of its group. Check "
+                "the rewards of the attempts, or raise --practice.group-size",
                 len(np.unique(groups)),
             )
         metrics = _metrics(everything, groups, is_mixed)

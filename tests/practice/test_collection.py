@@ -74,7 +74,7 @@ def test_uniform_groups_that_are_kept_are_told_where_they_have_no_advantages(cap
         one = collector(reward, advantages=AdvantageEstimator(kind=kind))
         with caplog.at_level(logging.WARNING):
             assert one.collect({}).counts.all()
-        assert ("nothing is learnt from this iteration" in caplog.text) == (is_told and is_uniform)
+        assert ("none is better than another of its group" in caplog.text) == (is_told and is_uniform)
 
 
 def test_a_context_that_is_solved_is_passed_over_and_then_drawn_again():
