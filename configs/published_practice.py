@@ -8,7 +8,9 @@ import dataclasses
 from openpi_train_configs import gsm8k_runs, pi0_bridge, tabletop_runs
 from openpi_train_configs.published_models import MODELS
 
+from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.evaluation.eval_config import EvalConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
@@ -58,7 +60,7 @@ pi0_tabletop_rloo = dataclasses.replace(
     pi0_bridge.pi0_bridge_traj,
     data=tabletop_runs.pi0_bridge_traj_tiny.data,
     model=dataclasses.replace(pi0_bridge.pi0_bridge_traj.model, action_horizon=10),
-    objective=PolicyGradient(law=FlowLaw(num_steps=4, noise=0.5), average="attempts"),
+    objective=PolicyGradient(law=FlowLaw(num_steps=4, noise=1.0), average="attempts"),
     practice=RobotPractice(
         env=_WORLD,
         num_groups=64,
@@ -68,12 +70,20 @@ pi0_tabletop_rloo = dataclasses.replace(
         max_steps=80,
         episodes_per_device=64,
     ),
-    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=5e-6, decay_steps=400, decay_lr=5e-6),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=5e-6, decay_steps=400, decay_lr=5e-6),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
     batch_size=128,
     num_train_steps=400,
     save_interval=40,
+    eval=EvalConfig(
+        interval=40,
+        num_rows=256,
+        num_sample_steps=4,
+        closed_loop=ClosedLoop(
+            env=_WORLD, interval=40, episodes_per_task=32, execute=5, max_steps=80, episodes_per_device=64
+        ),
+    ),
 )
 """Full pi0 (3.2 B parameters) learns from its own episodes on the embedded tabletop, in pictures of 224 pixels: what RL
 of it needs. For another environment give --env.

@@ -93,8 +93,9 @@ def test_unknown_dims_or_column_are_an_error_with_what_was_found_and_what_is_kno
         registry.load(f"{toys}:arm", lambda own: type(own)(state_dim=12))
 
 
-def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_practice():
-    given = ["--exp-name", "x", "--env", "tabletop", "--practice.tasks", "stack_red_blue", "0"]
+@pytest.mark.parametrize("flag", ["--env", "--practice.env"])
+def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_practice(flag):
+    given = ["--exp-name", "x", flag, "tabletop", "--practice.tasks", "stack_red_blue", "0"]
     found = cli.parse_experiment("tabletop_few_rloo", given)
     assert found.practice.env == found.eval.closed_loop.env == TabletopEnv()
     assert found.practice.tasks == ("stack_red_blue", "0")

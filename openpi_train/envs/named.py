@@ -13,7 +13,7 @@ ENVS = {
     "tabletop": ("openpi_train.envs.tabletop_env", "TabletopEnv"),
 }
 # How those are written that say more than a name.
-FORMS = "gym:ID, gym:FILE.py:FUNCTION, libero:SUITE, maniskill:ID"
+FORMS = "gym:ID, FILE.py:FUNCTION, libero:SUITE, maniskill:ID"
 # A reset of LIBERO builds the scene anew.
 _LIBERO_TIMEOUT_S = 600.0
 
@@ -21,12 +21,14 @@ _LIBERO_TIMEOUT_S = 600.0
 def environment(name: str, *, image_size: int | None = None) -> Env:
     """Create the environment of this name with pictures of `image_size` pixels square; None: its default.
 
-    `gym:ID` and `gym:file.py:function` are Gymnasium's (`gym_env.py`). They, `libero:SUITE` (`libero_env.py`) and
-    `maniskill:ID` (`maniskill.py`) run in worker processes, which may end or hang.
+    `gym:ID` and `file.py:function`, also written `gym:file.py:function`, are Gymnasium's (`gym_env.py`). They,
+    `libero:SUITE` (`libero_env.py`) and `maniskill:ID` (`maniskill.py`) run in worker processes, which may end or hang.
 
     Raises ValueError for an unknown name, UsageError if the package is not installed.
     """
     kind, _, rest = name.partition(":")
+    if kind.endswith(".py"):
+        kind, rest = "gym", name
     if rest and kind in _NAMED:
         if image_size is not None and kind != "libero":
             raise ValueError(f"{name} has pictures of its own size: leave out the size")

@@ -4,6 +4,7 @@ Read next: `action_error.py`, `closed_loop_success.py`.
 """
 
 import dataclasses
+import logging
 
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.envs.closed_loop import ClosedLoop
@@ -12,6 +13,8 @@ from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess
 from openpi_train.evaluation.measure import Evaluations, Measure, Running
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,13 @@ class EvalConfig(Evaluations):
         return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]
 
     def measures(self, running: Running) -> list[Measure]:
+        practised = getattr(getattr(running.trainer.objective, "law", None), "num_steps", self.num_sample_steps)
+        if practised != self.num_sample_steps:
+            logger.warning(
+                "evaluations sample in %d denoising steps, and practice acts in %d: they measure another policy. Give "
+                "--eval.num-sample-steps %d",
+                *(self.num_sample_steps, practised, practised),
+            )
         found: list[Measure] = []
         if "sample" in running.trainer.model.provides:
             if not isinstance(running.data, OpenedDatasets):

@@ -402,7 +402,7 @@ class RiptRequest(Request):
     config: str
     # The experiment whose model, data and environment the policy has; None: that of the run at policy_path.
     experiment: str | None = None
-    # The environment, in place of task.benchmark_name: tabletop, metaworld, gym:ID, gym:FILE.py:FUNCTION, libero:SUITE,
+    # The environment, in place of task.benchmark_name: tabletop, metaworld, gym:ID, FILE.py:FUNCTION, libero:SUITE,
     # maniskill:ID.
     env: str | None = None
 

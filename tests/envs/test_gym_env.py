@@ -76,5 +76,6 @@ def test_gymnasiums_own_are_found_by_name():
     env = environment("gym:Pendulum-v1")
     assert isinstance(env, ProcessEnv)  # it may end or hang
     assert (env.action_dim, env.state_dim, env.cameras, env.tasks) == (1, 3, (), ("Pendulum-v1",))
+    assert environment("gym:my_env.py:make") == environment("my_env.py:make") != environment("my_env.py:other")
     with pytest.raises(ValueError, match="leave out the size"):
         environment("gym:Pendulum-v1", image_size=32)

@@ -177,6 +177,25 @@ def test_a_process_ends_with_its_reward(functions):
         os.kill(int(process), 0)
 
 
+def written(folder, text):
+    (folder / "made.py").write_text(text)
+    return folder / "made.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from math import cos as f",
+        "f = abs",
+        "if True:\n    async def f(): ...",
+        "from math import *",
+        "globals()['f'] = 1",
+    ],
+)
+def test_a_function_that_the_file_may_have_is_not_refused_unseen(tmp_path, text):
+    assert TextReward(name=f"{written(tmp_path, text)}:f").check(0) == []
+
+
 def test_what_is_no_reward_is_refused_before_the_run_begins(functions, tmp_path):
     def problems(name, weight=1.0):
         return " ".join(TextReward(name=name, weight=weight).check(2))
@@ -186,5 +205,7 @@ def test_what_is_no_reward_is_refused_before_the_run_begins(functions, tmp_path)
     assert "is no regular expression" in problems("regex:(")
     assert "overlong:TOKENS" in problems("overlong:few")
     assert "there is no file" in problems(f"{tmp_path}/none.py:f")
+    assert f"{functions} has no function 'lenght'; did you mean length?" in problems(f"{functions}:lenght")
+    assert "is no Python file: '(' was never closed" in problems(f"{written(tmp_path, 'f = (')}:f")
     assert f"there is no {tmp_path}/none" in problems(f"model:{tmp_path}/none") and not problems(f"model:{tmp_path}")
     assert "weight nan must be a finite number" in problems("exact_match", float("nan"))

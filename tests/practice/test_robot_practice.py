@@ -1,6 +1,7 @@
 """A tiny pi0 practises: what its batches hold, what episodes depend on, and that scores are those of what was drawn."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from trainers import make_trainer, running_of
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
+from openpi_train.evaluation.eval_config import EvalConfig
+from openpi_train.evaluation.measure import Running
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.indicator_flow import IndicatorFlow
@@ -44,6 +47,7 @@ STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
 @dataclasses.dataclass
 class MadeRobot(Made):
     data: object
+    running: Running
 
     @property
     def actor(self):
@@ -82,7 +86,7 @@ def make(tmp_path_factory):
             state = create_state(layout, experiment.model, trainer.optimizer, lambda _: False, False, 7)
             running = dataclasses.replace(running_of(trainer, []), data=data, batch_size=8)
             feed = PracticeFeed(practice, practice.actor(running, experiment.data), trainer, batch_size=8)
-        return MadeRobot(feed, state, trainer.jitted_step(layout.shardings), plan, experiment, data)
+        return MadeRobot(feed, state, trainer.jitted_step(layout.shardings), plan, experiment, data, running)
 
     return made
 
@@ -341,6 +345,14 @@ def test_what_practised_is_evaluated_without_chance():
     law = DenoisingLaw(noise_schedule=schedule)
     assert PolicyGradient(law=law).action_sampler == DenoisingSampler(noise_schedule=schedule, kind="ddim")
     assert PolicyGradient().action_sampler == OwnSampler()
+
+
+@pytest.mark.parametrize("steps", [2, 10])
+def test_evaluations_of_other_denoising_steps_than_practice_has_are_told(still, caplog, steps):
+    made, *_ = still
+    with caplog.at_level(logging.WARNING):
+        EvalConfig(num_sample_steps=steps).measures(made.running)
+    assert ("practice acts in 2" in caplog.text and "Give --eval.num-sample-steps 2" in caplog.text) == (steps != 2)
 
 
 REFUSED = [

@@ -4,6 +4,8 @@ It may hang, end its process or use any library, and training goes on or ends wi
 Must not import jax: the spawned process imports this module. Read next: `text_reward.py`.
 """
 
+import ast
+import difflib
 import importlib
 import logging
 import multiprocessing
@@ -34,7 +36,32 @@ def file_problem(name: str) -> list[str]:
     file, _, function = name.rpartition(":")
     if not (file.endswith(".py") and function.isidentifier()):
         return ["needed is file.py:function, a function of (prompt, completion, reference)"]
-    return [] if Path(file).is_file() else [f"there is no file {file} (looked in {Path.cwd()})"]
+    if not Path(file).is_file():
+        return [f"there is no file {file} (looked in {Path.cwd()})"]
+    try:
+        names = _names(ast.parse(Path(file).read_bytes(), file))
+    except (SyntaxError, ValueError) as error:
+        return [f"{file} is no Python file: {error}"]
+    if function in names or "*" in names:
+        return []
+    close = difflib.get_close_matches(function, names, n=1)
+    return [f"{file} has no function {function!r}" + (f"; did you mean {close[0]}?" if close else "")]
+
+
+def _names(module: ast.Module) -> set[str]:
+    """The names that a file defines or imports, at any place in it; `*` stands for names that cannot be known."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.alias(name=name, asname=asname):
+                found.add(asname or name)
+            case ast.Call(func=ast.Name(id="globals" | "setattr" | "exec")):
+                found.add("*")
+    return found
 
 
 class FunctionReward:
