@@ -85,7 +85,7 @@ SETS = {
         Case(name, f"{flags} {layers}")
         for name, flags in (
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn"),
-            (_PI0, f"{_ZERO3} --model.remat attention --model.attention cudnn"),
+            *((_PI0, f"{_ZERO3} --model.remat {remat} --model.attention cudnn") for remat in ("attention", "full")),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --cameras {','.join(OPENPI_SLOTS)}"),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --batch-size 32"),
             ("gsm8k_sft_llama32_1b", "--sharding.strategy zero1 --model.remat dots --model.attention cudnn"),

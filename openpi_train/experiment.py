@@ -103,8 +103,8 @@ class Experiment:
     fsdp_devices: int | None = at_least(1, None, on_resume="accept")
     # Sharding strategy, tensor parallelism and offload.
     sharding: ShardingConfig = setting(default_factory=ShardingConfig, on_resume="accept")
-    # Compile a step's layers one after the other instead of a loop over them, unless they are recomputed as a whole
-    # (remat full): GPUs copy less between layers, and compiling takes longer.
+    # Compile a step's layers one after the other instead of a loop over them: GPUs copy less between layers, and
+    # compiling takes longer.
     unroll_layers: bool = setting(False, on_resume="accept")
 
     # Steps between lines of metrics.jsonl.

@@ -83,8 +83,6 @@ def scan_layers(
 
     Layers that are marked by `params.py: mark_unrolled` become code of their own, one after the other, instead of a
     loop: then what the backward pass needs is not copied into stacks and out of them again, and compiling takes longer.
-    With `full` they stay a loop. Nothing is copied there, and XLA would put off gradients of unrolled weights and keep
-    what they need of many layers.
 
     Args:
         stacked: result of `stack_layers`.
@@ -111,16 +109,37 @@ def _scan(step: Callable[..., Any], carry: Any, inputs: Any, params: Any, remat:
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
     the batch last in those of an unrolled SigLIP and transposes between its products (jaxlib 0.10.2, for GPUs).
     """
-    if remat == "full" or not _is_unrolled(params):
+    if not _is_unrolled(params):
         # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
         return jax.lax.scan(_recomputed(step, remat, fetches, prevent_cse=False), carry, inputs)
     # Without the barrier XLA would find what is recomputed to be there already, and keep it.
     recomputed = _recomputed(step, remat, fetches, prevent_cse=True)
 
     def ordered(carry: Any, layer: Any) -> Any:
-        return recomputed(*jax.tree.map(_in_order, (carry, layer)))
+        inputs = jax.tree.map(_in_order, (carry, layer))
+        return recomputed(*(_one_by_one(inputs) if remat in ("attention", "full") else inputs))
 
     return jax.lax.scan(ordered, carry, inputs, unroll=True)
+
+
+@jax.custom_vjp
+def _one_by_one(inputs: Any) -> Any:
+    """The inputs of a layer, whose gradients are all made before the next layer's backward pass begins.
+
+    Else XLA puts off the gradients of weights, and keeps what they need, which was recomputed, of many layers.
+    """
+    return inputs
+
+
+def _gradients_at_once(_: None, gradients: Any) -> Any:
+    leaves, tree = jax.tree.flatten(gradients)
+    numbers = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    for n, leaf in zip(numbers, jax.lax.optimization_barrier([leaves[n] for n in numbers]), strict=True):
+        leaves[n] = leaf
+    return (jax.tree.unflatten(tree, leaves),)
+
+
+_one_by_one.defvjp(lambda inputs: (inputs, None), _gradients_at_once)
 
 
 def _in_order(x: Array) -> Array:

@@ -79,12 +79,19 @@ class PatchEmbedding(nnx.Module):
         return x.reshape(b, -1, x.shape[-1])
 
 
-def _linear(layer: nnx.Linear | nnx.LinearGeneral, equation: str, x: Array) -> Array:
-    """einsum(equation, x, kernel) + bias; parts are summed over a tensor group before a whole bias is added."""
+def _linear(layer: nnx.Linear | nnx.LinearGeneral, x: Array) -> Array:
+    """The layer's product with the tokens `x`, and its bias; parts are summed before a whole bias is added.
+
+    Heads and their dims are one axis of the product: XLA for GPUs then adds the bias within it, and else writes a bias
+    as large as the tokens first.
+    """
     assert layer.bias is not None
-    bias = layer.bias[...].astype(layer.dtype)
-    found = product(equation, x.astype(layer.dtype), layer.kernel[...])
-    return (found if varies(bias) else summed(found)) + bias
+    kernel, bias = layer.kernel[...], layer.bias[...].astype(layer.dtype)
+    inputs, outputs = math.prod(kernel.shape[: kernel.ndim - bias.ndim]), bias.size
+    x = x.reshape(*x.shape[:2], inputs).astype(layer.dtype)
+    found = product("bti,io->bto", x, kernel.reshape(inputs, outputs))
+    found = (found if varies(bias) else summed(found)) + bias.reshape(outputs)
+    return found.reshape(*x.shape[:2], *bias.shape)
 
 
 class SelfAttention(nnx.Module):
@@ -108,12 +115,12 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         x = spread(x, self.query.kernel[...])
         heads = (self.query, self.key, self.value)
-        query, key, value = (keep(_linear(layer, "btd,dnc->btnc", x)) for layer in heads)  # b t n c
+        query, key, value = (keep(_linear(layer, x)) for layer in heads)  # b t n c
         if uses_cudnn(self.attention, query.shape[-1], query.dtype):
-            return _linear(self.out, "btnc,ncd->btd", flash_attend(query, key, value, None))
+            return _linear(self.out, flash_attend(query, key, value, None))
         query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
         weights = jax.nn.softmax(jnp.einsum("btnc,bsnc->bnts", query, key), axis=-1)
-        return _linear(self.out, "btnc,ncd->btd", keep(jnp.einsum("bnts,bsnc->btnc", weights, value)))
+        return _linear(self.out, keep(jnp.einsum("bnts,bsnc->btnc", weights, value)))
 
 
 @jax.custom_jvp
@@ -147,8 +154,8 @@ class SiglipMlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        hidden = gelu(_linear(self.up, "btd,dm->btm", spread(x, self.up.kernel[...])))
-        return _linear(self.down, "btm,md->btd", hidden)
+        hidden = gelu(_linear(self.up, spread(x, self.up.kernel[...])))
+        return _linear(self.down, hidden)
 
 
 class SiglipLayer(nnx.Module):

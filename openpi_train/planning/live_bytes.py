@@ -146,15 +146,20 @@ class _Program:
                     self._read(array, stored=not is_fused)
                 if name in _IN_PLACE:
                     self.given += [(inputs[0], self.now)]
-                if name == "scan":
+                one_by_one = _is_one_by_one(equation)
+                if name == "scan" and not one_by_one:
                     consts, carried = _scan_inputs(equation)
                     inits = equation.invars[consts : consts + carried]
                     self.given += [(self._array(known, var), self.now) for var in inits]
                 elif name == "while":
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
                     self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
+                inside = _inside(equation, self.size_of, self.fuses_norms)
+                if one_by_one:  # its stacks are in parts: what it makes takes the place of what it has read
+                    self._end(True, inside)
+                    inside = 0.0
                 self._make(known, equation.outvars, None, name == "conv_general_dilated")
-                self._end(True, _inside(equation, self.size_of, self.fuses_norms))
+                self._end(True, inside)
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
         """Record that this array is read after all operations so far; `stored`: it must be in memory."""
@@ -314,6 +319,24 @@ def _inside(equation: Any, size_of: SizeOf, fuses_norms: bool) -> float:
         body = equation.params["body_jaxpr"].jaxpr
         return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), _Program(size_of, fuses_norms))
     return max((peak_bytes(body, size_of, fuses_norms=fuses_norms) for body in bodies(equation)), default=0.0)
+
+
+def has_layers_one_by_one(jaxpr: Any) -> bool:
+    """Whether somewhere in it unrolled layers make their gradients one layer after the other."""
+    return any(_is_one_by_one(equation) or any(map(has_layers_one_by_one, bodies(equation))) for equation in jaxpr.eqns)
+
+
+def _is_one_by_one(equation: Any) -> bool:
+    """Whether it is the backward pass of unrolled layers, each of which makes all its gradients before the next
+    (`nn/layers.py`). Of others a compiler puts some off, and keeps what they need about as long as a loop does."""
+    if equation.primitive.name != "scan" or equation.params["unroll"] < equation.params["length"]:
+        return False
+    recomputed = False  # what is recomputed comes with its gradients, and then the barrier
+    for one in bodies(equation)[0].eqns:
+        recomputed |= "prevent_cse" in one.params
+        if recomputed and one.primitive.name == "optimization_barrier":
+            return True
+    return False
 
 
 def _scan_inputs(scan: Any) -> tuple[int, int]:

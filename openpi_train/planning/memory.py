@@ -118,6 +118,7 @@ def predict(
     later: Container[str] = (),
     over: Container[str] = (),
     on_gpus: bool = False,
+    copies_stacks: bool = True,
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
@@ -131,6 +132,8 @@ def predict(
     Args: `later` are parameters whose gradients of the micro-batch are not there yet, `over` those that have no copies
     any more. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims in another
     order, and so are parts of layers that all-gathers read in another order; and there is cuBLAS's workspace.
+    `copies_stacks`: a loop over layers, or one that is unrolled without making their gradients one by one, has copies
+    of whole stacks.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -164,14 +167,14 @@ def predict(
     if plan.cuts("copy"):
         cut = cut_stacks & of_layers & set(shapes.params)
         compute_copy = held("copy", narrowed - gathered, dtype)
-        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut)
+        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut) if copies_stacks else 0
         whole = {path: leaves[path] for path in gathered - of_layers}
         compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
     else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`training/devices.py`)
         at_once = gathered - of_layers
         compute_copy = held("copy", copied - at_once, dtype)
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
-    if not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
+    if copies_stacks and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
         # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
@@ -182,7 +185,7 @@ def predict(
             path for path in convolution_kernel_paths(module) - narrowed if path in gathered or path not in trained
         }
         compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
-        if plan.cuts("copy"):
+        if plan.cuts("copy") and copies_stacks:
             # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part
             # in that order, which of a stack without its last layer is the one above.
             turned = {path for path in of_layers if leaves[path].ndim > 2 and specs[path].index(FSDP) > 1}

@@ -1,8 +1,8 @@
 """Settings of XLA, jax and NCCL before the devices start: one table, with a reason and a source per row.
 
-It has only settings that are documented to help and are not the default. The user's settings are never changed, and
-flags that this jaxlib does not know are never set, since they would end the process. Read next: `xla_flags.py`,
-`session.py`.
+It has only settings that are documented, or seen in compiled programs, to help, and are not the default. The user's
+settings are never changed, and flags that this jaxlib does not know are never set, since they would end the process.
+Read next: `xla_flags.py`, `session.py`.
 """
 
 import dataclasses
@@ -42,6 +42,14 @@ SETTINGS = (
         "training has the GPU to itself, and jax's default of 0.75 leaves a quarter of its memory idle",
         "docs.jax.dev/en/latest/gpu_memory_allocation.html; 0.9 is NVIDIA's choice in "
         "docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance",
+    ),
+    Setting(
+        "gpu",
+        "device",
+        "--xla_gpu_dot_merger_threshold_mb",
+        "0",
+        "products that share an input stay apart: as one, XLA would join their weights and cut the result, by copies",
+        "docs/benchmarks.md: what it changes in compiled steps and in decoding",
     ),
     Setting(
         "gpu",

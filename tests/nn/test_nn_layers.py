@@ -64,7 +64,7 @@ def test_recomputing_changes_no_gradient(stacked, remat):
 
 
 def value_and_gradient(stacked, run, *, unrolled):
-    """The compiled program of a sum over outputs and its gradient in all parameters, and what it computes."""
+    """The compiled program of a sum over outputs and its gradient in all parameters, what it computes, its source."""
     graph, params = nnx.split(stacked)
 
     def loss(params, x):
@@ -74,8 +74,9 @@ def value_and_gradient(stacked, run, *, unrolled):
         return run(module, x)
 
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x).compile()
-    return program.as_text(), program(params, x)
+    lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x)
+    program = lowered.compile()
+    return program.as_text(), program(params, x), lowered.as_text()
 
 
 def assert_rounded_otherwise(a, b):
@@ -89,21 +90,23 @@ def run_with_sums(stacked, x, *, remat):
     return carry.sum() + (sums**2).sum()
 
 
-@pytest.mark.parametrize(("remat", "is_loop"), [("none", False), ("dots", False), ("attention", False), ("full", True)])
-def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, is_loop):
+@pytest.mark.parametrize(("remat", "barriers"), [("none", 0), ("dots", 1), ("attention", 2), ("full", 2)])
+def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, barriers):
+    """A layer has a barrier before what is recomputed and, if that is much, one behind its gradients."""
     run = functools.partial(run_with_sums, remat=remat)
     looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
     jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
-    assert " while(" in looped[0] and (" while(" in unrolled[0]) == is_loop
-    if not is_loop:
-        assert unrolled[0].count(" tanh(") == (3 if remat == "none" else 6)
+    assert " while(" in looped[0] and " while(" not in unrolled[0]
+    assert unrolled[0].count(" tanh(") == (3 if remat == "none" else 6)
+    assert unrolled[2].count("stablehlo.optimization_barrier") == barriers
 
 
+@pytest.mark.parametrize("remat", ["dots", "full"])
 @pytest.mark.parametrize("fixed", [(), ("dense/kernel",)])
-def test_an_unrolled_cut_stack_computes_what_a_loop_computes(stacked, fixed):
+def test_an_unrolled_cut_stack_computes_what_a_loop_computes(stacked, fixed, remat):
     def run(stacked, x):
         mark_fixed(stacked, fixed)
-        carry, _, last = scan_to_last(stacked, body, x, remat="dots", dtype=jnp.float32)
+        carry, _, last = scan_to_last(stacked, body, x, remat=remat, dtype=jnp.float32)
         return body(last, carry, None)[0].sum()
 
     looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.nn.params import mark_unrolled
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.live_bytes import Moment, moments, peak_bytes
 
@@ -97,6 +100,28 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_the_work_of_one_la
     kept, again = taken(twice), taken(jax.checkpoint(twice))
     # jax keeps of each tanh its value, and before 0.11 the derivative.
     assert 4 * 50 <= kept < 5 * 50 + 10 and 50 <= again < 50 + 10
+
+
+def test_unrolled_layers_that_recompute_make_their_gradients_in_the_place_of_what_these_are_made_from():
+    stacked = stack_layers(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs), 50, nnx.Rngs(0))
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x, unrolled, remat):
+        layers = nnx.merge(graph, params)
+        if unrolled:
+            mark_unrolled(layers)
+        return jnp.sum(
+            scan_layers(layers, lambda one, x, _: (jnp.tanh(one(jnp.tanh(one(x)))), None), x, remat=remat)[0]
+        )
+
+    def most_with_gradients(unrolled, remat):
+        jaxpr = jax.make_jaxpr(jax.grad(loss), static_argnums=(2, 3))(params, shape(ROWS, 8), unrolled, remat).jaxpr
+        first, *others = moments(jaxpr, bytes_per_row, 1)
+        return max((one.num_bytes for one in (first, *others) if not one.later), default=0.0) / first.num_bytes
+
+    # A loop has the whole stack of gradients from its first turn on, when all is there that its turns will read.
+    assert most_with_gradients(False, "full") > 0.9 and most_with_gradients(True, "dots") > 0.9
+    assert most_with_gradients(True, "full") == 0
 
 
 def test_a_loop_has_one_copy_of_what_it_carries_however_long_it_is():

@@ -115,6 +115,15 @@ def test_gpus_turn_what_is_not_cut_along_its_first_dim_before_it_is_gathered(lay
     assert turned(2) - turned(1) == 4 * 18 * others / 8
 
 
+@pytest.mark.parametrize(("strategy", "copied"), [("zero1", 0), ("zero2", 2), ("zero3", 4 / 8)])
+def test_layers_that_are_unrolled_one_by_one_are_not_copied_as_a_stack(layout, strategy, copied):
+    """In a loop zero2 has the gathered stack less its last layer besides, in bfloat16, and zero3 its parts."""
+    plan = Plan(mesh=planned_mesh(8, 8), strategy=strategy)
+    looped, unrolled = (predict(layout.under(plan), plan, 0, 0, copies_stacks=n) for n in (True, False))
+    assert looped.compute_copy - unrolled.compute_copy == pytest.approx(copied * STACK, rel=0.02)
+    assert looped.grads == unrolled.grads
+
+
 def test_frozen_parameters_that_are_cut_are_gathered_too():
     layout = whole_layout(pi0_bridge_traj_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     frozen = sum(leaf.size for leaf in layout.shapes.frozen.values())
