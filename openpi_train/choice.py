@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of, with_language
+from openpi_train.practice.rewards.text_reward import TextReward
 from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.types import OPENPI_SLOTS
 
@@ -242,3 +245,15 @@ def on_env(experiment: Experiment, env: Env) -> Experiment:
     return dataclasses.replace(
         experiment, eval=dataclasses.replace(experiment.robot_eval, closed_loop=loop), practice=practice
     )
+
+
+def with_rewards(experiment: Experiment, argv: Sequence[str]) -> Experiment:
+    """The experiment with as many rewards of texts as the command line numbers: `--practice.rewards.1.name NAME`."""
+    practice = experiment.practice
+    found = [re.match(r"--practice\.rewards\.(\d+)\.name(=|$)", word) for word in argv]
+    numbers = [int(one[1]) for one in found if one]
+    if not isinstance(practice, TextPractice) or not numbers:
+        return experiment
+    missing = max(numbers) + 1 - len(practice.rewards)
+    rewards = (*practice.rewards, *[TextReward(name="")] * missing)
+    return dataclasses.replace(experiment, practice=dataclasses.replace(practice, rewards=rewards))

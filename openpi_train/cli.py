@@ -149,7 +149,7 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
 
     Exits with code 2 on an unknown flag, naming the closest ones.
     """
-    from openpi_train.choice import on_mixture
+    from openpi_train.choice import on_mixture, with_rewards
     from openpi_train.command_line import ManyFields, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
     from openpi_train.optim import named_optimizer
@@ -164,7 +164,7 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
         default = _in_environment(default, many.env)
     if many.data_mixture is not None:
         default = on_mixture(default, many.data_mixture)
-    default = of_one_length(default, argv)
+    default = with_rewards(of_one_length(default, argv), argv)
     return parse_fields(Experiment, default, argv, name, about)
 
 
@@ -212,7 +212,7 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         default = _in_environment(default, env)
     if model_path is not None and not wants_help:
         default = choice.on_model(default, _named_model(model_path, name, argv, default))
-    default = of_one_length(default, argv)
+    default = choice.with_rewards(of_one_length(default, argv), argv)
     # Blank lines between lines, which the help would join otherwise.
     about = registry.description(name).replace("\n", "\n\n")
     if wants_help:  # also shows the flags that have been removed

@@ -221,7 +221,8 @@ class Experiment:
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
-        problems += [*self._check_reference(), *self._check_practice()]
+        problems += self._check_reference()
+        problems += [] if wrong_numbers else self._check_practice()
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))

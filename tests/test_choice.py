@@ -178,3 +178,16 @@ def test_demonstrations_are_mixed_from_the_command_line(toys):
 def test_a_mixture_that_cannot_be_is_refused(name, words, message):
     with pytest.raises((UsageError, DataError), match=message):
         cli.parse_experiment(name, words)
+
+
+def test_the_command_line_may_number_more_rewards_than_the_experiment_has():
+    words = ["--exp-name", "x", "--practice.rewards.2.name", "overlong:2", "--practice.rewards.1.weight", "0.5"]
+    found = cli.parse_experiment("arithmetic_grpo", [*words, "--practice.rewards.1.name=regex:.*"])
+    assert [(one.name, one.weight) for one in found.practice.rewards] == [
+        ("exact_match", 1.0),
+        ("regex:.*", 0.5),
+        ("overlong:2", 1.0),
+    ]
+    found.check(1)
+    with pytest.raises(UsageError, match=r"--practice\.rewards\.1\.name '' is no reward: allowed are"):
+        cli.parse_experiment("arithmetic_grpo", words).check(1)

@@ -95,8 +95,8 @@ class LanguageConfig(TransformerConfig):
         if not self.adapter.enabled:
             problems.append(
                 f"objective {name} compares with a reference, and this {type(self).__name__} has none: train an "
-                "adapter (--model.adapter.rank 16), or a ReferencedConfig of this model, or precompute the "
-                "reference's log-probabilities (--objective.reference precomputed)"
+                "adapter (--model.adapter.rank 16), or a ReferencedConfig of this model; or, for "
+                "preferences, precompute the reference's log-probabilities (--objective.reference precomputed)"
             )
         return problems
 

@@ -34,6 +34,7 @@ class Collector:
     def __init__(self, practice: Practice, actor: Actor):
         self._practice, self._actor = practice, actor
         self.draws, self.outcomes = 0, Outcomes()
+        self._told_of_solved = False
 
     def collect(self, params: Params) -> Collection:
         """The attempts of the next iteration. Every process must call it.
@@ -101,11 +102,19 @@ class Collector:
         return attempts, np.repeat(draws, self._practice.group_size)
 
     def _draw(self) -> int:
-        """The next draw whose context is not passed over."""
+        """The next draw whose context is not passed over; of contexts that are all, the one that comes up again."""
+        passed: set[int] = set()
         while True:
             draw, self.draws = self.draws, self.draws + 1
-            if not self.outcomes.passes_over(self._actor.context(draw), self._practice.skip_solved):
+            context = self._actor.context(draw)
+            if context in passed:
+                if not self._told_of_solved:
+                    self._told_of_solved = True
+                    logger.warning("all contexts are solved: they are drawn again in spite of --practice.skip-solved")
                 return draw
+            if not self.outcomes.passes_over(context, self._practice.skip_solved):
+                return draw
+            passed.add(context)
 
 
 def _metrics(attempts: Attempts, groups: np.ndarray, is_mixed: np.ndarray) -> dict[str, float]:

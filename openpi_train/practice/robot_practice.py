@@ -17,6 +17,9 @@ from openpi_train.fields import at_least, setting
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.practice.practice import Actor, Practice
 from openpi_train.sampling.action_law import ActionLaw
+from openpi_train.sampling.action_token_law import ActionTokenLaw
+from openpi_train.sampling.denoising_law import DenoisingLaw
+from openpi_train.sampling.flow_law import FlowLaw
 from openpi_train.types import PracticeBatch, tree_of
 
 
@@ -65,11 +68,11 @@ class RobotPractice(Practice):
                 "RobotPractice needs a robot policy and a robot's data, for its units and norm stats; the run's are "
                 f"{type(model).__name__} and {type(data).__name__}",
             ]
-        if not isinstance(getattr(objective, "law", None), ActionLaw):
-            problems.append(
-                "RobotPractice needs an objective whose law draws actions (--objective.law): FlowLaw, of diffusion "
-                "policies DenoisingLaw"
-            )
+        law = getattr(objective, "law", None)
+        if not isinstance(law, ActionLaw):
+            problems.append(f"RobotPractice needs an objective whose law draws actions: {_laws_of(model)}")
+        elif not law.needed <= model.provides:
+            problems.append(f"{type(law).__name__} is no law of a {type(model).__name__}: {_laws_of(model)}")
         if self.num_demonstrations and not objective.uses_demonstrations:
             problems.append(
                 f"--practice.num-demonstrations {self.num_demonstrations}: {type(objective).__name__} learns from own "
@@ -163,3 +166,11 @@ class RobotPractice(Practice):
         from openpi_train.practice.robot_actor import RobotActor  # which imports this module
 
         return RobotActor(self, running)
+
+
+def _laws_of(model: PolicyConfig) -> str:
+    """The laws by which a policy can act, as advice."""
+    names = [law.__name__ for law in (FlowLaw, DenoisingLaw, ActionTokenLaw) if law().needed <= model.provides]
+    if not names:
+        return f"a {type(model).__name__} has none"
+    return f"give it {' or '.join(names)} in an experiment's file, such as objective=PolicyGradient(law={names[0]}())"

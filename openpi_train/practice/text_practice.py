@@ -80,6 +80,13 @@ class TextPractice(Practice):
         if not all(0 <= token <= LARGEST_INT32 for token in self.stop_ids):
             given = " ".join(map(str, self.stop_ids))
             problems.append(f"--practice.stop-ids {given} must be tokens, which are from 0 to {LARGEST_INT32}")
+        for number, reward in enumerate(self.rewards):
+            kind, _, margin = reward.name.partition(":")
+            if kind == "overlong" and margin.isdecimal() and int(margin) > self.max_new_tokens:
+                problems.append(
+                    f"--practice.rewards.{number}.name {reward.name}: every completion would lose some, as it has at "
+                    f"most --practice.max-new-tokens {self.max_new_tokens}; give fewer tokens"
+                )
         if not self.rewards:
             problems.append("--practice.rewards is empty: there is nothing to learn from")
         if self.reward_timeout_s <= 0:

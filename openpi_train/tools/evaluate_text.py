@@ -154,7 +154,9 @@ def run(
 
 def _measured(running: Running, config: TextEvaluations, evaluated: Evaluated) -> dict[str, float]:
     values = {}
-    for measure in (HeldOutLoss(running), *config.measures(running)):
+    # An objective of own attempts has no loss on held-out texts; their perplexity is measured in any case.
+    losses = [] if running.trainer.objective.practises else [HeldOutLoss(running)]
+    for measure in (*losses, *config.measures(running)):
         if measure.is_due(evaluated.step):
             found = measure(evaluated)
             logger.info("%s: %s", measure.name, measure.line(found))

@@ -27,7 +27,8 @@ def tables(report: "Report") -> str:
         f"model FLOPs (forward and backward): {report.model_flops_per_row / 1e12:.4g} T per sample, "
         f"{report.model_flops_per_row * one.batch_size / 1e12:.4g} T per step",
         *(
-            f"generates between steps: {size.rows} texts of at most {size.length} tokens at a time on each device"
+            f"generates between steps: {size.rows} texts of at most {size.length} tokens at a time on each device "
+            f"({size.flag})"
             for size in experiment.generation_sizes()
         ),
     ]

@@ -57,6 +57,10 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Length of own attempts", "units", False, {f"practice/length_{name}": name for name in ("mean", "min", "max")}),
     ("Entropy of the policy", "nats", False, {"entropy": "entropy"}),
     ("Divergence of the policy", "nats", False, {"approx_kl": "from the acting policy", "kl": "from the reference"}),
+    ("Divergence of an attempt from the reference, in the reward", "nats", False, {"practice/kl": "mean"}),
+    ("Weight of that divergence", "weight", False, {"practice/kl_weight": "weight"}),
+    ("Values by the critic", "value", False, {"value": "said", "return": "came"}),
+    ("Squared error of the critic", "value squared", True, {"value_loss": "critic"}),
     ("Units whose ratio is clipped", "share", False, {"clip_fraction": "clipped"}),
     ("Speed of acting", "units/s", False, {"practice/units_per_s": "units/s"}),
 )

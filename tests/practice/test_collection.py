@@ -86,6 +86,19 @@ def test_a_context_that_is_solved_is_passed_over_and_then_drawn_again():
     assert one.outcomes.rate(1) == 1.0 and one.outcomes.rate(0) == 0.0 and one.outcomes.rate(77) is None
 
 
+def test_where_all_contexts_are_solved_they_are_drawn_again_and_that_is_told(caplog):
+    actor = ScriptedActor(lambda *_: 1.0, num_contexts=4)
+    one = Collector(ScriptedPractice(num_groups=4, group_size=2, skip_solved=10**9), actor)
+    with caplog.at_level(logging.WARNING):
+        one.collect({})
+        assert "all contexts are solved" not in caplog.text
+        one.collect({})
+        one.collect({})
+    # Each time a whole pass is passed over.
+    assert actor.acted == [0, 1, 2, 3, 8, 13, 18, 23, 28, 33, 38, 43]
+    assert caplog.text.count("all contexts are solved: they are drawn again") == 1
+
+
 def test_a_collection_that_was_stopped_is_made_again_alike():
     """Whether in its first wave or a later one; the second wave has waited for what came of the first."""
     straight = collector(mixed_in({3, 4, 9}), mixed_only=True, skip_solved=1)

@@ -1,6 +1,7 @@
 """Rewards of completions: each term, functions in their own process, sums, and what is wrong with one."""
 
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -12,6 +13,7 @@ from openpi_train.practice.rewards.function_reward import FunctionReward
 from openpi_train.practice.rewards.judge import Judge
 from openpi_train.practice.rewards.text_reward import Completed, TextReward
 from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.preempt import StoppedError
 
 FUNCTIONS = """
     import os, time
@@ -27,10 +29,16 @@ FUNCTIONS = """
         return 1
 
     def wrong(prompt, completion, reference):
-        return {"nan": float("nan"), "raise": None}.get(completion) if completion != "raise" else 1 / 0
+        return {"nan": float("nan"), "huge": 1e300, "raise": None}.get(completion) if completion != "raise" else 1 / 0
 
     def ends(prompt, completion, reference):
         os._exit(3)
+
+    def words(prompt, completion, reference):
+        return "0.5"
+
+    def two(prompt, completion):
+        return 1
 """
 
 
@@ -119,10 +127,14 @@ def test_a_completion_may_be_without_reward_where_the_function_hangs(functions):
 @pytest.mark.parametrize(
     ("function", "text", "message"),
     [
-        ("wrong", "nan", "is nan; needed is a finite number, or None"),
+        ("wrong", "nan", "is nan; needed is a finite number, below 1e"),
+        ("wrong", "huge", r"is 1e\+300; needed is a finite number"),
         ("wrong", "raise", "ZeroDivisionError"),
         ("ends", "", "has ended its process"),
+        ("words", "", "it returned '0.5'; needed is a number"),
         ("missing", "", "has no function 'missing'"),
+        ("two", "", r"is called as two\(prompt, completion, reference\): too many positional"),
+        ("os", "", "has no function 'os'"),
     ],
 )
 def test_what_is_wrong_with_a_reward_is_named(functions, function, text, message):
@@ -167,6 +179,22 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(mo
     (problem,) = TextReward(name="math_verify").check(1)
     assert "--practice.rewards.1.name math_verify: the package math-verify is not installed" in problem
     assert "pip install 'openpi_train[math]'" in problem and TextReward(name="math_verify").compares
+
+
+@pytest.mark.parametrize(("function", "text"), [("slow", "hang"), ("length", "quick")])
+def test_a_stop_is_noticed_while_rewards_are_computed(functions, function, text, monkeypatch):
+    monkeypatch.setattr("openpi_train.practice.rewards.text_reward.stop_noticed", lambda: True)
+    monkeypatch.setattr("openpi_train.practice.rewards.function_reward._LOOK_S", 0.0)
+    with pytest.raises(StoppedError):
+        judged([(f"{functions}:{function}", 1.0)], [completed(text)])
+
+
+def test_a_signal_to_the_group_of_a_run_leaves_the_function_to_the_run(functions):
+    reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
+    (process,) = reward([("", "", "")])
+    os.kill(int(process), signal.SIGTERM)
+    assert reward([("", "", "")]) == [process]
+    reward.close()
 
 
 def test_a_process_ends_with_its_reward(functions):

@@ -237,6 +237,8 @@ def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_token
             {"practice": dataclasses.replace(PRACTICE, num_groups=5)},
             "10 attempts, which --batch-size 4 does not divide",
         ),
+        ({"practice": dataclasses.replace(PRACTICE, num_groups=0)}, "--practice.num-groups 0 must be at least 1"),
+        ({"practice": dataclasses.replace(PRACTICE, epochs=0)}, "--practice.epochs 0 must be at least 1"),
         ({"practice": None}, "has no `practice`"),
         ({"save_interval": 6}, "--save-interval 6 is not a multiple of the 4 optimizer steps of an iteration"),
         ({"num_train_steps": 10}, "--num-train-steps 10 is not a multiple of the 4"),
@@ -247,6 +249,10 @@ def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_token
         ({"practice": dataclasses.replace(PRACTICE, stop_ids=(2**31,))}, "--practice.stop-ids 2147483648 must be"),
         ({"practice": dataclasses.replace(PRACTICE, max_new_tokens=16)}, "leave none for the prompt"),
         ({"practice": dataclasses.replace(PRACTICE, rewards=())}, "--practice.rewards is empty"),
+        (
+            {"practice": dataclasses.replace(PRACTICE, rewards=(TextReward(name="overlong:7"),))},
+            "--practice.rewards.0.name overlong:7: every completion would lose some",
+        ),
         (
             {
                 "practice": dataclasses.replace(PRACTICE, rewards=(TextReward(name="number_match"),)),

@@ -108,3 +108,9 @@ def test_a_reward_that_is_not_finite_on_one_process_ends_all_with_its_name(home,
     )
     done = openpi_train(*launch, *flags, OPENPI_TRAIN_HOME=str(home))
     check(done, 3, "process 1: the reward", "own_rewards.py:broken", "is nan; needed is a finite number")
+
+
+def test_a_checkpoint_is_evaluated_like_any_other(home, one_by_four):
+    run = one_by_four / "runs" / "arithmetic_grpo" / "x"
+    done = openpi_train("eval", run, "--num-prompts", "8", OPENPI_TRAIN_HOME=str(home))
+    check(done, 0, "perplexity", "exact_match", "mean_length")

@@ -7,8 +7,11 @@ Must not import jax: the spawned process imports this module. Read next: `text_r
 import ast
 import difflib
 import importlib
+import inspect
 import logging
 import multiprocessing
+import signal
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -22,10 +25,13 @@ logger = logging.getLogger(__name__)
 
 # The start of the process and the import of the file may take so long in any case.
 _START_S = 120.0
+# Seconds between looks whether the run is asked to stop.
+_LOOK_S = 1.0
 _SHOWN = 80  # characters of a prompt in a message
 
 # Functions of this package by their names, each of which needs the package of its name.
 PACKAGED = {"math_verify": "openpi_train.practice.rewards.math_answers:is_right"}
+INSTALL = "Install what it needs: pip install 'openpi_train[math]'"
 
 # Prompt, completion, reference.
 Texts = tuple[str, str, str]
@@ -64,22 +70,40 @@ def _names(module: ast.Module) -> set[str]:
     return found
 
 
+class InterruptedReward(Exception):
+    """The run was asked to stop while a reward was computed."""
+
+
 class FunctionReward:
     """Calls `file.py:function(prompt, completion, reference)`, or one of `PACKAGED`, in a process of its own.
 
     Args:
         timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
         on_timeout: "error" raises DataError; "none" gives the completion no reward, with a warning.
+        is_stopping: whether the run is asked to stop.
     """
 
-    def __init__(self, name: str, *, timeout_s: float, on_timeout: str = "error"):
-        self.name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        on_timeout: str = "error",
+        is_stopping: Callable[[], bool] = lambda: False,
+    ):
+        self.name, self._timeout_s, self._on_timeout, self._is_stopping = name, timeout_s, on_timeout, is_stopping
         self._process: Any = None
         self._connection: Connection | None = None
+        self._looked = time.monotonic()
 
     def __call__(self, texts: Sequence[Texts]) -> list[float | None]:
-        """The rewards. Raises DataError if the function raises, ends its process or takes too long."""
+        """The rewards. Raises DataError if the function raises, ends its process or takes too long, and
+        InterruptedReward if the run is asked to stop."""
         return [self._one(one) for one in texts]
+
+    def start(self) -> None:
+        """Start the process. Raises DataError if the file cannot be imported, or has no such function."""
+        self._started()
 
     def close(self) -> None:
         """End the process."""
@@ -94,7 +118,7 @@ class FunctionReward:
         connection = self._started()
         try:
             connection.send(texts)
-            if not connection.poll(self._timeout_s):
+            if not self._answers(connection):
                 self.close()
                 if self._on_timeout == "none":
                     logger.warning("%s took longer than %g s and was killed", self._told(texts), self._timeout_s)
@@ -110,6 +134,25 @@ class FunctionReward:
         if problem is not None:
             raise DataError(f"{self._told(texts)} has failed:\n{problem}")
         return value
+
+    def _answers(self, connection: Connection) -> bool:
+        """Whether there is an answer in time."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            left = until - time.monotonic()
+            if connection.poll(min(max(left, 0.0), _LOOK_S)):
+                found = True
+            elif left <= 0:
+                return False
+            else:
+                found = False
+            if time.monotonic() - self._looked >= _LOOK_S:
+                self._looked = time.monotonic()
+                if self._is_stopping():
+                    self.close()
+                    raise InterruptedReward
+            if found:
+                return True
 
     def _told(self, texts: Texts) -> str:
         return f"the reward {self.name} of a completion of {texts[0][:_SHOWN]!r}"
@@ -141,6 +184,8 @@ class FunctionReward:
 
 def _serve(connection: Connection, name: str) -> None:
     """The process: says whether the function is there, then answers until the other end is closed."""
+    for signum in (signal.SIGTERM, signal.SIGINT):  # of a whole group: the run ends this process itself
+        signal.signal(signum, signal.SIG_IGN)
     file, _, function = PACKAGED.get(name, name).rpartition(":")
     try:
         module = (
@@ -148,12 +193,10 @@ def _serve(connection: Connection, name: str) -> None:
         )
         found: Any = getattr(module, function, None)
     except Exception as error:
-        connection.send(f"{type(error).__name__}: {error}")
+        missing = name in PACKAGED and isinstance(error, ImportError)
+        connection.send(f"{type(error).__name__}: {error}" + (f". {INSTALL}" if missing else ""))
         return
-    if not isinstance(found, Callable):
-        connection.send(f"{file} has no function {function!r} of (prompt, completion, reference)")
-        return
-    connection.send(None)
+    connection.send(_problem(file, function, found))
     while True:
         try:
             texts = connection.recv()
@@ -161,6 +204,21 @@ def _serve(connection: Connection, name: str) -> None:
             return
         try:
             value = found(*texts)
+            if isinstance(value, str | bytes):
+                raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
             connection.send((None if value is None else float(value), None))
         except Exception:
             connection.send((None, traceback.format_exc(limit=-3).strip()))
+
+
+def _problem(file: str, function: str, found: Any) -> str | None:
+    """Why what a file has under a name is no function of a reward."""
+    if not isinstance(found, Callable):
+        return f"{file} has no function {function!r} of (prompt, completion, reference)"
+    try:
+        inspect.signature(found).bind("", "", "")
+    except TypeError as error:
+        return f"{function} in {file} is called as {function}(prompt, completion, reference): {error}"
+    except ValueError:  # a built-in function that does not tell
+        return None
+    return None

@@ -4,18 +4,21 @@ Read next: `text_reward.py`.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from openpi_train.practice.rewards.function_reward import InterruptedReward
 from openpi_train.practice.rewards.text_reward import Completed, TextReward
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.preempt import StoppedError
 
 _SHOWN = 80  # characters of a prompt in a message
+# The largest size of a reward: the square of one is a float64.
+_LARGEST = 1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,20 +46,26 @@ class Judge:
     def __call__(self, completed: Sequence[Completed]) -> Rewards:
         """The rewards of these completions, equal on all processes. Every process must call it with the same ones.
 
-        Raises DataError on all processes if a reward fails, or is no finite number, on one.
+        Raises DataError on all processes if a reward fails, or is no finite number, on one; StoppedError if the run is
+        asked to stop meanwhile.
         """
         index, count = jax.process_index(), jax.process_count()
         mine: dict[int, list[float | None]] = {}
-        values, problem = np.full((len(self._terms), len(completed)), np.nan), None
+        values, problem, stopping = np.full((len(self._terms), len(completed)), np.nan), None, False
         try:
             for number, term in enumerate(self._terms):
                 if not term.together:
                     mine[number] = self._checked(number, completed[index::count])
+        except InterruptedReward:
+            stopping = True
         except Exception as error:
             problem = f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        parts = agree.gather("rewards of completions", {"values": list(mine.values()), "problem": problem})
+        told = {"values": list(mine.values()), "problem": problem, "stopping": stopping}
+        parts = agree.gather("rewards of completions", told)
         if problems := [f"process {n}: {part['problem']}" for n, part in enumerate(parts) if part["problem"]]:
             raise DataError(problems[0])
+        if any(part["stopping"] for part in parts):
+            raise StoppedError
         for process, part in enumerate(parts):
             for number, found in zip(mine, part["values"], strict=True):
                 values[number, process::count] = np.array(found, np.float64)  # None becomes NaN
@@ -81,10 +90,10 @@ class Judge:
     def _checked(self, number: int, completed: Sequence[Completed]) -> list[float | None]:
         values = self._terms[number](completed)
         for one, value in zip(completed, values, strict=True):
-            if value is not None and not math.isfinite(value):
+            if value is not None and not abs(value) < _LARGEST:
                 raise DataError(
                     f"the reward {self._rewards[number].name} of a completion of {one.prompt[:_SHOWN]!r} is {value}; "
-                    "needed is a finite number, or None for no reward"
+                    f"needed is a finite number, below {_LARGEST:g}, or None for no reward"
                 )
         return values
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from openpi_train.data.text.answer_scores import AnswerScore, known_scores
 from openpi_train.practice.rewards.function_reward import PACKAGED, FunctionReward, file_problem
+from openpi_train.runtime.preempt import stop_noticed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,8 @@ class TextReward:
         if kind == "model":
             return ModelTerm(argument, running)
         if kind.endswith(".py") or self.name in PACKAGED:
-            return FunctionTerm(FunctionReward(self.name, timeout_s=timeout_s, on_timeout=on_timeout))
+            how: Any = {"timeout_s": timeout_s, "on_timeout": on_timeout, "is_stopping": stop_noticed}
+            return FunctionTerm(FunctionReward(self.name, **how))
         return AnswerTerm(known_scores()[self.name])
 
 
@@ -143,6 +145,7 @@ class FunctionTerm(Term):
 
     def __init__(self, function: FunctionReward):
         self._function = function
+        function.start()  # before anything is compiled: the file may be of no use
 
     def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
         return self._function([(one.prompt, one.text, one.reference) for one in completed])
