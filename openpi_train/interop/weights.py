@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from openpi_train.interop import peft_adapter
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.openpi import parameter_names, state_leaves
-from openpi_train.interop.ours import recorded_tokenizer
+from openpi_train.interop.ours import recognises, recorded_experiment, recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.accompanied import AccompaniedConfig
 from openpi_train.models.language_part import language_flags
@@ -39,6 +40,10 @@ class WeightLoader(abc.ABC):
 
     def tokenizer(self) -> str | None:
         """`tokens_fingerprint` of the tokenizer that the weights were trained with; None if not recorded."""
+        return None
+
+    def objective(self) -> Mapping[str, Any] | None:
+        """The objective (its JSON) that the weights were trained by; None if not recorded."""
         return None
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
@@ -133,6 +138,14 @@ class CheckpointWeightLoader(WeightLoader):
         if not self.params_path:
             return None
         return recorded_tokenizer(open_place(self.params_path))
+
+    def objective(self) -> Mapping[str, Any] | None:
+        """That of one of our checkpoints; None for other formats."""
+        place = open_place(self.params_path) if self.params_path and not is_address(self.params_path) else None
+        if place is None or not recognises(place):
+            return None
+        experiment, _ = recorded_experiment(place)
+        return None if experiment is None else experiment.get("objective")
 
     def load_state(self, model: ModelConfig) -> Leaves | None:
         """With `continue_training` the checkpoint's state; the learning rate schedule continues at its step."""

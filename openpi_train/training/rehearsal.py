@@ -8,11 +8,12 @@ import jax
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import GIB, require
-from openpi_train.runtime.exits import CheckpointError, DataError, reported_as
+from openpi_train.runtime.exits import DataError, reported_as
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.metrics import require_writers
 from openpi_train.training.prepare import prepare_without_data
 from openpi_train.training.rundir import begins, check_run, devices_at_first
+from openpi_train.training.start_check import check_start_weights
 
 
 def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
@@ -41,8 +42,7 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     check_run(given)
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     if begins(given):
-        with reported_as(CheckpointError):
-            experiment.weight_loader.check(experiment.model)
+        check_start_weights(experiment)
     with reported_as(DataError):
         notes = experiment.data.examine(experiment.model)
     print("fits")

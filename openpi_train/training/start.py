@@ -41,6 +41,7 @@ from openpi_train.training.resume_point import ResumePoint, resume_point
 from openpi_train.training.run import Run
 from openpi_train.training.rundir import begins, open_run, record_start
 from openpi_train.training.settle import Settled, settle
+from openpi_train.training.start_check import check_start_weights
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -82,8 +83,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     if begins(settled.given):
-        with reported_as(CheckpointError):  # wrong weights leave no run's directory behind
-            experiment.weight_loader.check(experiment.model)
+        check_start_weights(experiment)  # wrong ones leave no run's directory behind
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
