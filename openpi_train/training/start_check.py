@@ -21,11 +21,12 @@ def check_start_weights(experiment: Experiment) -> None:
         trained = config_from_json(recorded, Objective, "objective", classes_of(experiment.objective))
     except CheckpointError:  # a class of a file that this run does not name: it knows what it does
         return
+    law = type(getattr(experiment.objective, "law", None)).__name__
     one, other = (type(getattr(objective, "action_sampler", None)) for objective in (trained, experiment.objective))
     if {one, other} == {FlowSampler, DenoisingSampler}:
         raise UsageError(
             f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the law "
-            f"{type(experiment.objective.law).__name__} acts by a {other.__name__}: what the policy predicts would be "
+            f"{law} acts by a {other.__name__}: what the policy predicts would be "
             "read as something else. Give the objective of practice the law of the training: DenoisingLaw after "
             "Diffusion, FlowLaw after FlowMatching"
         )
