@@ -136,23 +136,22 @@ class FunctionReward:
         return value
 
     def _answers(self, connection: Connection) -> bool:
-        """Whether there is an answer in time."""
+        """Whether there is an answer in time. Raises InterruptedReward if the run is asked to stop meanwhile."""
         until = time.monotonic() + self._timeout_s
         while True:
-            left = until - time.monotonic()
-            if connection.poll(min(max(left, 0.0), _LOOK_S)):
-                found = True
-            elif left <= 0:
-                return False
-            else:
-                found = False
-            if time.monotonic() - self._looked >= _LOOK_S:
-                self._looked = time.monotonic()
-                if self._is_stopping():
-                    self.close()
-                    raise InterruptedReward
-            if found:
-                return True
+            left = max(until - time.monotonic(), 0.0)
+            is_there = connection.poll(min(left, _LOOK_S))
+            self._look()
+            if is_there or not left:
+                return is_there
+
+    def _look(self) -> None:
+        """Raise InterruptedReward if the run is asked to stop; that is looked for every second at most."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            if self._is_stopping():
+                self.close()
+                raise InterruptedReward
 
     def _told(self, texts: Texts) -> str:
         return f"the reward {self.name} of a completion of {texts[0][:_SHOWN]!r}"
