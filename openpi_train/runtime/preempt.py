@@ -91,6 +91,12 @@ def stop_requested() -> bool:
     return _stopping
 
 
+def note_stopped() -> None:
+    """Count the time until here as that to the end of the step: a run of own attempts first ends its iteration."""
+    global _stopped_after_s
+    _stopped_after_s = _seconds_since_request()
+
+
 def stop_noticed() -> bool:
     """Whether any process was asked to stop; known at once, without agreement on a step."""
     return bool(_notice())

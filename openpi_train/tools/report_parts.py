@@ -211,7 +211,7 @@ def sample_batch(run: RunFiles, like: Experiment | None) -> str:
     experiment = experiment_from_json(run.experiment, like)
     data = experiment.open_data()
     if not isinstance(data, OpenedDatasets):
-        raise Missing(f"no sample batch: rows of {type(data).__name__} are not shown here.")
+        raise Missing("no sample batch: only rows of robots' data are shown here.")
     config = experiment.demonstrations
     rows = data.train.batch(np.arange(min(_ROWS, data.train.num_samples)))[0]
     tokenizer = open_tokenizer(experiment.policy, config.tokenizer, offline=config.offline)

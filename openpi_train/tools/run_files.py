@@ -126,6 +126,8 @@ class RunFiles:
             for file in sorted(folder.rglob("norm_stats.json")):
                 asset = file.parent.relative_to(folder).as_posix()
                 found.setdefault(asset, read_json(file)["norm_stats"])
+        if not found and self.experiment.get("data", {}).get("__class__") == "TextData":
+            raise Missing("no norm stats: texts have none.")
         if not found:
             raise Missing("no norm stats: there is no checkpoint yet, and none below --assets-base-dir.")
         return found

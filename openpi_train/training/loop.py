@@ -1,5 +1,6 @@
 """The training loop of every run. Read next: `step.py` for what a step is, `run.py` for how the parts are made."""
 
+from openpi_train.runtime import preempt
 from openpi_train.runtime.preempt import StoppedError
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.run import Run
@@ -37,6 +38,8 @@ def train(run: Run) -> TrainState:
             complete = False
         save_is_due |= stop or run.save_is_due(step)
         can_be_saved = step == total or run.feed.can_be_saved
+        if stop and can_be_saved:
+            preempt.note_stopped()
         if save_is_due and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):

@@ -33,6 +33,11 @@ def test_the_request_is_timed_by_the_note_of_jax(monkeypatch):
     monkeypatch.setattr(preempt, "_notice", lambda: note)
     times = preempt.stop_times()
     assert times is not None and 7.0 <= times.until_stopped_s <= times.until_saved_s < 60.0
+    # An iteration that is ended first counts as the step.
+    monkeypatch.setattr(preempt, "_stopped_after_s", 1.0)
+    preempt.note_stopped()
+    times = preempt.stop_times()
+    assert times is not None and times.until_stopped_s >= 7.0
 
 
 @pytest.fixture

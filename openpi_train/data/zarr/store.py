@@ -100,7 +100,15 @@ class Store:
             raise BadChunk(_plain(str(error))) from error
 
     def stamp(self) -> str:
-        """A digest of all files' names, sizes and times; it differs if the store was changed."""
+        """A digest of all files' names, sizes and times; it differs if the store was changed.
+
+        Raises FileNotFoundError if there is no store.
+        """
+        if not self.root.exists():
+            raise FileNotFoundError(
+                f"there is no {self.root} (looked in {Path.cwd()}): name another dataset by --dataset PATH, or make "
+                "it, as the experiment's --help says"
+            )
         if self._is_zip:
             found = self.root.stat()
             return f"{found.st_size} {found.st_mtime_ns}"

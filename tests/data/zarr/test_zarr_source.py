@@ -234,6 +234,9 @@ def test_what_is_no_replay_buffer_or_does_not_fit_together_is_refused(tmp_path):
         with pytest.raises(error, match=pattern):
             Zarr(path=str(path), cache_dir=str(tmp_path / "cache")).open()
 
+    refused(
+        tmp_path / "none.zarr", r"there is no .*none\.zarr .*: name another dataset by --dataset", FileNotFoundError
+    )
     refused(tmp_path, "holds no zarr store; give a folder with .zgroup or zarr.json", FileNotFoundError)
     zarr.open_group(str(tmp_path / "empty.zarr"), mode="w", zarr_format=2)
     refused(tmp_path / "empty.zarr", "needs meta/episode_ends and arrays in data/, but has no arrays")
