@@ -80,7 +80,9 @@ def test_a_plan_says_what_generation_needs_and_which_flag_lessens_it():
     assert memory.generation == generation_bytes(size) > memory.step
     assert memory.total == memory.state + memory.generation
     text = plan_text.tables(report)
-    assert f"2048 texts of at most {size.length} tokens at a time on each device; beside the state" in text
+    assert (
+        f"2048 texts of at most {size.length} tokens at a time on each device ({size.flag}); beside the state" in text
+    )
     least = r"(?s)fewer texts at a time: less than --eval.completions-per-device.*--eval.num-prompts 0"
     with pytest.raises(DoesNotFit, match=least):
         require(memory, memory.total - 1, 8, many)
