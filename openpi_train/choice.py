@@ -251,9 +251,10 @@ def with_rewards(experiment: Experiment, argv: Sequence[str]) -> Experiment:
     """The experiment with as many rewards of texts as the command line numbers: `--practice.rewards.1.name NAME`."""
     practice = experiment.practice
     found = [re.match(r"--practice\.rewards\.(\d+)\.name(=|$)", word) for word in argv]
-    numbers = [int(one[1]) for one in found if one]
-    if not isinstance(practice, TextPractice) or not numbers:
+    numbers = {int(one[1]) for one in found if one}
+    if not isinstance(practice, TextPractice):
         return experiment
-    missing = max(numbers) + 1 - len(practice.rewards)
-    rewards = (*practice.rewards, *[TextReward(name="")] * missing)
-    return dataclasses.replace(experiment, practice=dataclasses.replace(practice, rewards=rewards))
+    rewards = list(practice.rewards)
+    while len(rewards) in numbers:  # beyond a gap a number is an unknown flag
+        rewards.append(TextReward(name=""))
+    return dataclasses.replace(experiment, practice=dataclasses.replace(practice, rewards=tuple(rewards)))

@@ -189,5 +189,5 @@ def test_the_command_line_may_number_more_rewards_than_the_experiment_has():
         ("overlong:2", 1.0),
     ]
     found.check(1)
-    with pytest.raises(UsageError, match=r"--practice\.rewards\.1\.name '' is no reward: allowed are"):
-        cli.parse_experiment("arithmetic_grpo", words).check(1)
+    with pytest.raises(SystemExit, match="2"):
+        cli.parse_experiment("arithmetic_grpo", words)  # there is no 1
