@@ -88,7 +88,14 @@ SETS = {
             *((_PI0, f"{_ZERO3} --model.remat {remat} --model.attention cudnn") for remat in ("attention", "full")),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --cameras {','.join(OPENPI_SLOTS)}"),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --batch-size 32"),
-            ("gsm8k_sft_llama32_1b", "--sharding.strategy zero1 --model.remat dots --model.attention cudnn"),
+            *(
+                (_PI0, f"--sharding.strategy zero1 --model.remat dots --model.attention cudnn --batch-size {rows}")
+                for rows in (256, 32)
+            ),
+            *(
+                ("gsm8k_sft_llama32_1b", f"--sharding.strategy {strategy} --model.remat dots --model.attention cudnn")
+                for strategy in ("zero1", "zero3", "zero3 --batch-size 256")
+            ),
             ("gsm8k_sft_qwen25_05b", f"{_ZERO3} --model.remat attention {_QWEN_7B_ALONE} --model.attention cudnn"),
             *(
                 ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B} {attention}".strip())

@@ -139,7 +139,7 @@ class Pi0Fast(nnx.Module):
         before = (first - 1)[:, None] + jnp.arange(tokens.shape[1])
         x = jnp.take_along_axis(self.activations(seen), before[..., None], axis=1)
         table, head = self.transformer.token_embedding.get_value(), Head(temperature=temperature)
-        return token_scores(x, table, tokens, head, with_entropy=True)
+        return token_scores(x, table, tokens, head, remat=self.transformer.remat, with_entropy=True)
 
     def sample_actions(
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10

@@ -295,9 +295,9 @@ class Decoder(nnx.Module):
         with_entropy: bool = False,
         with_mean: bool = False,
     ) -> TokenScores:
-        """Log-probabilities of these tokens, and more, float32, without the logits of all tokens at once."""
-        head = Head(self.sizes.score_cap, temperature)
-        return token_scores(x, self._table, tokens, head, with_entropy=with_entropy, with_mean=with_mean)
+        """Log-probabilities of these tokens, and more, float32 (`vocabulary.py: token_scores`)."""
+        head, wanted = Head(self.sizes.score_cap, temperature), {"with_entropy": with_entropy, "with_mean": with_mean}
+        return token_scores(x, self._table, tokens, head, remat=self.remat, **wanted)
 
     @property
     def reference(self) -> "Decoder":

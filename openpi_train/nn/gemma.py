@@ -272,7 +272,7 @@ class Gemma(nnx.Module):
         self, x: Float[Array, "b t d"], tokens: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
         """The log-probability of each of these tokens, float32, and whether it is the most likely."""
-        return log_probs(x, self.token_embedding.get_value(), tokens)
+        return log_probs(x, self.token_embedding.get_value(), tokens, remat=self.remat)
 
     @jax.named_scope("gemma")
     def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:

@@ -96,38 +96,60 @@ def scan_layers(
     """
     graph, params = _split(stacked)
 
-    def step(carry, layer):
-        layer_params, extra = layer
-        return body(nnx.merge(graph, _gathered(layer_params)), carry, extra)
+    def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+        return body(nnx.merge(graph, _gathered(layer)), carry, extra)
 
-    return _scan(step, carry, (params, per_layer), params, remat, _has_shards(params))
+    fetches = _has_shards(params)
+    if not _is_unrolled(params):
+        return _loop(step, carry, params, per_layer, remat, fetches)
+    before, last_extra = (jax.tree.map(lambda x, part=part: x[part], per_layer) for part in (slice(-1), -1))
+    carry, outputs, last = _unrolled(step, carry, params, before, remat, fetches)
+    run_last = _recomputed(step, remat, fetches, prevent_cse=True)
+    carry, output = run_last(jax.tree.map(_in_order, carry), _with_copies(last), last_extra)
+    return carry, jax.tree.map(lambda rest, one: jnp.concatenate([rest, one[None]]), outputs, output)
 
 
-def _scan(step: Callable[..., Any], carry: Any, inputs: Any, params: Any, remat: Remat, fetches: bool) -> Any:
-    """`jax.lax.scan` with what `remat` recomputes in the backward pass.
+# (what is passed from layer to layer, a layer's parameters, its slice of `per_layer`) -> (what is passed on, output)
+_Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def _loop(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> tuple[Any, Any]:
+    """`jax.lax.scan` over the layers with what `remat` recomputes in the backward pass."""
+    # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
+    recomputed = _recomputed(step, remat, fetches, prevent_cse=False)
+    return jax.lax.scan(lambda carry, inputs: recomputed(carry, *inputs), carry, (layers, per_layer))
+
+
+def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> Any:
+    """The same as code for one layer after the other, but without the last one, whose parameters come last.
+
+    A layer passes the parameters of the next one on. So its backward pass has their gradients, which are summed over
+    the devices meanwhile, and gives them on together with that of its own input: the layer before begins when they are
+    there. Left to itself XLA puts the products for gradients of weights off, and keeps what they read, and sums most
+    gradients over the devices at the end of the step (jaxlib 0.10.2).
 
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
-    the batch last in those of an unrolled SigLIP and transposes between its products (jaxlib 0.10.2, for GPUs).
+    the batch last in those of a SigLIP and transposes between its products.
     """
-    if not _is_unrolled(params):
-        # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
-        return jax.lax.scan(_recomputed(step, remat, fetches, prevent_cse=False), carry, inputs)
-    # Without the barrier XLA would find what is recomputed to be there already, and keep it.
+
+    # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
     recomputed = _recomputed(step, remat, fetches, prevent_cse=True)
 
-    def ordered(carry: Any, layer: Any) -> Any:
-        inputs = jax.tree.map(_in_order, (carry, layer))
-        return recomputed(*(_one_by_one(inputs) if remat in ("attention", "full") else inputs))
+    def turn(state: Any, inputs: Any) -> Any:
+        (carry, layer), (following, extra) = state, inputs
+        carry, following = _with_gradients_at_once(jax.tree.map(_in_order, (carry, following)))
+        carry, output = recomputed(carry, _with_copies(layer), extra)
+        return (carry, following), output
 
-    return jax.lax.scan(ordered, carry, inputs, unroll=True)
+    first, later = (jax.tree.map(lambda x, part=part: _first_and_later(x)[part], layers) for part in (0, 1))
+    first = jax.tree.map(_in_order, first)
+    (carry, last), outputs = jax.lax.scan(turn, (carry, first), (later, per_layer), unroll=True)
+    return carry, outputs, last
 
 
 @jax.custom_vjp
-def _one_by_one(inputs: Any) -> Any:
-    """The inputs of a layer, whose gradients are all made before the next layer's backward pass begins.
-
-    Else XLA puts off the gradients of weights, and keeps what they need, which was recomputed, of many layers.
-    """
+def _with_gradients_at_once(inputs: Any) -> Any:
+    """The inputs; what reads the gradient of one of these arrays waits for those of all."""
     return inputs
 
 
@@ -139,12 +161,36 @@ def _gradients_at_once(_: None, gradients: Any) -> Any:
     return (jax.tree.unflatten(tree, leaves),)
 
 
-_one_by_one.defvjp(lambda inputs: (inputs, None), _gradients_at_once)
+_with_gradients_at_once.defvjp(lambda inputs: (inputs, None), _gradients_at_once)
 
 
 def _in_order(x: Array) -> Array:
     """`x`, in the order of its dims in memory, as its gradient will be."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
+@jax.custom_vjp
+def _cut_first(x: Array) -> tuple[Array, Array]:
+    """The first entry, and the others. Their gradients are written to their places at once."""
+    return x[0], x[1:]
+
+
+_cut_first.defvjp(
+    lambda x: (_cut_first(x), None), lambda _, gradients: (jnp.concatenate([gradients[0][None], gradients[1]]),)
+)
+
+
+def _first_and_later(x: Array) -> tuple[Array, Array]:
+    return _cut_first(x) if jnp.issubdtype(x.dtype, jnp.inexact) else (x[0], x[1:])
+
+
+def _with_copies(layer: Any) -> Any:
+    """A layer's parameters with copies of the shards that are kept for the backward pass."""
+
+    def with_copy(leaf: Any) -> Any:
+        return leaf.with_copy(jax.lax.stop_gradient(leaf.whole())) if is_shard(leaf) and leaf.is_kept else leaf
+
+    return jax.tree.map(with_copy, layer, is_leaf=is_shard)
 
 
 def _is_unrolled(params: Any) -> bool:
@@ -236,16 +282,22 @@ def scan_to_last(
         mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), read)
         return jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
 
-    def step(carry, inputs):
-        index, others, extra = inputs
-        return body(nnx.merge(graph, _gathered(layer(index, others))), carry, extra)
+    def whole_layer(index_and_others: Any) -> M:
+        return nnx.merge(graph, _gathered(layer(*index_and_others)))
+
+    def step(carry: Any, index_and_others: Any, extra: Any) -> tuple[Any, Any]:
+        return body(whole_layer(index_and_others), carry, extra)
 
     depth = len(jax.tree.leaves(params)[0])
-    before = jax.tree.map(lambda x: x[:-1], cut)
     fetches = bool(jax.tree.leaves(read)) or _has_shards(params)
-    carry, outputs = _scan(step, carry, (jnp.arange(depth - 1), before, per_layer), params, remat, fetches)
-    last = layer(depth - 1, jax.tree.map(lambda x: x[-1], cut))
-    return carry, outputs, nnx.merge(graph, _gathered(last))
+    if _is_unrolled(params):
+        carry, outputs, last = _unrolled(step, carry, (jnp.arange(depth), cut), per_layer, remat, fetches)
+        last = _with_copies(last)
+    else:
+        before = jnp.arange(depth - 1), jax.tree.map(lambda x: x[:-1], cut)
+        carry, outputs = _loop(step, carry, before, per_layer, remat, fetches)
+        last = depth - 1, jax.tree.map(lambda x: x[-1], cut)
+    return carry, outputs, whole_layer(last)
 
 
 def _is_variable(leaf: Any) -> bool:

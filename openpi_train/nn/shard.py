@@ -48,6 +48,8 @@ class Shard:
     dtype: Any = dataclasses.field(metadata=_STATIC)
     copy: Any = None
     gathering: Gathering | None = dataclasses.field(default=None, metadata=_STATIC)
+    # Whether a layer, once gathered, stays for the backward pass.
+    is_kept: bool = dataclasses.field(default=False, metadata=_STATIC)
     # The shape of a layer, if `part` has consecutive entries of every layer of a stack.
     layer: tuple[int, ...] | None = dataclasses.field(default=None, metadata=_STATIC)
 

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
+from openpi_train.nn.layers import Remat
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
@@ -63,10 +64,10 @@ def logits(x: Float[Array, "b t d"], table: Array | Shard, head: Head = Head()) 
 
 
 def log_probs(
-    x: Float[Array, "b t d"], table: Array | Shard, tokens: Int[Array, "b t"]
+    x: Float[Array, "b t d"], table: Array | Shard, tokens: Int[Array, "b t"], *, remat: Remat = "full"
 ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
     """The log-softmax of `logits(x, table)` at `tokens`, float32, and whether no other token has a higher logit."""
-    found = token_scores(x, table, tokens)
+    found = token_scores(x, table, tokens, remat=remat)
     return found.log_prob, found.is_best
 
 
@@ -77,18 +78,21 @@ def token_scores(
     tokens: Int[Array, "b t"],
     head: Head = Head(),
     *,
+    remat: Remat = "full",
     with_entropy: bool = False,
     with_mean: bool = False,
 ) -> TokenScores:
     """Log-probabilities of `tokens` by `logits(x, table, head)`, and what comes with them.
 
-    Logits are computed for a few tokens at a time, and recomputed in the backward pass.
+    Where `remat` keeps products with weights, logits are computed for all tokens at once and kept for the backward
+    pass; else for a few tokens at a time, and recomputed.
     """
     if isinstance(table, Shard) and not table.has_rows:
         table = table.whole()
-    rows, by_rows = (table.part, _scores_by_rows) if isinstance(table, Shard) else (table, _scores)
+    rows = table.part if isinstance(table, Shard) else table
     narrow = jax.lax.stop_gradient(rows).astype(x.dtype)  # once, and not in every chunk
-    return in_chunks(functools.partial(by_rows, table, narrow, head, with_entropy, with_mean), x, tokens)
+    score = functools.partial(_scores, table, narrow, head, with_entropy, with_mean)
+    return score(x, tokens) if remat in ("none", "dots") else in_chunks(score, x, tokens)
 
 
 def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
@@ -113,52 +117,49 @@ def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens
 
 
 def _scores(
-    table: Array, narrow: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
+    table: Array | Shard,
+    narrow: Array,
+    head: Head,
+    with_entropy: bool,
+    with_mean: bool,
+    x: Float[Array, "b t d"],
+    tokens: Int[Array, "b t"],
 ) -> TokenScores:
-    scores = head(_learned_products(x, narrow, table))
-    own = _at(scores, tokens)
-    normalizer = jax.nn.logsumexp(scores, axis=-1)
-    entropy = None
-    if with_entropy:
-        log_probs = scores - normalizer[..., None]
-        entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
-    return tree_of(
-        TokenScores,
-        log_prob=own - normalizer,
-        is_best=own >= scores.max(axis=-1),
-        normalizer=normalizer,
-        entropy=entropy,
-        mean_log_prob=scores.mean(axis=-1) - normalizer if with_mean else None,
-    )
+    """Scores of all tokens at once. Of a table cut by rows each device computes the logits of its rows for all devices'
+    tokens, and sums are returned.
 
+    `narrow` is what the device has of the table, in the dtype of `x`.
+    """
+    axis = table.axis if isinstance(table, Shard) else None
+    rows = table.part if isinstance(table, Shard) else table
+    num_rows, num_devices, place = len(rows), 1, tokens
+    if axis is not None:
+        x, num_devices = jax.lax.all_gather(x, axis), jax.lax.axis_size(axis)  # devices b t d
+        place = jax.lax.all_gather(tokens, axis) - jax.lax.axis_index(axis) * num_rows
+    scores = head(_learned_products(x, narrow, rows))
 
-def _scores_by_rows(
-    table: Shard, narrow: Array, head: Head, with_entropy: bool, with_mean: bool, x: Array, tokens: Array
-) -> TokenScores:
-    """`_scores` where each device computes the logits of its rows for all devices' tokens; sums are returned."""
-    x = jax.lax.all_gather(x, table.axis)
-    scores = head(_learned_products(x, narrow, table.part))  # devices b t v/devices
-    index = jax.lax.axis_index(table.axis)
-    place = jax.lax.all_gather(tokens, table.axis) - index * table.part.shape[0]
-    is_here = (place >= 0) & (place < table.part.shape[0])
-    own = _at(scores, jnp.where(is_here, place, 0))
-    highest = jax.lax.pmax(jax.lax.stop_gradient(scores).max(axis=-1), table.axis)  # devices b t
-    above = scores - highest[..., None]
+    def total(share: Array) -> Float[Array, "b t"]:
+        return share if axis is None else jax.lax.psum_scatter(share, axis)
+
+    def mine(same: Array) -> Float[Array, "b t"]:
+        return same if axis is None else same[jax.lax.axis_index(axis)]
+
+    is_here = (place >= 0) & (place < num_rows)
+    own = total(jnp.where(is_here, _at(scores, jnp.where(is_here, place, 0)), 0.0))
+    highest = jax.lax.stop_gradient(scores).max(axis=-1)
+    if axis is not None:
+        highest = jax.lax.pmax(highest, axis)
+    above = scores - jnp.broadcast_to(highest[..., None], scores.shape)
     masses = jnp.exp(above)
-    own, mass = (jax.lax.psum_scatter(part, table.axis) for part in (jnp.where(is_here, own, 0.0), masses.sum(axis=-1)))
-    log_mass, highest, entropy, mean = jnp.log(mass), highest[index], None, None
-    if with_entropy:
-        entropy = log_mass - jax.lax.psum_scatter((masses * above).sum(axis=-1), table.axis) / mass
-    if with_mean:
-        total = jax.lax.psum_scatter(above.sum(axis=-1), table.axis)
-        mean = total / (scores.shape[-1] * jax.lax.axis_size(table.axis)) - log_mass
+    mass = total(masses.sum(axis=-1))
+    log_mass, highest = jnp.log(mass), mine(highest)
     return tree_of(
         TokenScores,
         log_prob=own - highest - log_mass,
         is_best=own >= highest,
         normalizer=highest + log_mass,
-        entropy=entropy,
-        mean_log_prob=mean,
+        entropy=log_mass - total((masses * above).sum(axis=-1)) / mass if with_entropy else None,
+        mean_log_prob=total(above.sum(axis=-1)) / (num_rows * num_devices) - log_mass if with_mean else None,
     )
 
 
@@ -178,8 +179,9 @@ def _taken_forward(size: int, scores: Array, tokens: Array) -> tuple[Array, Arra
 
 
 def _taken_backward(size: int, tokens: Array, gradient: Array) -> tuple[Array, None]:
-    places = jax.lax.broadcasted_iota(tokens.dtype, (*tokens.shape, size), tokens.ndim)
-    return jnp.where(places == tokens[..., None], gradient[..., None], 0.0), None
+    shape = *tokens.shape, size
+    is_it = jax.lax.broadcasted_iota(tokens.dtype, shape, tokens.ndim) == jnp.broadcast_to(tokens[..., None], shape)
+    return jnp.where(is_it, gradient[..., None], 0.0), None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)

@@ -74,12 +74,7 @@ def layout_cost(
     at_once = frozenset(state.shapes.params) - frozenset(ways)
 
     @functools.cache
-    def step_memory(
-        num_micros: int,
-        later: frozenset[str] = frozenset(),
-        over: frozenset[str] = frozenset(),
-        copies_stacks: bool = True,
-    ) -> Memory:
+    def step_memory(num_micros: int, later: frozenset[str] = frozenset(), over: frozenset[str] = frozenset()) -> Memory:
         return predict(
             *(cut, plan, 0, 0),
             num_micros=num_micros,
@@ -87,7 +82,7 @@ def layout_cost(
             later=later,
             over=over,
             on_gpus=machine.kind.is_known,  # all in the table are GPUs
-            copies_stacks=copies_stacks,
+            unrolled=experiment.unroll_layers,
         )
 
     def missing(num_micros: int, later: frozenset[str]) -> int:
@@ -97,9 +92,6 @@ def layout_cost(
         if num_micros > 1:  # the next micro-batch reads them, too
             return 0
         return step_memory(1).compute_copy - step_memory(1, over=over).compute_copy
-
-    def stack_copies(num_micros: int) -> int:
-        return step_memory(num_micros).compute_copy - step_memory(num_micros, copies_stacks=False).compute_copy
 
     @functools.cache
     def memory(num_micros: int) -> Memory:
@@ -127,7 +119,6 @@ def layout_cost(
         flows=sent,
         later=missing,
         over=read_before,
-        stack_copies=stack_copies,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

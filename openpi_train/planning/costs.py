@@ -13,7 +13,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.forecast import ActivationMoment, RematCost
 from openpi_train.planning.kinds import product_rate
-from openpi_train.planning.live_bytes import Moment, has_layers_one_by_one, moments
+from openpi_train.planning.live_bytes import Moment, moments
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
 
@@ -72,7 +72,6 @@ def cost(
         summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
         batch_bytes_per_row=sum(bytes_per_row(var.aval) for var in gradient.jaxpr.invars),
         product_rate=product_rate(np.dtype(gradient.experiment.model.compute_dtype).itemsize),
-        one_by_one=has_layers_one_by_one(gradient.jaxpr),
     )
 
 

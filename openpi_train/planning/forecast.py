@@ -57,8 +57,7 @@ class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
-    how many less when these fixed ones are not read any more, `stack_copies` how many less where whole stacks of layers
-    are not copied (`RematCost.one_by_one`).
+    how many less when these fixed ones are not read any more.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -70,7 +69,6 @@ class LayoutCost:
     flows: Callable[[int, float], Sequence[Flow]]
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     over: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    stack_copies: Callable[[int], int] = lambda num_micros: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
 
@@ -92,7 +90,7 @@ class RematCost:
 
     None: the model has no policies. `activation_bytes_per_row` are the most at once, `moments` the times at which
     memory can be fullest; none: when all gradients are there. `product_rate` is that of products in the model's type,
-    as a share of bfloat16's. `one_by_one`: layers are unrolled, and each makes all its gradients before the next.
+    as a share of bfloat16's.
     """
 
     remat: str | None
@@ -103,7 +101,6 @@ class RematCost:
     summed_bytes_per_row: float = 0.0
     batch_bytes_per_row: float = 0.0
     product_rate: float = 1.0
-    one_by_one: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,9 +204,6 @@ def forecast(
 
     def of_step(num_micros: int) -> Memory:
         memory = layout.memory(num_micros)
-        if policy.one_by_one:
-            copies = memory.compute_copy - layout.stack_copies(num_micros)
-            memory = dataclasses.replace(memory, compute_copy=copies)
         if memory.experience:  # that is the batch
             return memory
         return dataclasses.replace(memory, batch=int(policy.batch_bytes_per_row * rows))

@@ -146,8 +146,8 @@ class _Program:
                     self._read(array, stored=not is_fused)
                 if name in _IN_PLACE:
                     self.given += [(inputs[0], self.now)]
-                one_by_one = _is_one_by_one(equation)
-                if name == "scan" and not one_by_one:
+                unrolled = _is_unrolled(equation)
+                if name == "scan" and not unrolled:
                     consts, carried = _scan_inputs(equation)
                     inits = equation.invars[consts : consts + carried]
                     self.given += [(self._array(known, var), self.now) for var in inits]
@@ -155,7 +155,7 @@ class _Program:
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
                     self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
                 inside = _inside(equation, self.size_of, self.fuses_norms)
-                if one_by_one:  # its stacks are in parts: what it makes takes the place of what it has read
+                if unrolled:  # its stacks are in parts: what it makes takes the place of what it has read
                     self._end(True, inside)
                     inside = 0.0
                 self._make(known, equation.outvars, None, name == "conv_general_dilated")
@@ -321,22 +321,10 @@ def _inside(equation: Any, size_of: SizeOf, fuses_norms: bool) -> float:
     return max((peak_bytes(body, size_of, fuses_norms=fuses_norms) for body in bodies(equation)), default=0.0)
 
 
-def has_layers_one_by_one(jaxpr: Any) -> bool:
-    """Whether somewhere in it unrolled layers make their gradients one layer after the other."""
-    return any(_is_one_by_one(equation) or any(map(has_layers_one_by_one, bodies(equation))) for equation in jaxpr.eqns)
-
-
-def _is_one_by_one(equation: Any) -> bool:
-    """Whether it is the backward pass of unrolled layers, each of which makes all its gradients before the next
-    (`nn/layers.py`). Of others a compiler puts some off, and keeps what they need about as long as a loop does."""
-    if equation.primitive.name != "scan" or equation.params["unroll"] < equation.params["length"]:
-        return False
-    recomputed = False  # what is recomputed comes with its gradients, and then the barrier
-    for one in bodies(equation)[0].eqns:
-        recomputed |= "prevent_cse" in one.params
-        if recomputed and one.primitive.name == "optimization_barrier":
-            return True
-    return False
+def _is_unrolled(equation: Any) -> bool:
+    """Whether it is unrolled layers, each of which makes all its gradients before the next (`nn/layers.py`)."""
+    params = equation.params
+    return equation.primitive.name == "scan" and params["unroll"] >= params["length"] > 1
 
 
 def _scan_inputs(scan: Any) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def predict(
     later: Container[str] = (),
     over: Container[str] = (),
     on_gpus: bool = False,
-    copies_stacks: bool = True,
+    unrolled: bool = False,
 ) -> Memory:
     """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
 
@@ -132,8 +132,8 @@ def predict(
     Args: `later` are parameters whose gradients of the micro-batch are not there yet, `over` those that have no copies
     any more. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims in another
     order, and so are parts of layers that all-gathers read in another order; and there is cuBLAS's workspace.
-    `copies_stacks`: a loop over layers, or one that is unrolled without making their gradients one by one, has copies
-    of whole stacks.
+    `unrolled`: layers are not in a loop, which has copies of whole stacks; their gradients are sharded as they arise
+    under zero1, too, if there is one micro-batch, and while one layer's are summed those of another are whole.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -154,12 +154,14 @@ def predict(
     gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and path not in over}
     of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
     trained = {path for path in shapes.params if path not in later}
-    grads = held("grads", trained if num_micros == 1 else shapes.params, jnp.float32)
     cut_stacks = cut_stack_paths(module)
+    sharded = of_layers if unrolled and num_micros == 1 else set()  # as they arise, under every strategy
+    found = trained if num_micros == 1 else set(shapes.params)
+    grads = held("grads", found - sharded, jnp.float32) + held("state", found & sharded, jnp.float32)
     if num_micros == 1 and not (plan.cuts("grads") and gathered):
         # Nothing is summed: the gradients of what is gathered in `dtype` (`training/devices.py`), or cast to it before
         # it is cut (`nn/layers.py: scan_to_last`), are whole in it.
-        of_copies = of_layers | (cut_stacks - gathered)
+        of_copies = (of_layers | (cut_stacks - gathered)) - sharded
         narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
     narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype and path not in over}
@@ -167,14 +169,14 @@ def predict(
     if plan.cuts("copy"):
         cut = cut_stacks & of_layers & set(shapes.params)
         compute_copy = held("copy", narrowed - gathered, dtype)
-        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut) if copies_stacks else 0
+        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut) if not unrolled else 0
         whole = {path: leaves[path] for path in gathered - of_layers}
         compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
     else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`training/devices.py`)
         at_once = gathered - of_layers
         compute_copy = held("copy", copied - at_once, dtype)
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
-    if copies_stacks and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
+    if not unrolled and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
         # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
@@ -185,7 +187,7 @@ def predict(
             path for path in convolution_kernel_paths(module) - narrowed if path in gathered or path not in trained
         }
         compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
-        if plan.cuts("copy") and copies_stacks:
+        if plan.cuts("copy") and not unrolled:
             # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part
             # in that order, which of a stack without its last layer is the one above.
             turned = {path for path in of_layers if leaves[path].ndim > 2 and specs[path].index(FSDP) > 1}
@@ -202,21 +204,30 @@ def predict(
         activations=int(activation_bytes_per_row * rows_per_device),
         micro_grads=micro_grads if num_micros > 1 else 0,
         libraries=CUBLAS_BYTES * on_gpus,
-        layer=_layer_bytes(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
+        layer=_layer_bytes(
+            *(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
+            num_gradients=(1 + unrolled) * bool(plan.cuts("grads") or sharded),
+        ),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
     )
 
 
 def _layer_bytes(
-    plan: Any, leaves: Mapping[str, Any], specs: Mapping[str, Any], trained: Container[str], dtype: Any
+    plan: Any,
+    leaves: Mapping[str, Any],
+    specs: Mapping[str, Any],
+    trained: Container[str],
+    dtype: Any,
+    *,
+    num_gradients: int,
 ) -> int:
-    """Bytes of one layer of the largest of these stacks while it runs: its weights, gathered in `dtype`, and its
-    gradient, whole in float32, where the plan cuts the copy and the gradients."""
+    """Bytes of one layer of the largest of these stacks while it runs: its weights, gathered in `dtype`, where the plan
+    cuts the copy, and the gradients of so many layers, whole in float32."""
     found: dict[tuple[str, int], int] = {}
     for path, leaf in leaves.items():
         stack = path.partition("/")[0], leaf.shape[0]
-        types = [dtype] * plan.cuts("copy") + [jnp.float32] * (plan.cuts("grads") and path in trained)
+        types = [dtype] * plan.cuts("copy") + [jnp.float32] * (num_gradients if path in trained else 0)
         size = sum(_whole_bytes(leaf, one, plan, specs[path]) for one in types)
         found[stack] = found.get(stack, 0) + size // leaf.shape[0]
     return max(found.values(), default=0)

@@ -44,6 +44,7 @@ class Devices:
     plan: Plan
     dtype: Any
     graphdef: nnx.GraphDef
+    unrolls_layers: bool = False
 
     def sum(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
         """The result of `function`, summed over the rows' devices. `rest` is the same on all of them."""
@@ -112,7 +113,7 @@ class Devices:
         specs = self._specs({**frozen, **params})
 
         def on_device(leaves, batch, rest):
-            held, copies = self._held(leaves, specs)
+            held, copies = self._held(leaves, specs, keeps_layers=self.unrolls_layers and num_micros == 1)
             fixed = {path: held.pop(path) for path in frozen}
 
             def share(micro):
@@ -155,17 +156,23 @@ class Devices:
     def _specs(self, params: Params) -> dict[str, PartitionSpec]:
         return {path: self.plan.spec("state", leaf, path) for path, leaf in params.items()}
 
-    def _held(self, params: Params, specs: Specs) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _held(
+        self, params: Params, specs: Specs, *, keeps_layers: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """A device's parameters for computation, whole or as shards; and gathered copies of shards."""
         ways = gatherings(merge_module(self.graphdef, params))
         held = {path: self._shard(leaf, specs[path], ways.get(path)) for path, leaf in params.items()}
         if self.plan.cuts("copy"):
             return held, {}
-        copies = {
-            path: leaf.whole()
-            for path, leaf in held.items()
-            if is_shard(leaf) and leaf.gathering is not Gathering.BY_ROW
-        }
+        others = {Gathering.BY_ROW, *({Gathering.BY_LAYER} if keeps_layers else ())}
+        copies = {path: leaf.whole() for path, leaf in held.items() if is_shard(leaf) and leaf.gathering not in others}
+        if keeps_layers:
+            held = {
+                path: dataclasses.replace(leaf, is_kept=True)
+                if is_shard(leaf) and leaf.gathering is Gathering.BY_LAYER
+                else leaf
+                for path, leaf in held.items()
+            }
         return (held, copies) if self.plan.cuts("grads") else ({**held, **copies}, {})
 
     def _shard(self, leaf: Any, spec: PartitionSpec, way: Gathering | None) -> Any:

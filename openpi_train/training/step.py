@@ -31,6 +31,9 @@ Metrics = dict[str, Float[Array, ""]]
 NOT_A_KERNEL = re.compile(r".*/(bias|scale|pos_embedding|input_embedding)|.*(norm|embed_tokens)/weight")
 
 
+# XLA for GPUs joins sums over the devices of different layers, so that some begin only when their results are needed.
+_APART = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 0}
+
 StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
@@ -66,6 +69,7 @@ class Trainer:
             in_shardings=(state_shardings, self.plan.batch),
             out_shardings=(state_shardings, self.plan.replicated),
             donate_argnums=0,
+            compiler_options=_APART if self.unroll_layers and self.plan.mesh.size > 1 else None,
         )
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -111,7 +115,7 @@ class Trainer:
     @property
     def devices(self) -> Devices:
         """The computation over devices."""
-        return Devices(self.plan, self.model.compute_dtype, self.graphdef)
+        return Devices(self.plan, self.model.compute_dtype, self.graphdef, self.unroll_layers)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
         """The loss scale after this step."""

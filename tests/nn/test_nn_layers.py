@@ -10,6 +10,7 @@ from flax import nnx
 
 from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, scan_to_last, sincos_encoding, stack_layers
 from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
+from openpi_train.planning.jaxprs import bodies
 
 
 class Layer(nnx.Module):
@@ -90,15 +91,47 @@ def run_with_sums(stacked, x, *, remat):
     return carry.sum() + (sums**2).sum()
 
 
-@pytest.mark.parametrize(("remat", "barriers"), [("none", 0), ("dots", 1), ("attention", 2), ("full", 2)])
+@pytest.mark.parametrize(("remat", "barriers"), [("none", 1), ("dots", 3), ("attention", 3), ("full", 3)])
 def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, barriers):
-    """A layer has a barrier before what is recomputed and, if that is much, one behind its gradients."""
+    """The code of all layers but the last has a barrier behind its gradients; and both have one before what is
+    recomputed."""
     run = functools.partial(run_with_sums, remat=remat)
     looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
     jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
     assert " while(" in looped[0] and " while(" not in unrolled[0]
     assert unrolled[0].count(" tanh(") == (3 if remat == "none" else 6)
     assert unrolled[2].count("stablehlo.optimization_barrier") == barriers
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_and_not_for_its_own(stacked, remat):
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x):
+        module = nnx.merge(graph, params)
+        mark_unrolled(module)
+        return run_with_sums(module, x, remat=remat)
+
+    def backward(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan" and equation.params["reverse"]:
+                yield equation.params["jaxpr"].jaxpr
+            for inner in bodies(equation):
+                yield from backward(inner)
+
+    (body_of_layer,) = backward(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
+    (barrier,) = (one for one in body_of_layer.eqns if one.primitive.name == "optimization_barrier")
+    of_input, *of_weights = barrier.invars
+    assert of_input.aval.shape == (2, 4) and of_input not in body_of_layer.invars
+    assert sorted(var.aval.shape for var in of_weights) == sorted(x.shape[1:] for x in jax.tree.leaves(params))
+    made = {id(var): one for one in body_of_layer.eqns for var in one.outvars}
+
+    def source(var):
+        while id(var) in made and made[id(var)].primitive.name in ("layout_constraint", "add_any"):
+            (var,) = made[id(var)].invars
+        return var
+
+    assert all(source(var) in body_of_layer.invars for var in of_weights)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

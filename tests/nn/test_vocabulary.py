@@ -1,5 +1,7 @@
 """Scores of given tokens without all scores at once: the values and gradients of the plain formula."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +60,7 @@ def test_chunks_give_the_values_and_gradients_of_all_scores_at_once(head):
     without = token_scores(X, TABLE, TOKENS, head)
     assert without.entropy is None and without.mean_log_prob is None
     if head == Head():
-        jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (found.log_prob, found.is_best))
+        jax.tree.map(np.testing.assert_array_equal, log_probs(X, TABLE, TOKENS), (without.log_prob, without.is_best))
 
 
 def test_gradients_enter_products_in_the_models_type_and_are_summed_in_float32():
@@ -94,6 +96,19 @@ def test_a_table_that_is_fixed_costs_no_product():
         return product_flops(program, recomputed=True) / (2 * 4 * 20 * VOCABULARY * WIDTH)
 
     assert (products(0), products((0, 1))) == (2, 3)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 3), ("dots", 3), ("attention", 4), ("full", 4)])
+def test_scores_are_kept_where_products_are_and_else_computed_again(remat, times):
+    def loss(remat, x, table):
+        found = token_scores(x, table, TOKENS, remat=remat, with_entropy=True)
+        return (found.log_prob * WEIGHTS[0] + found.entropy * WEIGHTS[1]).sum()
+
+    run, chunked = (jax.value_and_grad(functools.partial(loss, one), (0, 1)) for one in (remat, "full"))
+    jax.tree.map(close, jax.jit(run)(X, TABLE), jax.jit(chunked)(X, TABLE))
+    products = product_flops(jax.make_jaxpr(run)(X, TABLE).jaxpr) / (2 * X[..., 0].size * VOCABULARY * WIDTH)
+    padded = -(-LENGTH // CHUNK_TOKENS) * CHUNK_TOKENS / LENGTH if times == 4 else 1
+    assert products == pytest.approx(times * padded)
 
 
 def test_the_backward_pass_keeps_no_scores():

@@ -116,12 +116,27 @@ def test_gpus_turn_what_is_not_cut_along_its_first_dim_before_it_is_gathered(lay
 
 
 @pytest.mark.parametrize(("strategy", "copied"), [("zero1", 0), ("zero2", 2), ("zero3", 4 / 8)])
-def test_layers_that_are_unrolled_one_by_one_are_not_copied_as_a_stack(layout, strategy, copied):
+def test_unrolled_layers_are_not_copied_as_a_stack_and_have_two_layers_gradients_at_once(layout, strategy, copied):
     """In a loop zero2 has the gathered stack less its last layer besides, in bfloat16, and zero3 its parts."""
     plan = Plan(mesh=planned_mesh(8, 8), strategy=strategy)
-    looped, unrolled = (predict(layout.under(plan), plan, 0, 0, copies_stacks=n) for n in (True, False))
+    looped, unrolled = (predict(layout.under(plan), plan, 0, 0, unrolled=n) for n in (False, True))
     assert looped.compute_copy - unrolled.compute_copy == pytest.approx(copied * STACK, rel=0.02)
-    assert looped.grads == unrolled.grads
+    gradients_of_a_layer = 4 * STACK / 18
+    more = unrolled.layer - looped.layer
+    assert more == pytest.approx((2 if strategy == "zero1" else 1) * gradients_of_a_layer, rel=0.02)
+
+
+def test_gradients_of_unrolled_layers_are_sharded_as_they_arise_under_zero1_too(layout):
+    plan = Plan(mesh=planned_mesh(8, 8), strategy="zero1")
+    grads = {
+        (n, unrolled): predict(layout.under(plan), plan, 0, 0, num_micros=n, unrolled=unrolled).grads
+        for n in (1, 2)
+        for unrolled in (False, True)
+    }
+    # Whole in bfloat16 in a loop, and a part in float32 unrolled, of both towers; from the second micro-batch on whole.
+    towers = STACK + sum(leaf.size for path, leaf in layout.shapes.params.items() if "image_encoder/layers" in path)
+    assert grads[1, False] - grads[1, True] == pytest.approx((2 - 4 / 8) * towers, rel=0.02)
+    assert grads[2, False] == grads[2, True]
 
 
 def test_frozen_parameters_that_are_cut_are_gathered_too():

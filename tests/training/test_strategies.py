@@ -1,5 +1,6 @@
 """Every strategy gives the loss of the uncut state, holds what the plan says, and sends what the formula says."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ from flax import nnx
 
 from openpi_train import cli
 from openpi_train.launch.processes import free_port
+from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_by_axes, formula_bytes
 from openpi_train.sharding.mesh import FSDP, REPLICA, make_mesh
@@ -140,7 +142,11 @@ def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
 
 
-@pytest.mark.parametrize(("layout", "accum"), [(("zero2", 8), 1), (("zero3", 8), 4), (("hsdp", 4), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "accum"),
+    [(("zero1", 8), 1), (("zero1", 8), 4), (("zero2", 8), 1), (("zero3", 8), 4), (("hsdp", 4), 1)],
+    ids=str,
+)
 def test_unrolled_layers_give_the_losses_of_one_device(alone, layout, accum):
     """What GPUs then send, `tools/test_gpu_step.py` counts: XLA for CPUs keeps what was gathered."""
     history, *_ = strategies.run(toy.StackedConfig(remat="dots"), *layout, accum, unrolled=True)
@@ -149,11 +155,62 @@ def test_unrolled_layers_give_the_losses_of_one_device(alone, layout, accum):
 
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_a_step_unrolls_its_layers_if_that_is_asked(unrolled):
+    assert ("unroll=6" in str(traced_unrolled("zero3", unrolled=unrolled))) == unrolled
+
+
+def traced_unrolled(strategy, accum=1, *, unrolled=True):
     config = toy.StackedConfig(remat="dots", depth=7)
-    trainer, state = strategies.prepare(config, "zero3", 8, 1, unrolled=unrolled)
+    trainer, state = strategies.prepare(config, strategy, 8, accum, unrolled=unrolled)
     with jax.set_mesh(trainer.plan.real_mesh):
-        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), config.batch_spec(strategies.ROWS, ()))
-    assert ("unroll=7" in str(traced.jaxpr)) == unrolled
+        batch = config.batch_spec(strategies.ROWS, ())
+        return trainer.jitted_step(state.shardings).trace(state.abstract(), batch).jaxpr.jaxpr
+
+
+def sent_in_layers(jaxpr, *, reverse):
+    """The number of gathers, and of gradients summed over the devices, in a layer of the forward or backward pass."""
+    counts = collections.Counter()
+
+    def count(jaxpr):
+        for equation in jaxpr.eqns:
+            counts[equation.primitive.name] += 1
+            for body in bodies(equation):
+                count(body)
+
+    def find(jaxpr):
+        for equation in jaxpr.eqns:
+            is_layer = equation.primitive.name == "scan" and equation.params["length"] == 6
+            for body in bodies(equation):
+                (count if is_layer and equation.params["reverse"] == reverse else find)(body)
+
+    find(jaxpr)
+    return counts["all_gather"], counts["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accum", "forward", "backward"),
+    [
+        ("zero1", 1, (4, 0), (0, 4)),  # a layer has four parameters
+        ("zero2", 1, (4, 0), (0, 4)),
+        ("zero3", 1, (4, 0), (4, 4)),
+        ("zero1", 2, (0, 0), (0, 0)),
+        ("zero2", 2, (0, 0), (0, 4)),
+    ],
+)
+def test_unrolled_layers_are_gathered_when_they_run_and_kept_where_parameters_are_whole(
+    strategy, accum, forward, backward
+):
+    jaxpr = traced_unrolled(strategy, accum)
+    assert sent_in_layers(jaxpr, reverse=False) == forward
+    assert sent_in_layers(jaxpr, reverse=True) == backward
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_sums_of_different_unrolled_layers_are_not_joined(monkeypatch, unrolled):
+    asked = []
+    monkeypatch.setattr(jax, "jit", lambda function, **options: asked.append(options["compiler_options"]))
+    trainer, state = strategies.prepare(toy.StackedConfig(), "zero3", 8, 1, unrolled=unrolled)
+    trainer.jitted_step(state.shardings)
+    assert asked == [{"xla_gpu_reduce_scatter_combine_threshold_bytes": 0} if unrolled else None]
 
 
 def test_an_experiment_tells_its_step_to_unroll():
