@@ -17,8 +17,8 @@ from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
 from openpi_train.planning.practice_cost import PracticeCost
-from openpi_train.planning.traffic import formula_by_axes, tensor_bytes
-from openpi_train.sharding.mesh import TENSOR, planned_mesh
+from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
+from openpi_train.sharding.mesh import FSDP, TENSOR, planned_mesh
 from openpi_train.sharding.strategy import Plan, Strategy
 
 
@@ -111,12 +111,21 @@ def layout_cost(
         }
         return flows(by_axes, plan.mesh, machine.devices_per_host)
 
+    def beside_bytes(num_micros: int) -> float:
+        sizes = plan, state.shapes.params, dtype.itemsize, num_micros, at_once
+        return bytes_beside(*sizes, unrolled=experiment.unroll_layers)
+
+    def beside(num_micros: int) -> list[Flow]:
+        return flows({(FSDP,): beside_bytes(num_micros)}, plan.mesh, machine.devices_per_host)
+
     return LayoutCost(
         strategy=strategy,
         fsdp_devices=fsdp_devices,
         tensor_devices=tensor_devices,
         memory=memory,
         flows=sent,
+        beside=beside,
+        beside_bytes=beside_bytes,
         later=missing,
         over=read_before,
         practice=practice,

@@ -19,8 +19,11 @@ from openpi_train.sharding.strategy import Strategy
 _EQUAL = 0.01
 # Share of the memory that jax may use which a run may plan with: the rest is for the allocator and the collectives.
 USABLE = 0.9
-# Share of a link's nominal rate that rings reach.
-LINK_SHARE = 0.8
+# Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
+LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
+# Share of the shorter of products and what is sent beside them that overlaps: compiled steps of full pi0 hide 0.5 to
+# 0.9 of it within a host (docs/benchmarks.md). Over a network, which may be slow, none is counted on.
+_HIDDEN = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,8 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """A strategy's cost by the number of micro-batches: `memory` without activations, and `flows`, the traffic.
+    """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and `beside`,
+    the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
     how many less when these fixed ones are not read any more.
@@ -67,6 +71,8 @@ class LayoutCost:
     tensor_devices: int = 1
     memory: Callable[[int], Memory]
     flows: Callable[[int, float], Sequence[Flow]]
+    beside: Callable[[int], Sequence[Flow]] = lambda num_micros: ()
+    beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     over: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     uncut_share: float = 0.0
@@ -116,6 +122,8 @@ class Forecast:
     most_rows: int
     memory: Memory
     flows: Sequence[Flow]
+    beside: Sequence[Flow] = ()
+    moved_bytes: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -133,21 +141,30 @@ class Forecast:
         return self.flops_per_step / (self.machine.flops(self.policy.product_rate) * self.machine.num_devices)
 
     @property
+    def moving_s(self) -> float:
+        """Writing and reading what is as large as the parameters: state, gradients, copies, and what layers send."""
+        return self.moved_bytes / (MEMORY_SHARE * self.machine.kind.memory_gb_s * 1e9)
+
+    @property
     def sending_s(self) -> float:
         """Sending alone."""
+        return self._sending_s(self.flows)
+
+    def _sending_s(self, flows: Sequence[Flow]) -> float:
         machine = self.machine
         rates = machine.kind.link_gb_s * LINK_SHARE, machine.network_gb_s * LINK_SHARE
-        return sum(flow.seconds(*rates) for flow in self.flows)
+        return sum(flow.seconds(*rates) for flow in flows)
 
     @property
     def step_s(self) -> float:
-        """Step time without overlap of communication and computation; used to compare candidates."""
-        return self.compute_s + self.sending_s + self.memory.host_link_s
+        """Step time in which products hide what is sent beside them within hosts; used to compare candidates."""
+        hidden_s = _HIDDEN * min(self._sending_s([one for one in self.beside if not one.between]), self.compute_s)
+        return self.compute_s + self.moving_s + self.sending_s - hidden_s + self.memory.host_link_s
 
     @property
     def overlapped_s(self) -> float:
         """Step time with full overlap, except for transfers of host memory."""
-        return max(self.compute_s, self.sending_s) + self.memory.host_link_s
+        return max(self.compute_s + self.moving_s, self.sending_s) + self.memory.host_link_s
 
     def as_json(self) -> dict[str, Any]:
         """All numbers, bytes and seconds."""
@@ -172,6 +189,7 @@ class Forecast:
     def _times(self) -> dict[str, float]:
         return {
             "compute_s": self.compute_s,
+            "moving_s": self.moving_s,
             "sending_s": self.sending_s,
             "host_link_s": self.memory.host_link_s,
             "step_s": self.step_s,
@@ -247,6 +265,8 @@ def forecast(
         most_rows=most_rows(grad_accum),
         memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
+        beside=layout.beside(grad_accum),
+        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum)),
     )
 
 
@@ -277,7 +297,8 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
         return None, why
     first = fitting[0]
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
-    best = min(equal, key=lambda one: math.ceil(one.memory.total / (_EQUAL * one.machine.usable_bytes)))
+    # What is generated between steps takes the same under every policy.
+    best = min(equal, key=lambda one: math.ceil(one.memory.step / (_EQUAL * one.machine.usable_bytes)))
     why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
     if best is not first:
         why += f", to {_EQUAL:.0%}, with more room than {first.words()}"

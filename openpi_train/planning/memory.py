@@ -66,6 +66,10 @@ class Memory:
         """Bytes that stay on the device between steps."""
         return self.params + self.frozen + self.optimizer + self.ema
 
+    def moved(self, num_micros: int) -> int:
+        """Bytes of arrays of the parameters' sizes that are made or updated in a step, as often as that happens."""
+        return self.state - self.frozen + self.compute_copy + num_micros * (self.grads + self.micro_grads)
+
     @property
     def total(self) -> int:
         """Peak bytes of a run."""

@@ -113,6 +113,31 @@ def formula_by_axes(
     }
 
 
+def bytes_beside(
+    plan: Plan,
+    params: Mapping[str, Any],
+    itemsize: int,
+    num_micros: int = 1,
+    at_once: Container[str] = (),
+    *,
+    unrolled: bool = False,
+) -> float:
+    """The part of `formula_bytes` that is sent layer by layer, beside the products of other layers: gathers if layers
+    are gathered when they run, and gradients if they are sharded as they arise (`training/devices.py`).
+
+    `unrolled`: layers are not in a loop, and with one micro-batch then do both under every strategy that cuts the state.
+    """
+    by_layer = unrolled and num_micros == 1
+    gathers = 2 * num_micros if plan.cuts("copy") else by_layer
+    scatters = num_micros if plan.cuts("grads") else by_layer
+    cut = sum(
+        math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
+        for path, leaf in params.items()
+        if path not in at_once and FSDP in (spec := plan.spec("state", leaf, path))
+    )
+    return _share(plan.mesh.shape[FSDP]) * (gathers * itemsize + scatters * 4) * cut
+
+
 def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
     """Bytes that a device sends to its tensor group in a step: all-reduces of activations, for its `rows`."""
     return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows

@@ -12,7 +12,7 @@ from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import GIB, DoesNotFit, Memory, require
 
-H100 = find_kind("h100")  # 989 TFLOP/s, 450 GB/s
+H100 = find_kind("h100")  # 989 TFLOP/s, 450 GB/s, memory of 3350 GB/s
 MACHINE = Machine(
     kind=H100, num_devices=4, num_hosts=1, available_bytes=90 * GIB, network_gb_s=50.0, efficiency=0.5
 )  # of 90 GiB 81 can be used
@@ -102,9 +102,32 @@ def test_time_is_work_over_rate():
     one = forecast(MACHINE, layout("zero3", 60, 3.6e9), NONE, 32, ALL)
     assert one.compute_s == pytest.approx(32e12 / (4 * 989e12 * 0.5))
     assert one.sending_s == pytest.approx(2 * 3.6e9 / (0.8 * 450e9))  # two micro-batches
-    assert one.step_s == pytest.approx(one.compute_s + one.sending_s)
-    assert one.overlapped_s == pytest.approx(max(one.compute_s, one.sending_s))
+    assert one.moving_s == pytest.approx(2 * 60 * GIB / (0.9 * 3350e9))
+    assert one.step_s == pytest.approx(one.compute_s + one.moving_s + one.sending_s)
+    assert one.overlapped_s == pytest.approx(max(one.compute_s + one.moving_s, one.sending_s))
     assert one.as_json()["samples_per_s"] == pytest.approx(32 / one.step_s)
+
+
+@pytest.mark.parametrize(("beside", "rows"), [(1e9, 32), (6e9, 8)])
+def test_three_quarters_of_what_is_sent_beside_products_are_hidden_or_of_the_products(beside, rows):
+    plain = layout("zero3", 1, 8e9)
+
+    def forecast_with(**flow):
+        hiding = dataclasses.replace(plain, beside=lambda n: [Flow(**flow)])
+        return forecast(MACHINE, hiding, NONE, rows, [1])
+
+    one, other = forecast(MACHINE, plain, NONE, rows, [1]), forecast_with(within=beside, between=0.0)
+    shorter = min(beside / (0.8 * 450e9), rows * 1e12 / (4 * 989e12 * 0.5))
+    assert one.step_s - other.step_s == pytest.approx(0.75 * shorter) and one.overlapped_s == other.overlapped_s
+    assert forecast_with(within=beside, between=beside).step_s == one.step_s
+
+
+def test_what_has_the_size_of_the_parameters_is_written_and_read_as_often_as_it_is_made():
+    memory = Memory(params=4, frozen=100, optimizer=8, ema=4, grads=2, micro_grads=1, compute_copy=3, activations=50)
+    assert memory.moved(4) == 4 + 8 + 4 + 3 + 4 * (2 + 1)
+    sending = dataclasses.replace(layout("zero3", 60, 0), beside_bytes=lambda n: n * 1e9)
+    one = forecast(MACHINE, sending, NONE, 32, ALL)
+    assert one.grad_accum == 2 and one.moving_s == pytest.approx(2 * (60 * GIB + 2e9) / (0.9 * 3350e9))
 
 
 def test_devices_of_a_tensor_group_have_the_same_rows_and_send_what_they_sum():
@@ -131,7 +154,7 @@ def test_what_is_fetched_from_host_memory_takes_the_room_that_activations_have_l
         (0, 1, False),
     ]
     assert off(41).memory.total == 81 * GIB
-    assert off(1).step_s == pytest.approx(off(1).compute_s + 50 * GIB / 25e9)
+    assert off(1).step_s == pytest.approx(off(1).compute_s + off(1).moving_s + 50 * GIB / 25e9)
 
 
 def candidates(layouts, policies=(NONE, FULL)):
@@ -155,7 +178,7 @@ def test_the_gradient_of_a_micro_batch_beside_the_sum_is_counted():
 
 def test_a_policy_that_costs_next_to_nothing_and_leaves_more_room_is_preferred():
     dots = policy("dots", 1.004e12, 2)
-    best, why = recommend(candidates([layout("zero1", 40, 1e6), layout("zero3", 10, 2e6)], [NONE, dots, FULL]))
+    best, why = recommend(candidates([layout("zero1", 40, 1e6), layout("zero3", 40, 2e6)], [NONE, dots, FULL]))
     assert best is not None and (best.layout.strategy, best.policy.remat) == ("zero1", "dots")
     assert "to 1%, with more room than zero1, remat none" in why
 

@@ -46,7 +46,7 @@ def iteration(cost, machine=MACHINE, tensor_devices=1):
 def test_an_iteration_acts_scores_and_learns():
     found = iteration(ROBOTS)
     assert found.acting_s == pytest.approx(64 * 2e12 / RATE) and found.scoring_s == pytest.approx(64 * 1e12 / RATE)
-    step_s = 32e12 / RATE + 3.6e9 / (0.8 * 450e9)
+    step_s = 32e12 / RATE + 2 * 40 * GIB / (0.9 * 3350e9) + 3.6e9 / (0.8 * 450e9)
     assert found.learning_s == pytest.approx(4 * step_s)
     assert found.as_json()["iteration_s"] == pytest.approx(64 * 3e12 / RATE + 4 * step_s)
     assert found.as_json()["control_steps"] == 3200 and "3,200 control steps" in found.words()

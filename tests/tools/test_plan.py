@@ -128,9 +128,9 @@ def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
 def test_small_devices_get_more_cutting_recomputation_or_accumulation():
     chosen = {gib: report("pi0_bridge_traj", gib=gib).recommended for gib in (140.0, 24.0, 15.0)}
     found = {gib: (one.layout.strategy, one.policy.remat, one.grad_accum) for gib, one in chosen.items() if one}
-    # 24 GiB leave 19.4: zero1 16.5, of it 1.0 of gradients that come last, and 32 rows of 0.112 (XLA for GPUs: 19.0).
-    # 15 leave 12.1: zero3 9.5, 0.8 turned to be gathered, a micro-batch's gradients of 1.1, and 4 rows.
-    assert found == {140.0: ("zero1", "dots", 1), 24.0: ("zero1", "full", 1), 15.0: ("zero3", "full", 8)}
+    # XLA for GPUs needs 29.1, and 17.4 where 24 GiB leave 19.4. 15 leave 12.1: zero3 9.5, 0.8 turned to be gathered, a
+    # micro-batch's gradients of 1.1, and 4 rows.
+    assert found == {140.0: ("zero3", "dots", 1), 24.0: ("zero3", "attention", 1), 15.0: ("zero3", "full", 8)}
     assert report("pi0_bridge_traj", gib=8.0).recommended is None
 
 
@@ -159,7 +159,7 @@ def test_moments_in_host_memory_leave_room_and_take_time():
     for one, two in zip(plain.forecasts, off.forecasts, strict=True):
         before, after = one.memory, two.memory
         assert before.state == after.state + after.host
-        assert two.step_s == pytest.approx(one.step_s + after.host / 25e9)
+        assert two.step_s - two.moving_s == pytest.approx(one.step_s - one.moving_s + after.host / 25e9)
     text = plan_text.tables(off)
     assert "optimizer+ema in host memory" in text and "GiB in host memory  to and fro s" in text
 

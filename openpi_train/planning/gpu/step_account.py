@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from openpi_train.planning.forecast import LINK_SHARE, Machine
+from openpi_train.planning.forecast import LINK_SHARE, MEMORY_SHARE, Machine
 from openpi_train.planning.gpu.buffers import buffers_at_peak
 from openpi_train.planning.gpu.kernels import COPIED, KernelWork, is_kernel, kernel_work
 from openpi_train.planning.gpu.schedule import Played, play
@@ -24,7 +24,7 @@ from openpi_train.planning.traffic import collective, collective_kind
 
 # Shares of the data sheet's figures that large products and large copies reach: an H100's 800 of 989 TFLOP/s and 3.0 of
 # 3.35 TB/s.
-MATMUL_SHARE, MEMORY_SHARE = 0.81, 0.9
+MATMUL_SHARE = 0.81
 # Seconds until a kernel runs, and until a transfer's first byte is sent.
 LAUNCH_S, LATENCY_S = 2e-6, 10e-6
 # How many buffers are named.
