@@ -137,26 +137,27 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
 
     def turn(state: Any, inputs: Any) -> Any:
         (carry, layer), (following, extra) = state, inputs
-        carry, following = _with_gradients_at_once(jax.tree.map(_in_order, (carry, following)))
+        carry, following = _with_gradients_at_once((jax.tree.map(_in_order, carry), following))
         carry, output = recomputed(carry, _with_copies(layer), extra)
         return (carry, following), output
 
     first, later = (jax.tree.map(lambda x, part=part: _first_and_later(x)[part], layers) for part in (0, 1))
-    first = jax.tree.map(_in_order, first)
     (carry, last), outputs = jax.lax.scan(turn, (carry, first), (later, per_layer), unroll=True)
     return carry, outputs, last
 
 
 @jax.custom_vjp
 def _with_gradients_at_once(inputs: Any) -> Any:
-    """The inputs; what reads the gradient of one of these arrays waits for those of all."""
+    """The inputs; what reads the gradient of one of these arrays waits for those of all. Gradients are in the order of
+    their dims."""
     return inputs
 
 
 def _gradients_at_once(_: None, gradients: Any) -> Any:
     leaves, tree = jax.tree.flatten(gradients)
     numbers = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    for n, leaf in zip(numbers, jax.lax.optimization_barrier([leaves[n] for n in numbers]), strict=True):
+    held = jax.lax.optimization_barrier([_in_order(leaves[n]) for n in numbers])
+    for n, leaf in zip(numbers, held, strict=True):
         leaves[n] = leaf
     return (jax.tree.unflatten(tree, leaves),)
 
@@ -171,12 +172,13 @@ def _in_order(x: Array) -> Array:
 
 @jax.custom_vjp
 def _cut_first(x: Array) -> tuple[Array, Array]:
-    """The first entry, and the others. Their gradients are written to their places at once."""
+    """The first entry, and the others. Their gradients, in the order of their dims, are written to their places."""
     return x[0], x[1:]
 
 
 _cut_first.defvjp(
-    lambda x: (_cut_first(x), None), lambda _, gradients: (jnp.concatenate([gradients[0][None], gradients[1]]),)
+    lambda x: (_cut_first(x), None),
+    lambda _, gradients: (jnp.concatenate([_in_order(gradients[0])[None], gradients[1]]),),
 )
 
 

@@ -57,8 +57,8 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and `beside`,
-    the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
+    """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and
+    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
     how many less when these fixed ones are not read any more.

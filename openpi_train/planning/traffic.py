@@ -125,7 +125,7 @@ def bytes_beside(
     """The part of `formula_bytes` that is sent layer by layer, beside the products of other layers: gathers if layers
     are gathered when they run, and gradients if they are sharded as they arise (`training/devices.py`).
 
-    `unrolled`: layers are not in a loop, and with one micro-batch then do both under every strategy that cuts the state.
+    `unrolled`: layers are not in a loop, and then do both with one micro-batch, whatever the strategy cuts.
     """
     by_layer = unrolled and num_micros == 1
     gathers = 2 * num_micros if plan.cuts("copy") else by_layer

@@ -193,7 +193,7 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         )
     return [
         *lines,
-        "the data keep up; rings in the mesh's order; step s: products hide part of what layers send; overlapped: of everything",
+        "the data keep up; rings in the mesh's order; step s: products hide part of what layers send; overlapped: all",
     ]
 
 
