@@ -128,14 +128,14 @@ def bytes_beside(
     `unrolled`: layers are not in a loop, and then do both with one micro-batch, whatever the strategy cuts.
     """
     by_layer = unrolled and num_micros == 1
-    gathers = 2 * num_micros if plan.cuts("copy") else by_layer
-    scatters = num_micros if plan.cuts("grads") else by_layer
+    weights = 2 * num_micros if plan.cuts("copy") else by_layer
+    gradients = num_micros if plan.cuts("grads") else by_layer
     cut = sum(
         math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
         for path, leaf in params.items()
         if path not in at_once and FSDP in (spec := plan.spec("state", leaf, path))
     )
-    return _share(plan.mesh.shape[FSDP]) * (gathers * itemsize + scatters * 4) * cut
+    return _share(plan.mesh.shape[FSDP]) * (weights * itemsize + gradients * 4) * cut
 
 
 def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:

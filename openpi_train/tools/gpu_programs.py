@@ -16,6 +16,7 @@ from openpi_train.elastic import adapt
 from openpi_train.evaluation import row_sampling
 from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment
+from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.nn.params import module_params
 from openpi_train.planning.device_limits import CLIENT_SHARE
@@ -34,6 +35,7 @@ from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
 from openpi_train.training.prepare import choose, make_trainer, whole_layout
 from openpi_train.training.step import Trainer
+from openpi_train.types import OPENPI_SLOTS
 
 
 def lowered(
@@ -64,6 +66,8 @@ def lowered(
 def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = ()) -> str | None:
     """Why a run does not have this program, or cannot have it compiled here, as a sentence."""
     name, offload = experiment.name, experiment.sharding.offload
+    if cameras and (problem := _slots_problem(experiment, cameras)):
+        return problem
     if program == "sampling":
         acts = isinstance(experiment.model, PolicyConfig) and isinstance(experiment.data, DataConfig)
         return None if acts else f"--program sampling: {name} has no policy that samples action chunks"
@@ -86,8 +90,19 @@ def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = (
             f"--sharding.offload {offload} cannot be compiled for GPUs that are not there: jax leaves everything in "
             "the device's memory then; use `plan --compiler cpu`"
         )
-    if cameras and not hasattr(experiment.model, "batch_spec"):
-        return f"--cameras {','.join(cameras)}: {name} has a model without cameras; leave it out"
+    return None
+
+
+def _slots_problem(experiment: Experiment, cameras: Sequence[str]) -> str | None:
+    """Why rows cannot fill these camera slots, as a sentence."""
+    model, given = experiment.model, f"--cameras {','.join(cameras)}"
+    if not hasattr(model, "batch_spec"):
+        return f"{given}: {experiment.name} has a model without cameras; leave it out"
+    of_data = experiment.data.cameras if isinstance(experiment.data, DataConfig) else ()
+    of_model = getattr(model, "camera_slots", () if isinstance(model, ExactPolicyConfig) else OPENPI_SLOTS)
+    known = dict.fromkeys((*of_data, *of_model))
+    if unknown := [slot for slot in cameras if slot not in known]:
+        return f"{given}: {experiment.name} has no camera slot {', '.join(unknown)}; it has {', '.join(known)}"
     return None
 
 

@@ -13,7 +13,7 @@ from openpi_train.planning.device_limits import memory_bytes, total_bytes
 from openpi_train.planning.forecast import USABLE, Machine
 from openpi_train.planning.kinds import UNKNOWN
 from openpi_train.planning.memory import GIB, predict
-from openpi_train.planning.traffic import formula_bytes
+from openpi_train.planning.traffic import bytes_beside, formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.prepare import choose, policy_costs, whole_layout
@@ -50,6 +50,24 @@ def weights(num: int) -> dict:
 def test_traffic_of_pi0_is_that_of_the_formula(strategy, shards, micros, gigabytes):
     sent = formula_bytes(plan(strategy, shards), weights(PI0), 2, micros)
     assert sent / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micros", "unrolled", "each"),
+    [  # bytes of a parameter: gathered in bfloat16, and its gradient in float32
+        ("zero1", 1, False, 0),
+        ("zero2", 2, False, 2 * 4),
+        ("zero3", 2, False, 2 * (2 + 2 + 4)),
+        ("zero1", 1, True, 2 + 4),
+        ("zero1", 2, True, 0),
+        ("zero2", 1, True, 2 + 4),
+        ("zero3", 1, True, 2 + 2 + 4),
+    ],
+)
+def test_what_layers_send_while_others_run(strategy, micros, unrolled, each):
+    params = {**weights(PI0), "early": jax.ShapeDtypeStruct((2**20, 16), jnp.float32)}
+    sent = bytes_beside(plan(strategy, 8), params, 2, micros, {"early"}, unrolled=unrolled)
+    assert sent == pytest.approx(each * PI0 * 7 / 8)
 
 
 def given(strategy="auto", fsdp=None, tensor=1):

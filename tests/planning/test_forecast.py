@@ -183,6 +183,13 @@ def test_a_policy_that_costs_next_to_nothing_and_leaves_more_room_is_preferred()
     assert "to 1%, with more room than zero1, remat none" in why
 
 
+def test_policies_are_compared_by_a_step_where_texts_take_more():
+    plain = layout("zero1", 10, 1e6)
+    texts = dataclasses.replace(plain, memory=lambda n: dataclasses.replace(plain.memory(n), generation=60 * GIB))
+    best, _ = recommend(candidates([texts], [NONE, policy("dots", 1.004e12, 2)]))
+    assert best is not None and best.policy.remat == "dots" and best.memory.total == 70 * GIB
+
+
 def test_room_of_less_than_a_hundredth_is_worth_no_time():
     small = [policy("none", 1e12, 0.001), policy("dots", 1.004e12, 0.0005)]
     best, _ = recommend(candidates([layout("zero1", 40, 1e6)], small))

@@ -161,6 +161,27 @@ def test_programs_of_a_run_are_not_refused(name, programs):
     assert {gpu_programs.why_not(program, experiment) for program in programs.split()} == {None}
 
 
+@pytest.mark.parametrize(
+    ("name", "program", "cameras", "said"),
+    [
+        (
+            "pi0_bridge_traj",
+            "step",
+            ["3"],
+            "--cameras 3: pi0_bridge_traj has no camera slot 3; it has base_0_rgb, left_w",
+        ),
+        ("pi0_bridge_traj", "sampling", ["front"], "has no camera slot front"),
+        ("paligemma_flow", "step", ["base_0_rgb", "front"], "--cameras base_0_rgb,front: paligemma_flow has no camera"),
+        ("act_aloha_sim", "step", ["base_0_rgb"], "act_aloha_sim has no camera slot base_0_rgb; it has"),
+        ("arithmetic_grpo", "step", ["base_0_rgb"], "arithmetic_grpo has a model without cameras; leave it out"),
+        ("pi0_bridge_traj", "step", ["base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"], None),
+    ],
+)
+def test_camera_slots_are_those_of_the_model_or_of_the_data(name, program, cameras, said):
+    found = gpu_programs.why_not(program, cli.parse_experiment(name, ["--exp-name", "compile"]), cameras)
+    assert found is None if said is None else said in str(found)
+
+
 def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
     """On two devices: for the rows that they act in at a time, and for one held-out batch."""
     machine = plan.find_machine("h100", 2, 1, None, 50.0)
