@@ -21,7 +21,7 @@ from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat
 from openpi_train.nn.siglip import Siglip, SiglipConfig
-from openpi_train.nn.vocabulary import Head, TokenScores, token_scores
+from openpi_train.nn.vocabulary import Head, TokenScores, remat_of, token_scores
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_token_law import with_chunk
 from openpi_train.sampling.decoding import Prompt, choose_at, choose_likeliest, decode
@@ -138,8 +138,9 @@ class Pi0Fast(nnx.Module):
         seen, first = with_chunk(observation, tokens)
         before = (first - 1)[:, None] + jnp.arange(tokens.shape[1])
         x = jnp.take_along_axis(self.activations(seen), before[..., None], axis=1)
-        table, head = self.transformer.token_embedding.get_value(), Head(temperature=temperature)
-        return token_scores(x, table, tokens, head, remat=self.transformer.remat, with_entropy=True)
+        table, head = self.transformer.token_embedding, Head(temperature=temperature)
+        remat = remat_of(table, self.transformer.remat)
+        return token_scores(x, table.get_value(), tokens, head, remat=remat, with_entropy=True)
 
     def sample_actions(
         self, observation: Observation, noise: Float[Array, "b h a"], num_steps: int = 10

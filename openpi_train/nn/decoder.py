@@ -25,7 +25,7 @@ from openpi_train.nn.layers import Remat, RMSNorm, each_layer, keep, scan_layers
 from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
 from openpi_train.nn.rotary_frequencies import angles_at
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
-from openpi_train.nn.vocabulary import Head, TokenScores, logits, token_scores
+from openpi_train.nn.vocabulary import Head, TokenScores, logits, remat_of, token_scores
 from openpi_train.types import tree_of
 
 # Sines and cosines of positions.
@@ -297,7 +297,7 @@ class Decoder(nnx.Module):
     ) -> TokenScores:
         """Log-probabilities of these tokens, and more, float32 (`vocabulary.py: token_scores`)."""
         head, wanted = Head(self.sizes.score_cap, temperature), {"with_entropy": with_entropy, "with_mean": with_mean}
-        return token_scores(x, self._table, tokens, head, remat=self.remat, **wanted)
+        return token_scores(x, self._table, tokens, head, remat=remat_of(self._table_variable, self.remat), **wanted)
 
     @property
     def reference(self) -> "Decoder":
@@ -306,7 +306,11 @@ class Decoder(nnx.Module):
 
     @property
     def _table(self) -> Any:
-        return (self.token_embedding if self.sizes.tied else self.head).get_value()
+        return self._table_variable.get_value()
+
+    @property
+    def _table_variable(self) -> nnx.Param:
+        return self.token_embedding if self.sizes.tied else self.head
 
     @jax.named_scope("decoder")
     def _run(self, tokens: Array, positions: Array | None, segments: Array | None, *, caching: bool) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_all_but_last, scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
-from openpi_train.nn.vocabulary import log_probs, logits
+from openpi_train.nn.vocabulary import log_probs, logits, remat_of
 
 Tokens = dict[str, Float[Array, "b _ _"]]
 Conditions = Mapping[str, Float[Array, "b _ _"]]
@@ -272,7 +272,8 @@ class Gemma(nnx.Module):
         self, x: Float[Array, "b t d"], tokens: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
         """The log-probability of each of these tokens, float32, and whether it is the most likely."""
-        return log_probs(x, self.token_embedding.get_value(), tokens, remat=self.remat)
+        table = self.token_embedding
+        return log_probs(x, table.get_value(), tokens, remat=remat_of(table, self.remat))
 
     @jax.named_scope("gemma")
     def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:

@@ -137,7 +137,12 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
 
     def turn(state: Any, inputs: Any) -> Any:
         (carry, layer), (following, extra) = state, inputs
-        carry, following = _with_gradients_at_once((jax.tree.map(_in_order, carry), following))
+        # Those that are fixed do not pass: the function would give them gradients, of zeros.
+        trained = jax.tree.map(lambda leaf: None if _is_fixed(leaf) else leaf, following, is_leaf=_is_variable)
+        carry, trained = _with_gradients_at_once((jax.tree.map(_in_order, carry), trained))
+        following = jax.tree.map(
+            lambda one, given: given if one is None else one, trained, following, is_leaf=_is_variable_or_none
+        )
         carry, output = recomputed(carry, _with_copies(layer), extra)
         return (carry, following), output
 
@@ -155,11 +160,21 @@ def _with_gradients_at_once(inputs: Any) -> Any:
 
 def _gradients_at_once(_: None, gradients: Any) -> Any:
     leaves, tree = jax.tree.flatten(gradients)
-    numbers = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    held = jax.lax.optimization_barrier([_in_order(leaves[n]) for n in numbers])
-    for n, leaf in zip(numbers, held, strict=True):
-        leaves[n] = leaf
+    # In a tensor group some vary over its devices: jax 0.10 gives all that pass a barrier the type of those.
+    groups: dict[Any, list[int]] = {}
+    for n, leaf in enumerate(leaves):
+        if leaf.dtype != jax.dtypes.float0:
+            groups.setdefault(_axes(leaf), []).append(n)
+    for numbers in groups.values():
+        for n, leaf in zip(numbers, jax.lax.optimization_barrier([_in_order(leaves[n]) for n in numbers]), strict=True):
+            leaves[n] = leaf
     return (jax.tree.unflatten(tree, leaves),)
+
+
+def _axes(x: Array) -> frozenset[str]:
+    """The mesh axes over whose devices `x` varies, in jax's types."""
+    found = jax.typeof(x).manual_axis_type
+    return frozenset(found.varying) if found else frozenset()
 
 
 _with_gradients_at_once.defvjp(lambda inputs: (inputs, None), _gradients_at_once)
@@ -172,7 +187,7 @@ def _in_order(x: Array) -> Array:
 
 @jax.custom_vjp
 def _cut_first(x: Array) -> tuple[Array, Array]:
-    """The first entry, and the others. Their gradients, in the order of their dims, are written to their places."""
+    """The first entry, and the others. Their gradients are written to their places."""
     return x[0], x[1:]
 
 
@@ -304,6 +319,10 @@ def scan_to_last(
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
+
+
+def _is_fixed(leaf: Any) -> bool:
+    return _is_variable(leaf) and leaf.get_metadata(FIXED, False)
 
 
 def _is_variable_or_none(leaf: Any) -> bool:

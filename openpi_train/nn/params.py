@@ -13,8 +13,9 @@ from jaxtyping import Array
 from openpi_train.nn.shard import Gathering
 
 Params = dict[str, Array]
-# Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled.
-FIXED, UNROLLED = "is_fixed", "is_unrolled"
+# Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled; it is a table of a
+# model through which gradients are taken.
+FIXED, UNROLLED, LEARNING = "is_fixed", "is_unrolled", "is_learning"
 
 
 def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +72,13 @@ def mark_unrolled(module: nnx.Module) -> None:
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if variable.get_metadata("gathering", None) is Gathering.BY_LAYER:
             variable.set_metadata(UNROLLED, True)
+
+
+def mark_learning(module: nnx.Module) -> None:
+    """Mark the tables of a model through which gradients are taken (`vocabulary.py: remat_of`)."""
+    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        if variable.get_metadata("gathering", None) is Gathering.BY_ROW:
+            variable.set_metadata(LEARNING, True)
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:

@@ -1,4 +1,4 @@
-"""Logits by a token table, and log-probabilities of given tokens without all logits at once.
+"""Logits by a token table, and log-probabilities of given tokens, a few at a time where logits need not be kept.
 
 A table whose rows are sharded over devices is never gathered: each device computes logits of all devices' tokens for
 its own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
@@ -12,15 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
 from openpi_train.nn.layers import Remat
+from openpi_train.nn.params import LEARNING
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
-# Tokens of a row processed at once: 33 MB of float32 logits per row, with PaliGemma's 257 152 tokens.
+# Tokens of a row processed at once where logits are not kept: 33 MB of float32 logits per row, with PaliGemma's
+# 257 152 tokens.
 CHUNK_TOKENS = 32
 
 
@@ -50,6 +53,12 @@ class Head:
     def __call__(self, products: Float[Array, "*n"]) -> Float[Array, "*n"]:
         capped = soft_cap(products, self.cap)
         return capped if self.temperature == 1.0 else capped / self.temperature
+
+
+def remat_of(table: nnx.Variable, remat: Remat) -> Remat:
+    """The policy by which tokens are scored: `remat` where gradients are taken through the model of this table
+    (`params.py: mark_learning`), and else `full`, as there is nothing to keep logits for."""
+    return remat if table.get_metadata(LEARNING, False) else "full"
 
 
 @jax.named_scope("logits")

@@ -21,8 +21,8 @@ _EQUAL = 0.01
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
 LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
-# Share of the shorter of products and what is sent beside them that overlaps: compiled steps of full pi0 hide 0.5 to
-# 0.9 of it within a host (docs/benchmarks.md). Over a network, which may be slow, none is counted on.
+# Share of the shorter of products and what is sent beside them that overlaps. It fits compiled steps of full pi0
+# (docs/planning.md). Over a network, which may be slow, none is counted on.
 _HIDDEN = 0.75
 
 

@@ -16,7 +16,7 @@ DECODING_MEMORY_SHARE = 0.6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """An iteration under one strategy: seconds of each part, nothing overlapping, and bytes of host memory."""
+    """An iteration under one strategy: seconds of each part, one after the other, and bytes of host memory."""
 
     cost: PracticeCost
     acting_s: float

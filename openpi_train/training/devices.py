@@ -7,6 +7,9 @@ The parts that the plan shards (`sharding/strategy.py`) determine what is sent i
     state and gradients (zero2)            a layer's gradient is reduce-scattered where it arises, in every micro-batch
     state, gradients, copy (zero3, hsdp)   a layer is also gathered when it runs
 
+Unrolled layers, with one micro-batch, are gathered when they run under zero1 and zero2, too, and kept for the backward
+pass, and zero1 then sums their gradients as zero2 does.
+
 Only rows of a token table are ever sent. Devices of a tensor group have the same rows and different
 heads: their communication is in the layers (`nn/shard.py: spread, summed`). Everything else in a
 tensor group, including gradients, has the same value on all its devices: jax's types, which record over which axes a
@@ -38,7 +41,8 @@ Specs = Mapping[str, PartitionSpec]
 class Devices:
     """Computations on the devices of a plan. `dtype` is the compute dtype of stacks of layers.
 
-    `graphdef` is that of the module of the parameters: its variables define how it gathers them.
+    `graphdef` is that of the module of the parameters: its variables define how it gathers them. `unrolls_layers`: what
+    gradients are taken in has unrolled layers.
     """
 
     plan: Plan

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.keys import row_keys
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import Params, mark_fixed, mark_unrolled, merge_module
+from openpi_train.nn.params import Params, mark_fixed, mark_learning, mark_unrolled, merge_module
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
 from openpi_train.sharding.strategy import Plan
@@ -101,6 +101,7 @@ class Trainer:
             step, norms, scale = rest
             model = merge_module(self.graphdef, params)
             mark_fixed(model, state.frozen)
+            mark_learning(model)
             if self.unroll_layers:
                 mark_unrolled(model)
             loss, metrics = self.objective.loss(model, micro, norms, row_keys(self.seed, step, micro.row))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, scan_to_last, sincos_encoding, stack_layers
 from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
+from openpi_train.planning.flops import product_flops
 from openpi_train.planning.jaxprs import bodies
 
 
@@ -132,6 +133,28 @@ def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_an
         return var
 
     assert all(source(var) in body_of_layer.invars for var in of_weights)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_fixed_weights_of_unrolled_layers_cost_no_product(stacked, remat):
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x, unrolled):
+        module = nnx.merge(graph, params)
+        mark_fixed(module, ("dense/kernel",))
+        trained = jax.tree.map(lambda x: x, nnx.state(module))
+        trained["dense"]["kernel"] = jax.tree.map(jax.lax.stop_gradient, trained["dense"]["kernel"])
+        module = nnx.merge(graph, trained)
+        mark_fixed(module, ("dense/kernel",))
+        if unrolled:
+            mark_unrolled(module)
+        return run_with_sums(module, x, remat=remat)
+
+    looped, unrolled = (
+        product_flops(jax.make_jaxpr(jax.grad(loss, (0, 1)), static_argnums=2)(params, jnp.ones((2, 4)), n).jaxpr)
+        for n in (False, True)
+    )
+    assert looped == unrolled > 0
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

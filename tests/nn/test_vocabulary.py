@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from openpi_train.nn.shard import Shard
-from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, token_scores
+from openpi_train.nn.params import mark_learning
+from openpi_train.nn.shard import Gathering, Shard
+from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, remat_of, token_scores
 from openpi_train.planning.flops import product_flops
 from openpi_train.sharding.mesh import make_mesh
 
@@ -109,6 +111,17 @@ def test_scores_are_kept_where_products_are_and_else_computed_again(remat, times
     products = product_flops(jax.make_jaxpr(run)(X, TABLE).jaxpr) / (2 * X[..., 0].size * VOCABULARY * WIDTH)
     padded = -(-LENGTH // CHUNK_TOKENS) * CHUNK_TOKENS / LENGTH if times == 4 else 1
     assert products == pytest.approx(times * padded)
+
+
+def test_scores_are_kept_only_where_gradients_are_taken():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Param(TABLE, gathering=Gathering.BY_ROW)
+
+    model = Model()
+    assert [remat_of(model.table, remat) for remat in ("none", "dots", "full")] == ["full"] * 3
+    mark_learning(model)
+    assert [remat_of(model.table, remat) for remat in ("none", "dots", "full")] == ["none", "dots", "full"]
 
 
 def test_the_backward_pass_keeps_no_scores():

@@ -5,6 +5,7 @@ import dataclasses
 import flops_by_hand
 import jax
 import pytest
+from openpi_train_configs.arithmetic_runs import arithmetic_sft
 from openpi_train_configs.debug import debug
 
 from openpi_train.planning import costs
@@ -40,6 +41,15 @@ def test_who_keeps_less_recomputes_more_and_the_models_own_work_stays():
     sizes, work = ([getattr(one, name) for one in found] for name in ("activation_bytes_per_row", "flops_per_row"))
     assert sizes == sorted(sizes, reverse=True) and work == sorted(work)
     assert len({one.model_flops_per_row for one in found}) == 1
+
+
+@pytest.mark.parametrize(("remat", "times"), [("dots", 0), ("attention", 1)])
+def test_a_step_computes_logits_once_where_it_keeps_products(remat, times):
+    wide = dataclasses.replace(arithmetic_sft.model.sizes, vocab_size=100_000)
+    longer = dataclasses.replace(arithmetic_sft, data=dataclasses.replace(arithmetic_sft.data, max_length=65))
+    found = of_policies(with_model(longer, sizes=wide, remat=remat))[remat]
+    logits = 2 * 64 * wide.vocab_size * wide.width
+    assert (found.flops_per_row - found.model_flops_per_row) / logits == pytest.approx(times, abs=0.1)
 
 
 @pytest.mark.slow

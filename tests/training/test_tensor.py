@@ -148,6 +148,17 @@ def test_losses_and_parameters_are_those_of_one_device(name, strategy, fsdp, ten
         assert all((one == same[0]).all() for same in pieces.values() for one in same), path
 
 
+@pytest.mark.parametrize(("strategy", "fsdp"), [("zero1", 4), ("zero3", 4)])
+def test_unrolled_layers_of_tensor_groups_are_traced(strategy, fsdp):
+    """A layer's gradients vary over a group's devices, and those of its norms do not."""
+    trainer, layout = prepare(CONFIGS["pi0"], strategy, fsdp, tensor=2)
+    trainer = dataclasses.replace(trainer, unroll_layers=True)
+    with jax.set_mesh(trainer.plan.real_mesh):
+        spec = CONFIGS["pi0"].batch_spec(ROWS, CAMERAS)
+        traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
+    assert "optimization_barrier" in str(traced.jaxpr)
+
+
 def test_first_values_do_not_depend_on_the_layout():
     state = jax.device_get(first_state(PI0, *prepare(PI0, "zero3", 2, 4)))
     jax.tree.map(np.testing.assert_array_equal, state, alone("pi0")[0])
