@@ -130,7 +130,8 @@ def main(argv: Sequence[str]) -> list[Table]:
                 notes.append(f"Not run for lack of time: {case.name}.")
                 continue
             try:
-                running = Running(words, case)
+                is_traced = place in flags.traced and flags.details is not None
+                running = Running(words, case, is_traced)
                 row, state = running.measure(state, 1 if flags.quick else SAMPLES)
             except Exception as error:  # a case that cannot run must not cost the others
                 rows.append([case.name, batch_size, *[None] * (len(COLUMNS) - 2)])
@@ -142,7 +143,7 @@ def main(argv: Sequence[str]) -> list[Table]:
             print(" | ".join(str(cell) for cell in row), file=sys.stderr, flush=True)
             if flags.details:
                 running.keep(flags.details / f"{name}_{place}")
-            if place in flags.traced and flags.details:
+            if is_traced:
                 found, state = running.trace(state, flags.details / f"{name}_{place}_trace")
                 parts.append(found)
         notes.append("MFU counts the model's own FLOPs. The bound is the compiled program's, not a speed.")
@@ -153,9 +154,10 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 class Running:
-    """A compiled case with its batch."""
+    """A compiled case with its batch. One that `is_traced` runs kernel by kernel: of captured command buffers a trace
+    does not tell whose kernels they are."""
 
-    def __init__(self, words: Sequence[str], case: Case):
+    def __init__(self, words: Sequence[str], case: Case, is_traced: bool = False):
         name, *rest = words
         experiment = parse_experiment(name, ["--exp-name", "benchmark", *rest, *case.flags.split()])
         present = OPENPI_SLOTS[: case.cameras] or getattr(experiment.data, "cameras", ())
@@ -175,7 +177,7 @@ class Running:
                 counted = jax.make_jaxpr(own.prepared.trainer.step)(layout.abstract(), seen).jaxpr
             self.model_flops = product_flops(counted, recomputed=False)
             began = time.monotonic()
-            self.step = traced.lower().compile()
+            self.step = traced.lower().compile({"xla_gpu_enable_command_buffer": ""} if is_traced else None)
             self.compile_s = time.monotonic() - began
         machine = this_machine(total_bytes(jax.devices()[0]))
         self.account = run_account(self.step, machine, self.compile_s)

@@ -268,7 +268,7 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
 
 def test_a_step_that_cannot_run_is_a_failure_and_does_not_keep_the_others_from_running(monkeypatch):
     class Running:
-        def __init__(self, _, case):
+        def __init__(self, _, case, is_traced):
             self.case = case
 
         def measure(self, state, _):

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -146,7 +147,7 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
         carry, output = recomputed(carry, _with_copies(layer), extra)
         return (carry, following), output
 
-    first, later = (jax.tree.map(lambda x, part=part: _first_and_later(x)[part], layers) for part in (0, 1))
+    first, later = jax.tree.transpose(jax.tree.structure(layers), None, jax.tree.map(_first_and_later, layers))
     (carry, last), outputs = jax.lax.scan(turn, (carry, first), (later, per_layer), unroll=True)
     return carry, outputs, last
 
@@ -187,14 +188,21 @@ def _in_order(x: Array) -> Array:
 
 @jax.custom_vjp
 def _cut_first(x: Array) -> tuple[Array, Array]:
-    """The first entry, and the others. Their gradients are written to their places."""
+    """The first entry, and the others. Their gradients are written to a stack."""
     return x[0], x[1:]
 
 
 _cut_first.defvjp(
     lambda x: (_cut_first(x), None),
-    lambda _, gradients: (jnp.concatenate([_in_order(gradients[0])[None], gradients[1]]),),
+    lambda _, gradients: (_stacked(gradients),),
 )
+
+
+def _stacked(gradients: tuple[Array, Array]) -> Array:
+    """The gradients of the first layer and of the others, written before they are read: XLA would have the optimizer's
+    kernels read them one by one, which took an H200 three times as long as reading a stack (docs/benchmarks.md)."""
+    first, later = gradients
+    return jax.lax.optimization_barrier(jnp.concatenate([_in_order(first)[None], later]))
 
 
 def _first_and_later(x: Array) -> tuple[Array, Array]:
@@ -412,9 +420,14 @@ def sincos_encoding(
 ) -> Float[Array, "*n width"]:
     """Sines, then cosines, of `position` at `width / 2` periods spaced evenly in logarithm, in float32.
 
-    Angles reach hundreds of turns, where float32 rounding matters: the order of operations is openpi's, on purpose.
+    Angles reach hundreds of turns, where float32 rounding matters: the order of operations is openpi's, on purpose, and
+    what does not depend on `position` is computed here as XLA does on CPUs, not by the device. A GPU's powers differ in
+    the last bit, which an angle multiplies.
     """
-    fraction = jnp.linspace(0.0, 1.0, width // 2)
-    period = min_period * (max_period / min_period) ** fraction
-    angle = position.astype(jnp.float32)[..., None] * (1.0 / period * 2 * jnp.pi)
+    single, last = np.float32, max(width // 2 - 1, 1)
+    fraction = np.arange(width // 2, dtype=single) * single(1 / last)
+    fraction[last:] = 1
+    power = np.power(max_period / min_period, fraction, dtype=np.float64).astype(single)
+    frequency = single(1) / (single(min_period) * power) * single(2) * single(np.pi)
+    angle = position.astype(jnp.float32)[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

@@ -35,7 +35,7 @@ def total_bytes(device: Any, processes_on_host: int = 1) -> int:
 
 def host_bytes_per_device(processes_on_host: int = 1) -> int:
     """Bytes of the host's available memory for each device of each process there."""
-    return _host_available_bytes() // (processes_on_host * jax.local_device_count())
+    return host_available_bytes() // (processes_on_host * jax.local_device_count())
 
 
 def _limit(device: Any) -> int:
@@ -43,7 +43,8 @@ def _limit(device: Any) -> int:
     return int((device.memory_stats() or {}).get("bytes_limit") or 0)
 
 
-def _host_available_bytes() -> int:
+def host_available_bytes() -> int:
+    """Bytes of the host's memory, or of what this process's control group may use, that are available."""
     available, limit = _meminfo("MemAvailable"), _cgroup_limit()
     current = Path("/sys/fs/cgroup/memory.current")
     if limit is not None and current.is_file():

@@ -88,7 +88,9 @@ def assert_like_openpi(case, name, ours):
     if not case.bfloat16:
         np.testing.assert_allclose(ours, expected, **FLOAT32, err_msg=name)
         return
-    assert root_mean_square(ours - expected) < min(case.noise(f"out/{name}"), 3e-2), name
+    # Another device sums in other orders, so both are rounded by themselves: the distances from float32 may add up.
+    roundings = 1 if jax.default_backend() == "cpu" else 2
+    assert root_mean_square(ours - expected) < roundings * min(case.noise(f"out/{name}"), 3e-2), name
 
 
 @pytest.mark.slow

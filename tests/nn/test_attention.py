@@ -39,23 +39,31 @@ def test_a_row_that_sees_nothing_is_finite():
 
 
 def with_gradients(attention, dtype, shape=(2, 27, 31, 8, 1, 64)):
-    """Values and gradients (float32) for queries, keys and values; some queries see nothing, as padding does."""
+    """Outputs and gradients (float32) for queries, keys and values; some queries see nothing, as padding does."""
     b, t, s, n, k, c = shape
-    inputs = [normal(0, b, t, n, c), normal(1, b, s, k, c), normal(2, b, s, k, c)]
+    # Rounded, so that every type computes the same function of the same numbers.
+    inputs = [
+        x.astype(jnp.bfloat16).astype(dtype)
+        for x in (normal(0, b, t, n, c), normal(1, b, s, k, c), normal(2, b, s, k, c))
+    ]
     mask = jax.random.bernoulli(jax.random.key(3), 0.7, (b, t, s)).at[0, :3].set(False)
     sees = mask.any(axis=-1)[:, :, None, None]
 
     def loss(*inputs):
         # What padding reads is never used.
-        return jnp.sum(jnp.where(sees, attention(*inputs, mask).astype(jnp.float32), 0.0) * normal(4, b, t, n, c))
+        seen = jnp.where(sees, attention(*inputs, mask).astype(jnp.float32), 0.0)
+        return jnp.sum(seen * normal(4, b, t, n, c)), seen
 
-    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*(x.astype(dtype) for x in inputs))
-    return [np.asarray(x, np.float32) for x in (value, *gradients)]
+    (_, seen), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    return [np.asarray(x, np.float32) for x in (seen, *gradients)]
+
+
+def errors(found, expected):
+    return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in zip(found, expected, strict=True)]
 
 
 def assert_close(ours, theirs, tolerance):
-    for x, y in zip(ours, theirs, strict=True):
-        assert np.linalg.norm(x - y) < tolerance * np.linalg.norm(y)
+    assert max(errors(ours, theirs)) < tolerance
 
 
 # In bfloat16 the weights are rounded to 8 bits in both, and the queries' scale in ours only (exact for 64).
@@ -118,19 +126,26 @@ def is_large(equation, size):
     return any(var.aval.size >= size for var in equation.outvars)
 
 
+# Query heads, heads of keys, their width: SigLIP, Gemma, Llama-3.2-1B, Qwen2.5-7B.
+HEADS = [(16, 16, 72), (8, 1, 256), (32, 8, 64), (28, 4, 128)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
-def test_cudnn_equals_the_formula(head_dim):
-    device = jax.local_devices()[0]
-    if problem := cudnn_problem(head_dim, jnp.bfloat16, device):
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"width-{heads[2]}")
+def test_cudnn_is_as_near_to_float32_as_the_formula(heads):
+    """Both round the weights to bfloat16, at different places, and their results."""
+    if problem := cudnn_problem(heads[-1], jnp.bfloat16, jax.local_devices()[0]):
         pytest.skip(f"cuDNN: {problem}")
-    shape = (2, 867, 867, 8, 1, head_dim)
 
-    def by(kind):
-        return with_gradients(lambda *inputs: attend(*inputs, kind), jnp.bfloat16, shape)
+    def by(kind, dtype=jnp.bfloat16):
+        return with_gradients(lambda *inputs: attend(*inputs, kind), dtype, (2, 867, 867, *heads))
 
-    # The weights are rounded to bfloat16 at different places.
-    assert_close(by("cudnn"), by("xla"), 2e-2)
+    with jax.default_matmul_precision("highest"):
+        exact = by("xla", jnp.float32)
+    formula, cudnn = errors(by("xla"), exact), errors(by("cudnn"), exact)
+    print(heads, "errors of outputs and gradients of queries, keys, values: formula", formula, "cuDNN", cudnn)
+    assert max(formula) < 1e-2
+    assert all(x < 1.25 * y for x, y in zip(cudnn, formula, strict=True)), (formula, cudnn)
 
 
 @pytest.mark.parametrize(

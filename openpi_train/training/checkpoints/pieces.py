@@ -8,13 +8,17 @@ Read next: `local_files.py` (pieces on a disk), `copy_out.py` (pieces as Orbax w
 
 import collections
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from openpi_train.planning.device_limits import host_available_bytes
 from openpi_train.training.checkpoints.layout import Leaves
+
+logger = logging.getLogger(__name__)
 
 Pieces = Mapping[str, np.ndarray]
 
@@ -93,9 +97,44 @@ def by_name(items: Mapping[str, Leaves]) -> Iterator[tuple[str, Any]]:
 
 
 def _to_host(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    for array in arrays.values():
-        array.copy_to_host_async()
-    return {name: np.array(array) if _is_in_host_memory(array) else np.asarray(array) for name, array in arrays.items()}
+    pinned = _pinned(arrays) if jax.default_backend() == "gpu" else {}
+    for name in arrays.keys() - pinned.keys():
+        arrays[name].copy_to_host_async()
+
+    def on_host(name: str, array: jax.Array) -> np.ndarray:
+        if name in pinned:
+            return np.asarray(pinned[name])
+        return np.array(array) if _is_in_host_memory(array) else np.asarray(array)
+
+    return {name: on_host(name, array) for name, array in arrays.items()}
+
+
+def _pinned(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Copies of the arrays on devices in pinned host memory, as far as there is room (`_pinned_limit`).
+
+    A GPU writes to it at the speed of its link, and to other memory through a small pinned part, thirty times as slowly
+    (docs/benchmarks.md). jax keeps the memory for the next save.
+    """
+    copies, room = {}, _pinned_limit()
+    for name, array in arrays.items():
+        room -= array.nbytes
+        if room < 0:
+            break
+        if not _is_in_host_memory(array):
+            copies[name] = array
+    try:
+        pinned = {name: array.sharding.with_memory_kind("pinned_host") for name, array in copies.items()}
+        return jax.block_until_ready(jax.device_put(copies, pinned))
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("the state is saved by slower copies, as there is too little pinned memory: %s", error)
+        return {}
+
+
+@functools.cache
+def _pinned_limit() -> int:
+    """Bytes of a state that are copied through pinned memory: a quarter of what was available at the first save, as it
+    stays allocated, and less than the 64 GiB to which XLA limits it."""
+    return min(host_available_bytes() // 4, 48 * 2**30)
 
 
 def _is_in_host_memory(array: jax.Array) -> bool:
