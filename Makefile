@@ -110,7 +110,7 @@ gpu-compile:
 # the others from running; an interrupted one tells what it has.
 GPU_PYTHON ?= $(GPU)/bin/python
 GPU_OUT ?= gpu_results
-GPU_PIECES ?= tests steps unrolled others serving checkpoint run
+GPU_PIECES ?= tests steps loops others serving checkpoint run
 GPU_CUDA ?= cuda12
 PIECE = timeout --signal INT 590
 gpu:
@@ -126,8 +126,8 @@ gpu-tests:
 gpu-steps:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --details $(GPU_OUT)/steps --traced 5 --json $(GPU_OUT)/steps.json
 
-gpu-unrolled:
-	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets unrolled --details $(GPU_OUT)/unrolled --traced 1 --json $(GPU_OUT)/unrolled.json
+gpu-loops:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets loops --details $(GPU_OUT)/loops --traced 1 --json $(GPU_OUT)/loops.json
 
 gpu-others:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets lora pi05 tokens dp llama --details $(GPU_OUT)/others --json $(GPU_OUT)/others.json

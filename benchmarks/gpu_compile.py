@@ -102,7 +102,7 @@ SETS = {
                 for attention in ("", "--model.policy.attention cudnn")
             ),
         )
-        for layers in ("--no-unroll-layers", "--unroll-layers")
+        for layers in ("--unroll-layers False", "--unroll-layers True")
     ],
     # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
     "flags": [

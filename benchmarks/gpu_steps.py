@@ -58,8 +58,8 @@ class Case:
         return ", ".join(word for word in words if word)
 
 
-def _case(remat: str, attention: str, cameras: int = 1, *, unrolled: bool = False, **rest: Any) -> Case:
-    layers = " --unroll-layers" if unrolled else ""
+def _case(remat: str, attention: str, cameras: int = 1, *, loops: bool = False, **rest: Any) -> Case:
+    layers = " --unroll-layers False" if loops else ""
     return Case(f"--model.remat {remat} --model.attention {attention}{layers}", cameras, **rest)
 
 
@@ -79,10 +79,10 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
             _case("dots", "cudnn", 3),
         ],
     ),
-    "unrolled": (
+    "loops": (
         "pi0_bridge_traj",
         32,
-        [_case(remat, "cudnn", count, unrolled=True) for remat, count in (("attention", 1), ("dots", 1), ("dots", 3))],
+        [_case(remat, "cudnn", count, loops=True) for remat, count in (("attention", 1), ("dots", 1), ("dots", 3))],
     ),
     "lora": ("pi0_bridge_traj_lora", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
     "pi05": ("pi05_bridge", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
@@ -94,7 +94,7 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
         [
             *(_case("dots", kind, 0) for kind in ("xla", "cudnn")),
             _case("full", "cudnn", 0),
-            _case("dots", "cudnn", 0, unrolled=True),
+            _case("dots", "cudnn", 0, loops=True),
         ],
     ),
     # The program of `step_time --quick`, which need not be compiled again.

@@ -3,7 +3,8 @@
 Layers, loss, optimizer and augmentation are this project's. The step differs from ours where openpi at
 15a9616 does: every robot has three cameras (absent ones are black, masked pictures); the last layer is
 computed for all tokens; attention is einsum and softmax; prompts are padded to the model's limit; every update is
-applied without a NaN check. openpi also recomputes every layer in the backward pass (`remat` "full"). Other
+applied without a NaN check. openpi also recomputes every layer in the backward pass (`remat` "full"), and its layers
+are a loop, as here. Other
 differences of openpi are not included: its modules, its loader, its compiler version, its three resamplings of images.
 """
 
@@ -26,7 +27,7 @@ def reference(trial: Trial, remat: str) -> Trial:
     model: Any = dataclasses.replace(experiment.model, remat=remat, attention="xla")  # pyright: ignore[reportCallIssue]
     objective = ReferenceFlowMatching(**vars(experiment.objective))
     trainer = trial.prepared.trainer
-    changes = {"model": model, "objective": objective, "graphdef": _graph(model)}
+    changes = {"model": model, "objective": objective, "graphdef": _graph(model), "unroll_layers": False}
     fields = {field.name: getattr(trainer, field.name) for field in dataclasses.fields(trainer)}
     return Trial(
         dataclasses.replace(experiment, model=model, objective=objective),

@@ -285,13 +285,13 @@ def scan_to_last(
     What needs a gradient is cut, which copies it. Matrices, which layers cast to `dtype` anyway, are therefore cast
     first: the copy is then the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are
     used in float32), and so are shards, which are cast when gathered. What is kept fixed (`params.py: mark_fixed`), and
-    need not be cast, is read from the stack layer by layer.
+    need not be cast, is read from the stack layer by layer; shards whose gathered layers are kept are cut, too.
     """
     graph, params = _split(stacked)
 
     def is_read(variable: nnx.Variable) -> bool:
         value = variable.get_value()
-        in_type = is_shard(value) or value.ndim < 3 or value.dtype == dtype
+        in_type = not value.is_kept if is_shard(value) else value.ndim < 3 or value.dtype == dtype
         return in_type and variable.get_metadata(FIXED, False)
 
     def parts(keep: Callable[[nnx.Variable], bool]) -> Any:

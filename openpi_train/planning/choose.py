@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
 from openpi_train.nn.params import gatherings, merge_module
-from openpi_train.planning.forecast import LayoutCost, Machine
+from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
@@ -46,6 +46,17 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
     return [("replicated", 1), *cut, *within_host, *deep]
 
 
+def settled(experiment: Experiment, machine: Machine) -> Experiment:
+    """The experiment with what `--unroll-layers auto` means on these devices: all in the table of kinds are GPUs.
+
+    In tensor groups XLA keeps what unrolled layers should compute again (jaxlib 0.10.2).
+    """
+    if experiment.unroll_layers != "auto":
+        return experiment
+    unrolled = machine.kind.is_known and experiment.sharding.tensor_devices == 1
+    return dataclasses.replace(experiment, unroll_layers=unrolled)
+
+
 def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_devices: int) -> Plan:
     """The plan for devices that need not be present."""
     sharding = experiment.sharding
@@ -65,6 +76,7 @@ def layout_cost(
 
     `practice` is what own attempts cost, of a run that makes some.
     """
+    experiment = settled(experiment, machine)
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
     dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
     tensor_devices = experiment.sharding.tensor_devices
@@ -82,7 +94,7 @@ def layout_cost(
             later=later,
             over=over,
             on_gpus=machine.kind.is_known,  # all in the table are GPUs
-            unrolled=experiment.unroll_layers,
+            unrolled=experiment.unroll_layers is True,
         )
 
     def missing(num_micros: int, later: frozenset[str]) -> int:
@@ -113,7 +125,7 @@ def layout_cost(
 
     def beside_bytes(num_micros: int) -> float:
         sizes = plan, state.shapes.params, dtype.itemsize, num_micros, at_once
-        return bytes_beside(*sizes, unrolled=experiment.unroll_layers)
+        return bytes_beside(*sizes, unrolled=experiment.unroll_layers is True)
 
     def beside(num_micros: int) -> list[Flow]:
         return flows({(FSDP,): beside_bytes(num_micros)}, plan.mesh, machine.devices_per_host)
@@ -126,6 +138,7 @@ def layout_cost(
         flows=sent,
         beside=beside,
         beside_bytes=beside_bytes,
+        hidden=HIDDEN if not experiment.unroll_layers else HIDDEN_UNROLLED if plan.cuts("copy") else HIDDEN_KEPT,
         later=missing,
         over=read_before,
         practice=practice,

@@ -21,9 +21,10 @@ _EQUAL = 0.01
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
 LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
-# Share of the shorter of products and what is sent beside them that overlaps. It fits compiled steps of full pi0
-# (docs/planning.md). Over a network, which may be slow, none is counted on.
-_HIDDEN = 0.75
+# Share of the shorter of products and what is sent beside them that overlaps: in loops; in unrolled layers, which begin
+# to be sent earlier; and in those whose copies stay, where XLA's scheduler lets sums of gradients wait for each other.
+# It fits compiled steps of full pi0 (docs/planning.md). Over a network, which may be slow, none is counted on.
+HIDDEN, HIDDEN_UNROLLED, HIDDEN_KEPT = 0.75, 0.85, 0.65
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class Machine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and
-    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
+    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`), of which they hide
+    the share `hidden`.
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
     how many less when these fixed ones are not read any more.
@@ -73,6 +75,7 @@ class LayoutCost:
     flows: Callable[[int, float], Sequence[Flow]]
     beside: Callable[[int], Sequence[Flow]] = lambda num_micros: ()
     beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
+    hidden: float = HIDDEN
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     over: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     uncut_share: float = 0.0
@@ -158,7 +161,9 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Step time in which products hide what is sent beside them within hosts; used to compare candidates."""
-        hidden_s = _HIDDEN * min(self._sending_s([one for one in self.beside if not one.between]), self.compute_s)
+        hidden_s = self.layout.hidden * min(
+            self._sending_s([one for one in self.beside if not one.between]), self.compute_s
+        )
         return self.compute_s + self.moving_s + self.sending_s - hidden_s + self.memory.host_link_s
 
     @property

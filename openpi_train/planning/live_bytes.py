@@ -155,10 +155,13 @@ class _Program:
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
                     self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
                 inside = _inside(equation, self.size_of, self.fuses_norms)
+                passed = _passed_on(equation) if unrolled else {}
                 if unrolled:  # its stacks are in parts: what it makes takes the place of what it has read
                     self._end(True, inside)
                     inside = 0.0
-                self._make(known, equation.outvars, None, name == "conv_general_dilated")
+                for var in equation.outvars:
+                    sources = [self._array(known, one) for one in passed[var]] if var in passed else None
+                    self._make(known, [var], sources, name == "conv_general_dilated")
                 self._end(True, inside)
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
@@ -325,6 +328,21 @@ def _is_unrolled(equation: Any) -> bool:
     """Whether it is unrolled layers, each of which makes all its gradients before the next (`nn/layers.py`)."""
     params = equation.params
     return equation.primitive.name == "scan" and params["unroll"] >= params["length"] > 1
+
+
+def _passed_on(scan: Any) -> dict[Any, list[Any]]:
+    """The outputs of unrolled layers that are parts of their inputs, such as weights for the backward pass, by which
+    inputs: a layer's weights were carried to it, and are the first of their stack or one of the others."""
+    body = bodies(scan)[0]
+    consts, carried = _scan_inputs(scan)
+    own = dict(zip(body.invars, scan.invars, strict=True))
+    before = dict(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True))
+    found = {}
+    for out, var in zip(scan.outvars, body.outvars, strict=True):
+        if not isinstance(var, Literal) and var in own:
+            others = [own[before[var]]] if before.get(var) in own else []
+            found[out] = [own[var], *others]
+    return found
 
 
 def _scan_inputs(scan: Any) -> tuple[int, int]:

@@ -30,12 +30,14 @@ _AS_ON_GPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Bytes on one device: the state (with the batch), and the program's own."""
+    """Bytes on one device: the state (with the batch), and the program's own, also as the forecast has them: this
+    program's, whose layers are in a loop."""
 
     num_devices: int
     fsdp_devices: int
     state_bytes: int
     program_bytes: int
+    forecast_bytes: int
     compile_s: float
 
 
@@ -54,6 +56,8 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
         as_chosen(experiment, chosen),
         fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // tensor_devices),
         batch_size=chosen.batch_size // chosen.machine.num_devices * num_devices,
+        # XLA for CPUs keeps what unrolled layers gather and recompute.
+        unroll_layers=experiment.unroll_layers is True,
     )
     prepared = prepare.prepare_without_data(experiment, find_world(WorldFlags(), {}))
     trainer, layout = prepared.trainer, prepared.layout
@@ -68,6 +72,7 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
         # XLA for CPUs counts host memory as the device's.
         state_bytes=memory.argument_size_in_bytes - prepared.memory.host,
         program_bytes=memory.temp_size_in_bytes,
+        forecast_bytes=prepared.memory.step,
         compile_s=time.monotonic() - began,
     )
 

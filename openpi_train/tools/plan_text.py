@@ -67,7 +67,8 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
     return (
         f"By the compiler (for {found.num_devices} CPU devices{cut}, {found.compile_s:.0f} s): state and batch "
         f"{found.state_bytes / GIB:.2f} GiB (forecast: state {memory.state / GIB:.2f}), the program's own "
-        f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations {memory.step / GIB:.2f}).\n"
+        f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations "
+        f"{found.forecast_bytes / GIB:.2f}).\n"
         "XLA for CPUs widens much of bfloat16 to float32 and has no fused attention: a GPU's own program should need "
         f"less (not yet measured). Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )

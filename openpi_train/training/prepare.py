@@ -15,7 +15,7 @@ import optax
 
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
-from openpi_train.planning.choose import layout_cost, layouts, planned
+from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import (
     ROWS,
     ActivationBytes,
@@ -166,7 +166,7 @@ def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Tra
         plan=plan,
         seed=experiment.seed,
         grad_accum=experiment.grad_accum,
-        unroll_layers=experiment.unroll_layers,
+        unroll_layers=experiment.unroll_layers is True,
         ema_decay=experiment.ema_decay,
         ema_warmup=experiment.ema_warmup,
         loss_scaling=_loss_scaling(experiment),
@@ -216,6 +216,7 @@ def forecasts(
     batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
     """Forecasts for every strategy and rematerialisation policy that the flags allow."""
+    experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
     activation_bytes = gpu_activation_bytes if machine.kind.is_known else live_activation_bytes
@@ -284,7 +285,8 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
-    """The experiment with the rematerialisation policy of `chosen`."""
+    """The experiment with the rematerialisation policy of `chosen`, and layers unrolled or not as on its devices."""
+    experiment = settled(experiment, chosen.machine)
     return dataclasses.replace(experiment, model=experiment.model.remat_choices()[chosen.policy.remat])
 
 

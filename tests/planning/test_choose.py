@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.planning.choose import layouts
+from openpi_train.planning.choose import layouts, settled
 from openpi_train.planning.device_limits import memory_bytes, total_bytes
 from openpi_train.planning.forecast import USABLE, Machine
-from openpi_train.planning.kinds import UNKNOWN
+from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.memory import GIB, predict
 from openpi_train.planning.traffic import bytes_beside, formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
-from openpi_train.training.prepare import choose, policy_costs, whole_layout
+from openpi_train.training.prepare import as_chosen, choose, policy_costs, whole_layout
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +121,27 @@ def chosen(caplog, gib: float, num_devices: int = 1, **model) -> tuple[str, str 
     with caplog.at_level(logging.INFO):
         found = choose(one, layout, machine)
     return found.layout.strategy, found.policy.remat, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor_devices", "given", "expected"),
+    [
+        ("h100", 1, "auto", True),
+        ("h100", 2, "auto", False),
+        (None, 1, "auto", False),
+        ("h100", 1, False, False),
+        (None, 2, True, True),
+    ],
+)
+def test_layers_are_unrolled_on_gpus_without_tensor_groups_or_as_given(kind, tensor_devices, given, expected):
+    one = dataclasses.replace(
+        debug, unroll_layers=given, sharding=dataclasses.replace(debug.sharding, tensor_devices=tensor_devices)
+    )
+    machine = Machine(kind=find_kind(kind) if kind else UNKNOWN, num_devices=2, num_hosts=1, available_bytes=GIB)
+    assert settled(one, machine).unroll_layers is expected
+    layout = whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    found = choose(one, layout, machine)
+    assert as_chosen(one, found).unroll_layers is expected
 
 
 def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_says_why(caplog):

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.params import mark_unrolled
+from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.live_bytes import Moment, moments, peak_bytes
 
@@ -122,6 +123,25 @@ def test_unrolled_layers_make_their_gradients_in_the_place_of_what_these_are_mad
     # A loop has the whole stack of gradients from its first turn on, when all is there that its turns will read.
     assert most_with_gradients(False, "full") > 0.9
     assert most_with_gradients(True, "full") == most_with_gradients(True, "dots") == 0
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_fixed_layers_are_read_until_the_backward_pass_ends(unrolled, remat):
+    stacked = stack_layers(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs), 5, nnx.Rngs(0))
+    graph, params = nnx.split(stacked)[0], module_params(stacked)
+
+    def loss(x, params):
+        layers = merge_module(graph, params)
+        mark_fixed(layers, params)
+        if unrolled:
+            mark_unrolled(layers)
+        return jnp.sum(scan_layers(layers, lambda one, x, _: (jnp.tanh(one(x)), None), jnp.tanh(x), remat=remat)[0])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(ROWS, 8), params).jaxpr
+    found = moments(jaxpr, bytes_per_row, 1, [1])
+    assert max(one.num_bytes for one in found if not one.over) == found[0].num_bytes
+    assert all(not one.later for one in found if one.over)  # the gradient in x has been made, or is being made
 
 
 def test_a_loop_has_one_copy_of_what_it_carries_however_long_it_is():

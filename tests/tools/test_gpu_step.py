@@ -254,8 +254,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
 def test_an_unrolled_step_multiplies_and_sends_as_much_in_fewer_kernels():
     flags = ("--devices", "4", "--device-kind", "h100", "--sharding.strategy", "zero3", "--sharding.min-shard-mib", "0")
     accounts = []
-    for layers in ("--no-unroll-layers", "--unroll-layers"):
-        done = openpi_train("compile", "debug", *flags, "--model.remat", "dots", layers, "--json")
+    for layers in ("False", "True"):
+        done = openpi_train("compile", "debug", *flags, "--model.remat", "dots", "--unroll-layers", layers, "--json")
         assert done.returncode == DONE, done.stderr
         accounts.append(json.loads(done.stdout)["account"])
     looped, unrolled = accounts

@@ -89,10 +89,16 @@ def test_the_compilers_bytes_are_compared_with_the_device(program_gib, verdict):
     chosen = report("debug", kind="h100").recommended
     assert chosen is not None
     compiled = ahead.Compiled(
-        num_devices=8, fsdp_devices=1, state_bytes=GIB, program_bytes=program_gib * GIB, compile_s=1.0
+        num_devices=8,
+        fsdp_devices=1,
+        state_bytes=GIB,
+        program_bytes=program_gib * GIB,
+        forecast_bytes=3 * GIB,
+        compile_s=1.0,
     )
     text = plan_text.compiled(compiled, chosen)
     assert f"Together {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
+    assert f"own {program_gib}.00 GiB (forecast: gradients, copy and activations 3.00)" in text
 
 
 def test_impossible_flags_are_refused():
@@ -128,9 +134,8 @@ def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
 def test_small_devices_get_more_cutting_recomputation_or_accumulation():
     chosen = {gib: report("pi0_bridge_traj", gib=gib).recommended for gib in (140.0, 24.0, 15.0)}
     found = {gib: (one.layout.strategy, one.policy.remat, one.grad_accum) for gib, one in chosen.items() if one}
-    # XLA for GPUs needs 29.1, and 17.4 where 24 GiB leave 19.4. 15 leave 12.1: zero3 9.5, 0.8 turned to be gathered, a
-    # micro-batch's gradients of 1.1, and 4 rows.
-    assert found == {140.0: ("zero3", "dots", 1), 24.0: ("zero3", "attention", 1), 15.0: ("zero3", "full", 8)}
+    # XLA for GPUs needs 27.4, 19.7 where jax may take 21.6 of 24, and 11.5 where 15 leave 12.1 to plan with.
+    assert found == {140.0: ("zero3", "dots", 1), 24.0: ("zero3", "dots", 2), 15.0: ("zero3", "full", 1)}
     assert report("pi0_bridge_traj", gib=8.0).recommended is None
 
 

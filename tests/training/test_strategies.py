@@ -214,7 +214,7 @@ def test_sums_of_different_unrolled_layers_are_not_joined(monkeypatch, unrolled)
 
 
 def test_an_experiment_tells_its_step_to_unroll():
-    experiment = cli.parse_experiment("debug", ["--exp-name", "x", "--unroll-layers"])
+    experiment = cli.parse_experiment("debug", ["--exp-name", "x", "--unroll-layers", "True"])
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     trainer = prepare.make_trainer(experiment, prepare.whole_layout(experiment, plan), plan)
     assert trainer.unroll_layers
