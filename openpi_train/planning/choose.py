@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
 from openpi_train.nn.params import gatherings, merge_module
+from openpi_train.nn.shard import Gathering
 from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
@@ -83,7 +84,9 @@ def layout_cost(
     generation = max((generation_bytes(size, tensor_devices) for size in experiment.generation_sizes()), default=0)
 
     ways = gatherings(merge_module(cut.graphdef, {**cut.shapes.frozen, **cut.shapes.params}))
-    at_once = frozenset(state.shapes.params) - frozenset(ways)
+    at_once = frozenset({**state.shapes.frozen, **state.shapes.params}) - frozenset(ways)
+    # Of tables only rows are sent, and few.
+    fixed = {path: leaf for path, leaf in state.shapes.frozen.items() if ways.get(path) is not Gathering.BY_ROW}
 
     @functools.cache
     def step_memory(num_micros: int, later: frozenset[str] = frozenset(), over: frozenset[str] = frozenset()) -> Memory:
@@ -118,13 +121,13 @@ def layout_cost(
     def sent(num_micros: int, summed_bytes_per_row: float) -> list[Flow]:
         rows = experiment.batch_size * tensor_devices / machine.num_devices
         by_axes = {
-            **formula_by_axes(plan, state.shapes.params, dtype.itemsize, num_micros, at_once),
+            **formula_by_axes(plan, state.shapes.params, dtype.itemsize, num_micros, at_once, fixed),
             (TENSOR,): tensor_bytes(plan, summed_bytes_per_row, rows),
         }
         return flows(by_axes, plan.mesh, machine.devices_per_host)
 
     def beside_bytes(num_micros: int) -> float:
-        sizes = plan, state.shapes.params, dtype.itemsize, num_micros, at_once
+        sizes = plan, state.shapes.params, dtype.itemsize, num_micros, at_once, fixed
         return bytes_beside(*sizes, unrolled=experiment.unroll_layers is True)
 
     def beside(num_micros: int) -> list[Flow]:

@@ -6,6 +6,7 @@ W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next
 
 import dataclasses
 import math
+import types
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from openpi_train.sharding.strategy import Plan
 
 # jax's names of two collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -88,12 +90,17 @@ def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micr
 
 
 def formula_by_axes(
-    plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1, at_once: Container[str] = ()
+    plan: Plan,
+    params: Mapping[str, Any],
+    itemsize: int,
+    num_micros: int = 1,
+    at_once: Container[str] = (),
+    fixed: Mapping[str, Any] = NOTHING,
 ) -> dict[tuple[str, ...], float]:
     """`formula_bytes` by the mesh axes along which the bytes are sent.
 
     Parameters in `at_once` are whole before their module runs: gathered in float32, and once per micro-batch, where
-    layers that are gathered when they run are gathered for the backward pass again.
+    layers that are gathered when they run are gathered for the backward pass again. `fixed` ones have no gradients.
     """
     shards, replicas = plan.mesh.shape[FSDP], plan.mesh.shape[REPLICA]
     specs = {path: plan.spec("state", leaf, path) for path, leaf in params.items()}
@@ -105,6 +112,7 @@ def formula_by_axes(
     early = sum(size for path, size in sizes.items() if FSDP in specs[path] and path in at_once)
     gathers = 2 * num_micros if plan.cuts("copy") else 1
     gathered = gathers * itemsize * (cut - early) + (num_micros if plan.cuts("copy") else 1) * 4 * early
+    gathered += gathers * itemsize * _cut_size(plan, fixed)
     scatters = num_micros if plan.cuts("grads") else 1
     return {
         (FSDP,): _share(shards) * (gathered + scatters * 4 * cut),
@@ -119,23 +127,34 @@ def bytes_beside(
     itemsize: int,
     num_micros: int = 1,
     at_once: Container[str] = (),
+    fixed: Mapping[str, Any] = NOTHING,
     *,
     unrolled: bool = False,
 ) -> float:
     """The part of `formula_bytes` that is sent layer by layer, beside the products of other layers: gathers if layers
     are gathered when they run, and gradients if they are sharded as they arise (`training/devices.py`).
 
-    `unrolled`: layers are not in a loop, and then do both with one micro-batch, whatever the strategy cuts.
+    `fixed` parameters have no gradients. `unrolled`: layers are not in a loop, and then do both with one micro-batch,
+    whatever the strategy cuts.
     """
     by_layer = unrolled and num_micros == 1
     weights = 2 * num_micros if plan.cuts("copy") else by_layer
     gradients = num_micros if plan.cuts("grads") else by_layer
-    cut = sum(
-        math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
-        for path, leaf in params.items()
-        if path not in at_once and FSDP in (spec := plan.spec("state", leaf, path))
+    trained, others = (
+        _cut_size(plan, {path: leaf for path, leaf in leaves.items() if path not in at_once})
+        for leaves in (params, fixed)
     )
-    return _share(plan.mesh.shape[FSDP]) * (weights * itemsize + gradients * 4) * cut
+    sent = weights * itemsize * (trained + others) + gradients * 4 * trained
+    return _share(plan.mesh.shape[FSDP]) * sent
+
+
+def _cut_size(plan: Plan, leaves: Mapping[str, Any]) -> float:
+    """The elements of those of these parameters that the plan shards, of one device of a tensor group."""
+    return sum(
+        math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
+        for path, leaf in leaves.items()
+        if FSDP in (spec := plan.spec("state", leaf, path))
+    )
 
 
 def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:

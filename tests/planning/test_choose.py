@@ -13,7 +13,7 @@ from openpi_train.planning.device_limits import memory_bytes, total_bytes
 from openpi_train.planning.forecast import USABLE, Machine
 from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.memory import GIB, predict
-from openpi_train.planning.traffic import bytes_beside, formula_bytes
+from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.prepare import as_chosen, choose, policy_costs, whole_layout
@@ -68,6 +68,21 @@ def test_what_layers_send_while_others_run(strategy, micros, unrolled, each):
     params = {**weights(PI0), "early": jax.ShapeDtypeStruct((2**20, 16), jnp.float32)}
     sent = bytes_beside(plan(strategy, 8), params, 2, micros, {"early"}, unrolled=unrolled)
     assert sent == pytest.approx(each * PI0 * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micros", "each"), [("replicated", 1, 0), ("zero1", 2, 2), ("zero2", 2, 2), ("zero3", 2, 2 * (2 + 2))]
+)
+def test_fixed_weights_are_gathered_like_others_and_have_no_gradients_to_send(strategy, micros, each):
+    cut, trained = plan(strategy, 1 if strategy == "replicated" else 8), weights(16 * 1024)
+    fixed = {f"fixed/{path}": leaf for path, leaf in weights(PI0).items()}
+
+    def more(formula, **how):
+        return formula(cut, trained, 2, micros, (), fixed, **how) - formula(cut, trained, 2, micros, (), **how)
+
+    sent = more(lambda *sizes: sum(formula_by_axes(*sizes).values()))
+    assert sent == pytest.approx(each * PI0 * 7 / 8)
+    assert more(bytes_beside, unrolled=True) == pytest.approx(sent if strategy == "zero3" else 0)
 
 
 def given(strategy="auto", fsdp=None, tensor=1):
