@@ -4,8 +4,8 @@ Layers, loss, optimizer and augmentation are this project's. The step differs fr
 15a9616 does: every robot has three cameras (absent ones are black, masked pictures); the last layer is
 computed for all tokens; attention is einsum and softmax; prompts are padded to the model's limit; every update is
 applied without a NaN check. openpi also recomputes every layer in the backward pass (`remat` "full"), and its layers
-are a loop, as here. Other
-differences of openpi are not included: its modules, its loader, its compiler version, its three resamplings of images.
+are a loop, as here. Other differences of openpi are not included: its modules, its loader, its compiler version, its
+three resamplings of images.
 """
 
 import dataclasses

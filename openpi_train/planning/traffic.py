@@ -6,7 +6,6 @@ W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next
 
 import dataclasses
 import math
-import types
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from openpi_train.sharding.strategy import Plan
 
 # jax's names of two collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
-NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -95,7 +93,7 @@ def formula_by_axes(
     itemsize: int,
     num_micros: int = 1,
     at_once: Container[str] = (),
-    fixed: Mapping[str, Any] = NOTHING,
+    fixed: Mapping[str, Any] | None = None,
 ) -> dict[tuple[str, ...], float]:
     """`formula_bytes` by the mesh axes along which the bytes are sent.
 
@@ -103,16 +101,11 @@ def formula_by_axes(
     layers that are gathered when they run are gathered for the backward pass again. `fixed` ones have no gradients.
     """
     shards, replicas = plan.mesh.shape[FSDP], plan.mesh.shape[REPLICA]
-    specs = {path: plan.spec("state", leaf, path) for path, leaf in params.items()}
-    sizes = {
-        path: math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in specs[path] else 1)
-        for path, leaf in params.items()
-    }
-    cut, whole = (sum(size for path, size in sizes.items() if (FSDP in specs[path]) is one) for one in (True, False))
-    early = sum(size for path, size in sizes.items() if FSDP in specs[path] and path in at_once)
+    cut, whole = _sizes(plan, params)
+    early, _ = _sizes(plan, {path: leaf for path, leaf in params.items() if path in at_once})
     gathers = 2 * num_micros if plan.cuts("copy") else 1
     gathered = gathers * itemsize * (cut - early) + (num_micros if plan.cuts("copy") else 1) * 4 * early
-    gathered += gathers * itemsize * _cut_size(plan, fixed)
+    gathered += gathers * itemsize * _sizes(plan, fixed or {})[0]
     scatters = num_micros if plan.cuts("grads") else 1
     return {
         (FSDP,): _share(shards) * (gathered + scatters * 4 * cut),
@@ -127,7 +120,7 @@ def bytes_beside(
     itemsize: int,
     num_micros: int = 1,
     at_once: Container[str] = (),
-    fixed: Mapping[str, Any] = NOTHING,
+    fixed: Mapping[str, Any] | None = None,
     *,
     unrolled: bool = False,
 ) -> float:
@@ -141,20 +134,21 @@ def bytes_beside(
     weights = 2 * num_micros if plan.cuts("copy") else by_layer
     gradients = num_micros if plan.cuts("grads") else by_layer
     trained, others = (
-        _cut_size(plan, {path: leaf for path, leaf in leaves.items() if path not in at_once})
-        for leaves in (params, fixed)
+        _sizes(plan, {path: leaf for path, leaf in leaves.items() if path not in at_once})[0]
+        for leaves in (params, fixed or {})
     )
     sent = weights * itemsize * (trained + others) + gradients * 4 * trained
     return _share(plan.mesh.shape[FSDP]) * sent
 
 
-def _cut_size(plan: Plan, leaves: Mapping[str, Any]) -> float:
-    """The elements of those of these parameters that the plan shards, of one device of a tensor group."""
-    return sum(
-        math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
-        for path, leaf in leaves.items()
-        if FSDP in (spec := plan.spec("state", leaf, path))
-    )
+def _sizes(plan: Plan, leaves: Mapping[str, Any]) -> tuple[float, float]:
+    """The elements of the parameters that the plan shards, and of the others, of one device of a tensor group."""
+    cut = whole = 0.0
+    for path, leaf in leaves.items():
+        spec = plan.spec("state", leaf, path)
+        size = math.prod(leaf.shape) / (plan.mesh.shape[TENSOR] if TENSOR in spec else 1)
+        cut, whole = (cut + size, whole) if FSDP in spec else (cut, whole + size)
+    return cut, whole
 
 
 def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:

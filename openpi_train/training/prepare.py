@@ -155,7 +155,7 @@ def whole_layout(experiment: Experiment, whole: Plan) -> StateLayout:
 
 
 def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Trainer:
-    """The run's step under `plan`."""
+    """The run's step under `plan`. `--unroll-layers auto` is settled before (`as_chosen`), and else a loop."""
     schedule = _schedule(experiment)
     return Trainer(
         graphdef=layout.graphdef,

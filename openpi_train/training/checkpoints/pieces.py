@@ -117,11 +117,12 @@ def _pinned(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """
     copies, room = {}, _pinned_limit()
     for name, array in arrays.items():
+        if _is_in_host_memory(array):
+            continue
         room -= array.nbytes
         if room < 0:
             break
-        if not _is_in_host_memory(array):
-            copies[name] = array
+        copies[name] = array
     try:
         pinned = {name: array.sharding.with_memory_kind("pinned_host") for name, array in copies.items()}
         return jax.block_until_ready(jax.device_put(copies, pinned))
