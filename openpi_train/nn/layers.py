@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from openpi_train.nn.params import FIXED, UNROLLED
-from openpi_train.nn.shard import Gathering, is_shard, whole
+from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
 
 # What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
 # attention; inputs and outputs of attention; nothing. Each stores less than the one before and recomputes more.
@@ -210,12 +210,23 @@ def _first_and_later(x: Array) -> tuple[Array, Array]:
 
 
 def _with_copies(layer: Any) -> Any:
-    """A layer's parameters with copies of the shards that are kept for the backward pass."""
+    """A layer's parameters with copies of the shards that are kept for the backward pass, entry by entry where products
+    read them so."""
 
     def with_copy(leaf: Any) -> Any:
-        return leaf.with_copy(jax.lax.stop_gradient(leaf.whole())) if is_shard(leaf) and leaf.is_kept else leaf
+        value = leaf.get_value() if _is_variable(leaf) else None
+        if not isinstance(value, Shard) or not value.is_kept:
+            return leaf
+        entries = _entries(leaf)
+        copy = value.whole() if entries is None else tuple(entry.whole() for entry in entries)
+        return leaf.replace(value.with_copy(jax.lax.stop_gradient(copy)))
 
-    return jax.tree.map(with_copy, layer, is_leaf=is_shard)
+    return jax.tree.map(with_copy, layer, is_leaf=_is_variable)
+
+
+def _entries(variable: nnx.Variable) -> tuple[Shard, ...] | None:
+    """The shards of a weight of which a product reads one entry of the first axis (metadata `by_entry`)."""
+    return variable.get_value().entries if variable.get_metadata("by_entry", False) else None
 
 
 def _is_unrolled(params: Any) -> bool:
@@ -234,7 +245,7 @@ def _gathered(layer_params: Any) -> Any:
         value = variable.get_value()
         if not is_shard(value):
             return variable
-        entries = value.entries if variable.get_metadata("by_entry", False) else None
+        entries = _entries(variable)
         if entries is None:
             return variable.replace(value.whole(wide=True))
         return variable.replace(tuple(entry.whole(wide=True) for entry in entries))

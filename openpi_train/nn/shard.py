@@ -1,9 +1,10 @@
 """A sharded parameter that is gathered when it is used.
 
 For use inside `jax.shard_map`, so that communication is explicit and not chosen by the compiler: the part is sent in
-the compute dtype, and its gradient is reduce-scattered in float32 (ZeRO stage 3, Rajbhandari et
-al. 2020). Also the communication in a tensor group, whose devices compute different heads of the same rows: `spread`
-and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and `training/devices.py`.
+the compute dtype, and its gradient is reduce-scattered in the type of the plan, float32 or bfloat16 (ZeRO stage 3,
+Rajbhandari et al. 2020). Also the communication in a tensor group, whose devices compute different heads of the same
+rows: `spread` and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and
+`training/devices.py`.
 """
 
 import dataclasses
@@ -37,9 +38,9 @@ class Shard:
     """This device's `part` of an array that is sharded along `dim` (counted from the last, -1) over the mesh axis
     `axis`.
 
-    `dtype` is the type of the gathered array. `copy` is the whole array, if the device has it: then nothing
-    is gathered, but the gradient is still reduce-scattered where it arises (ZeRO stage 2). `gathering` says how
-    the module that reads it gathers it; None: it does not.
+    `dtype` is the type of the gathered array. `copy` is the whole array, or a tuple of its `entries`, if the device
+    has it: then nothing is gathered, but the gradient is still reduce-scattered where it arises (ZeRO stage 2).
+    `gathering` says how the module that reads it gathers it; None: it does not.
     """
 
     part: Any
@@ -50,6 +51,8 @@ class Shard:
     gathering: Gathering | None = dataclasses.field(default=None, metadata=_STATIC)
     # Whether a layer, once gathered, stays for the backward pass.
     is_kept: bool = dataclasses.field(default=False, metadata=_STATIC)
+    # The type in which gradients are sent and summed.
+    reduce_dtype: Any = dataclasses.field(default=jnp.float32, metadata=_STATIC)
     # The shape of a layer, if `part` has consecutive entries of every layer of a stack.
     layer: tuple[int, ...] | None = dataclasses.field(default=None, metadata=_STATIC)
 
@@ -62,10 +65,11 @@ class Shard:
         """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none.
 
         `wide`: the result has the type of `part`, though the precision of `dtype`, and so has its gradient: what
-        narrows the array again at once (`products.py: product`) then need not round the gradient.
+        narrows the array again at once (`products.py: product`) then need not round the gradient, unless it is rounded
+        to be sent.
         """
         dim = self.part.ndim + self.dim
-        dtype = self.part.dtype if wide else self.dtype
+        dtype = self.part.dtype if wide and self.reduce_dtype == jnp.float32 else self.dtype
 
         @jax.named_scope("gather")
         def gather(_, part: Array) -> Array:
@@ -75,10 +79,10 @@ class Shard:
 
         @jax.named_scope("reduce")
         def scatter(_, gradient: Array) -> Array:
-            wide = gradient.astype(self.part.dtype)
+            sent = gradient.astype(self.reduce_dtype)
             if self.layer is not None:
-                wide = _filled(wide.reshape(-1), jax.lax.axis_size(self.axis))
-            return jax.lax.psum_scatter(wide, self.axis, scatter_dimension=dim, tiled=True)
+                sent = _filled(sent.reshape(-1), jax.lax.axis_size(self.axis))
+            return jax.lax.psum_scatter(sent, self.axis, scatter_dimension=dim, tiled=True).astype(self.part.dtype)
 
         if self.copy is None:
             return jax.custom_derivatives.linear_call(gather, scatter, (), self.part)
@@ -96,8 +100,8 @@ class Shard:
             dataclasses.replace(self, part=part, copy=copy) for part, copy in zip(self.part, copies, strict=True)
         )
 
-    def with_copy(self, copy: Array | None) -> "Shard":
-        """The same part, with the whole array available."""
+    def with_copy(self, copy: Array | tuple[Array, ...] | None) -> "Shard":
+        """The same part, with the whole array available, or its `entries`."""
         return dataclasses.replace(self, copy=copy)
 
     @jax.named_scope("share_layers")

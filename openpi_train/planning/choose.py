@@ -62,7 +62,7 @@ def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_d
     """The plan for devices that need not be present."""
     sharding = experiment.sharding
     mesh = planned_mesh(fsdp_devices, num_devices, sharding.tensor_devices)
-    return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
+    return sharding.plan(mesh, strategy)
 
 
 def layout_cost(

@@ -9,14 +9,17 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
 from openpi_train.planning.jaxprs import bodies, turns
 from openpi_train.planning.live_bytes import SizeOf
 from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.sharding.strategy import Plan
 
-# jax's names of two collectives in a traced program.
-_KIND_OF = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
+# jax's names of collectives in a traced program.
+_KIND_OF = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_KIND_OF |= {"psum": "all-reduce", "psum_invariant": "all-reduce"}
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -81,8 +84,9 @@ def collective(instruction: HloInstruction, num_devices: int, times: int = 1) ->
 def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1) -> float:
     """Bytes that a step with these trainable parameters (or their shapes) must send under the plan's strategy.
 
-    Gradients are float32, gathered parameters `itemsize` bytes wide (ZeRO: Rajbhandari et al. 2020, section 7).
-    Devices of a tensor group send different parameters; the traffic inside the group is `tensor_bytes`.
+    Gradients are of the plan's `reduce_dtype`, gathered parameters `itemsize` bytes wide (ZeRO: Rajbhandari et al.
+    2020, section 7). Devices of a tensor group send different parameters; the traffic inside the group is
+    `tensor_bytes`.
     """
     return sum(formula_by_axes(plan, params, itemsize, num_micros).values())
 
@@ -107,10 +111,11 @@ def formula_by_axes(
     gathered = gathers * itemsize * (cut - early) + (num_micros if plan.cuts("copy") else 1) * 4 * early
     gathered += gathers * itemsize * _sizes(plan, fixed or {})[0]
     scatters = num_micros if plan.cuts("grads") else 1
+    summed = np.dtype(plan.reduce_dtype).itemsize
     return {
-        (FSDP,): _share(shards) * (gathered + scatters * 4 * cut),
-        (REPLICA,): _share(replicas) * 2 * 4 * cut / shards,
-        (REPLICA, FSDP): _share(shards * replicas) * 2 * 4 * whole,
+        (FSDP,): _share(shards) * (gathered + scatters * summed * cut),
+        (REPLICA,): _share(replicas) * 2 * summed * cut / shards,
+        (REPLICA, FSDP): _share(shards * replicas) * 2 * summed * whole,
     }
 
 
@@ -137,7 +142,7 @@ def bytes_beside(
         _sizes(plan, {path: leaf for path, leaf in leaves.items() if path not in at_once})[0]
         for leaves in (params, fixed or {})
     )
-    sent = weights * itemsize * (trained + others) + gradients * 4 * trained
+    sent = weights * itemsize * (trained + others) + gradients * np.dtype(plan.reduce_dtype).itemsize * trained
     return _share(plan.mesh.shape[FSDP]) * sent
 
 

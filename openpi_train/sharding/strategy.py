@@ -42,6 +42,8 @@ ON_HOST: Mapping[Offload, frozenset[str]] = {
     "optimizer": frozenset({"opt_state"}),
     "optimizer+ema": frozenset({"opt_state", "ema"}),
 }
+# The type in which devices send gradients and sum them.
+ReduceDtype = Literal["float32", "bfloat16"]
 # jax's names for a device's own memory, and for host memory that the device accesses directly.
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
 
@@ -61,6 +63,18 @@ class ShardingConfig:
     tensor_devices: int = at_least(1, 1)
     # What is kept in host memory between steps: the optimizer's moments, or also the average of the parameters.
     offload: Offload = "none"
+    # The type in which devices send gradients and sum them; bfloat16 sends half as much, and rounds every sum.
+    reduce_dtype: ReduceDtype = "float32"
+
+    def plan(self, mesh: Mesh | AbstractMesh, strategy: Strategy) -> "Plan":
+        """The plan of these settings for a mesh, under the strategy that was chosen."""
+        return Plan(
+            mesh=mesh,
+            strategy=strategy,
+            min_shard_mib=self.min_shard_mib,
+            offload=self.offload,
+            reduce_dtype=self.reduce_dtype,
+        )
 
 
 def shard_dim(
@@ -86,6 +100,7 @@ class Plan:
     strategy: Strategy
     min_shard_mib: float = 4.0
     offload: Offload = "none"
+    reduce_dtype: ReduceDtype = "float32"
 
     @property
     def real_mesh(self) -> Mesh:

@@ -135,12 +135,8 @@ class Training:
         layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
         chosen = choose(experiment, layout, machine, batch_spec)
         experiment = as_chosen(experiment, chosen)
-        plan = Plan(
-            mesh=make_mesh(chosen.layout.fsdp_devices, devices, sharding.tensor_devices),
-            strategy=chosen.layout.strategy,
-            min_shard_mib=sharding.min_shard_mib,
-            offload=sharding.offload,
-        )
+        mesh = make_mesh(chosen.layout.fsdp_devices, devices, sharding.tensor_devices)
+        plan = sharding.plan(mesh, chosen.layout.strategy)
         layout = layout.of(experiment.model)
         return cls(
             experiment=experiment,

@@ -129,7 +129,7 @@ class Devices:
             grads, metrics = self._over_micros(share, batch, num_micros)
             grads = self._cut(grads, specs)
             parts = {path: grad.part if isinstance(grad, Shard) else grad for path, grad in grads.items()}
-            return {path: self._sum(part, specs[path]) for path, part in parts.items()}, self._sum(metrics)
+            return {path: self._sum_gradient(part, specs[path]) for path, part in parts.items()}, self._sum(metrics)
 
         out_specs = {path: specs[path] for path in params}, REPLICATED
         return self._run(on_device, specs, out_specs, {**frozen, **params}, batch, rest)
@@ -189,7 +189,8 @@ class Devices:
         is_weight = way is Gathering.BY_LAYER and leaf.ndim > 2  # layers read vectors (norms, biases) in float32
         if way is Gathering.BY_ROW and dim != 0:  # a device has no whole rows to send
             way = None
-        return Shard(leaf, dim - leaf.ndim, FSDP, self.dtype if is_weight else leaf.dtype, gathering=way)
+        dtype = self.dtype if is_weight else leaf.dtype
+        return Shard(leaf, dim - leaf.ndim, FSDP, dtype, gathering=way, reduce_dtype=self._reduce_dtype)
 
     def _cut(self, grads: Mapping[str, Any], specs: Specs) -> dict[str, Any]:
         """The gradients, as shards for sharded parameters, summed over the devices that share a copy if not yet
@@ -199,8 +200,9 @@ class Devices:
             if isinstance(grad, Shard) or FSDP not in spec:
                 return grad
             dim = spec.index(FSDP)
-            part = jax.lax.psum_scatter(grad.astype(jnp.float32), FSDP, scatter_dimension=dim, tiled=True)
-            return Shard(part, dim - grad.ndim, FSDP, jnp.float32)
+            sent = grad.astype(self._reduce_dtype)
+            part = jax.lax.psum_scatter(sent, FSDP, scatter_dimension=dim, tiled=True)
+            return Shard(part.astype(jnp.float32), dim - grad.ndim, FSDP, jnp.float32)
 
         return {path: cut(grad, specs[path]) for path, grad in grads.items()}
 
@@ -218,10 +220,20 @@ class Devices:
         """The same value, typed as possibly different between the rows' devices."""
         return _varying(x, tuple(axis for axis in self._axes if axis not in spec))
 
-    def _sum(self, shares: Any, spec: PartitionSpec = REPLICATED) -> Any:
-        """The sum over the rows' devices, except over the axes in `spec`, over which it is sharded."""
+    def _sum(self, shares: Any) -> Any:
+        """The sum over the rows' devices."""
+        return jax.lax.psum(shares, self._axes) if self._axes else shares
+
+    def _sum_gradient(self, share: Any, spec: PartitionSpec) -> Any:
+        """The sum over the rows' devices in the type of the plan, except over the axes in `spec`, over which the
+        gradient is sharded."""
         axes = tuple(axis for axis in self._axes if axis not in spec)
-        return jax.lax.psum(shares, axes) if axes else shares
+        return jax.lax.psum(share.astype(self._reduce_dtype), axes).astype(jnp.float32) if axes else share
+
+    @property
+    def _reduce_dtype(self) -> Any:
+        """The type in which gradients are sent and summed."""
+        return jnp.dtype(self.plan.reduce_dtype)
 
 
 def _micros(batch: Any, num_micros: int) -> Any:

@@ -294,7 +294,7 @@ def make_plan(experiment: Experiment, strategy: Strategy, fsdp_devices: int) -> 
     """The plan for these devices under a strategy that shards over `fsdp_devices` of them."""
     sharding = experiment.sharding
     mesh = make_mesh(fsdp_devices, tensor_devices=sharding.tensor_devices)
-    return Plan(mesh=mesh, strategy=strategy, min_shard_mib=sharding.min_shard_mib, offload=sharding.offload)
+    return sharding.plan(mesh, strategy)
 
 
 def check_host_memory(offload: str) -> None:

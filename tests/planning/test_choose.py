@@ -53,6 +53,17 @@ def test_traffic_of_pi0_is_that_of_the_formula(strategy, shards, micros, gigabyt
 
 
 @pytest.mark.parametrize(
+    ("strategy", "shards", "gigabytes"),
+    [("replicated", 1, 11.33), ("zero1", 8, 11.33), ("zero3", 8, 17.0), ("hsdp", 4, 14.57 + 1.62)],
+)
+def test_gradients_in_bfloat16_are_half_as_much(strategy, shards, gigabytes):
+    narrow = dataclasses.replace(plan(strategy, shards), reduce_dtype="bfloat16")
+    assert formula_bytes(narrow, weights(PI0), 2) / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+    beside = bytes_beside(narrow, weights(PI0), 2)
+    assert beside == (formula_by_axes(narrow, weights(PI0), 2)["fsdp",] if narrow.cuts("grads") else 0)
+
+
+@pytest.mark.parametrize(
     ("strategy", "micros", "unrolled", "each"),
     [  # bytes of a parameter: gathered in bfloat16, and its gradient in float32
         ("zero1", 1, False, 0),

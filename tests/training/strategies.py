@@ -29,9 +29,9 @@ CASES = tuple(itertools.product(LAYOUTS, (1, 4)))
 SOME = tuple(zip(LAYOUTS, itertools.cycle((1, 4)), strict=False))
 
 
-def prepare(config, strategy: str, fsdp: int, accum: int, devices=None, unrolled: bool = False):
+def prepare(config, strategy: str, fsdp: int, accum: int, devices=None, unrolled: bool = False, sums: str = "float32"):
     """Trainer and state layout."""
-    plan = Plan(mesh=make_mesh(fsdp, devices), strategy=strategy, min_shard_mib=0)
+    plan = Plan(mesh=make_mesh(fsdp, devices), strategy=strategy, min_shard_mib=0, reduce_dtype=sums)
     schedule = LRSchedule(warmup_steps=1, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
     trainer, layout = make_trainer(config, plan, AdamW(), schedule, accum=accum)
     return dataclasses.replace(trainer, unroll_layers=unrolled), layout

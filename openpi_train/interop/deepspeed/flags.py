@@ -115,6 +115,7 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
     _zero(file)
     _offload(file)
     _precision(file)
+    _sums(file)
     _optimizer(file)
     _schedule(file)
     _others(file)
@@ -216,6 +217,18 @@ def _precision(file: ConfigFile) -> None:
         file.flag("model.dtype", dtype, "fp16.enabled", f"{bf16}.enabled")
     for section in ("fp16", bf16):
         file.note_all(section, "no effect given the rest of its section")
+
+
+def _sums(file: ConfigFile) -> None:
+    key, older_key = "communication_data_type", "fp32_allreduce"
+    known = {None: None, "fp32": "float32", "bf16": "bfloat16", "fp16": None}
+    dtype = file.text(key)
+    if dtype not in known:
+        raise UsageError(f"{key} is {dtype!r}; allowed: fp32, fp16, bf16")
+    file.flag("sharding.reduce-dtype", known[dtype], key)
+    if dtype == "fp16":
+        file.note("gradients are not summed in float16, in which sums overflow", key)
+    file.note("gradients are summed in float32 unless --sharding.reduce-dtype says otherwise", older_key)
 
 
 def _loss_scale(file: ConfigFile) -> None:

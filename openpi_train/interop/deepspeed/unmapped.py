@@ -62,7 +62,6 @@ _KEYS: Mapping[str, str] = {
     "NVIDIA Apex is for torch; --model.dtype sets the compute dtype": "amp",
     "--model.dtype sets the compute dtype": "torch_autocast",
     "gradients are accumulated in float32": "data_types",
-    "gradients are communicated in the dtype of accumulation": "communication_data_type fp32_allreduce",
     "there is no sequence parallelism": "seq_parallel_communication_data_type sequence_parallel_size",
     "weight decay is decoupled": "optimizer.params.adam_w_mode",
     "moments are always bias-corrected": "optimizer.params.bias_correction",
