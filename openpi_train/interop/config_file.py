@@ -67,6 +67,7 @@ class ConfigFile:
         self._asked.add(key)
         value = self.values.get(key)
         if value is None:
+            self.note(f"null: {self._owner}'s default", key)
             return default
         if value == self._open_word:
             self.note(f"{value}: the experiment's own value", key)

@@ -65,11 +65,11 @@ class Shard:
         """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none.
 
         `wide`: the result has the type of `part`, though the precision of `dtype`, and so has its gradient: what
-        narrows the array again at once (`products.py: product`) then need not round the gradient, unless it is rounded
-        to be sent.
+        narrows the array again at once (`products.py: product`) then need not round the gradient, unless that is sent
+        in `dtype`.
         """
         dim = self.part.ndim + self.dim
-        dtype = self.part.dtype if wide and self.reduce_dtype == jnp.float32 else self.dtype
+        dtype = self.part.dtype if wide and self.reduce_dtype != self.dtype else self.dtype
 
         @jax.named_scope("gather")
         def gather(_, part: Array) -> Array:

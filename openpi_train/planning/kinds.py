@@ -12,7 +12,7 @@ from openpi_train.runtime.exits import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """A kind of device. `reported` is a pattern for jax's `device_kind`.
+    """A kind of device. `reported` is a pattern for whole words of jax's `device_kind`.
 
     `peak_tflops` is the dense bfloat16 peak with float32 sums, `memory_gb_s` what one device reads from its memory at
     most, `link_gb_s` what it sends at most, GB/s.
@@ -77,12 +77,12 @@ KINDS = (
     _kind("a100-40gb", r"A100.*40GB", (40.0, 1555), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet"),
     _kind("a100", r"A100", (80.0, 2039), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet (1758950)"),
     _kind("l40s", r"L40S", (45.0, 864), 362, _PCIE_4, "L40S data sheet"),
-    _kind("a40", r"A40\b", (45.0, 696), 150, _PCIE_4, "A40 data sheet"),
+    _kind("a40", r"A40", (45.0, 696), 150, _PCIE_4, "A40 data sheet"),
     _kind("rtx6000-ada", r"RTX 6000 Ada", (48.0, 960), 364, _PCIE_4, "RTX 6000 Ada Generation data sheet"),
     _kind("a6000", r"A6000", (48.0, 768), 155, _PCIE_4, "RTX A6000 data sheet"),
-    _kind("rtx5090", r"5090", (31.8, 1792), 210, _PCIE_5, "RTX Blackwell GPU Architecture, appendix"),
-    _kind("rtx4090", r"4090", (24.0, 1008), 165, _PCIE_4, "Ada GPU Architecture v2, appendix A"),
-    _kind("rtx3090", r"3090", (24.0, 936), 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
+    _kind("rtx5090", r"(RTX)?5090", (31.8, 1792), 210, _PCIE_5, "RTX Blackwell GPU Architecture, appendix"),
+    _kind("rtx4090", r"(RTX)?4090", (24.0, 1008), 165, _PCIE_4, "Ada GPU Architecture v2, appendix A"),
+    _kind("rtx3090", r"(RTX)?3090", (24.0, 936), 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
 )
 
 # All others (such as a CPU): assumed to have an H100's ratio of compute to bandwidth, so that candidates can be
@@ -103,7 +103,7 @@ def product_rate(item_bytes: float) -> float:
 
 def kind_of(device_kind: str) -> DeviceKind:
     """The kind with this `device_kind` in jax, or `UNKNOWN`."""
-    return next((kind for kind in KINDS if re.search(kind.reported, device_kind, re.IGNORECASE)), UNKNOWN)
+    return next((kind for kind in KINDS if re.search(rf"\b{kind.reported}\b", device_kind, re.IGNORECASE)), UNKNOWN)
 
 
 def find_kind(text: str) -> DeviceKind:
@@ -119,7 +119,7 @@ def find_kind(text: str) -> DeviceKind:
     guess = f"did you mean {by_plain[close[0]].name}? " if close else ""
     names = ", ".join(kind.name for kind in KINDS)
     raise UsageError(
-        f"--device-kind {text!r} is unknown; {guess}Known: {names}. For another one take the nearest, with --device-gib"
+        f"--device-kind {text!r} is unknown; {guess}Kinds: {names}. For another take the nearest, with --device-gib"
     )
 
 

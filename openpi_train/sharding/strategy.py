@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from openpi_train.fields import at_least
+from openpi_train.fields import at_least, setting
 from openpi_train.sharding.mesh import FSDP, TENSOR, batch_sharding, replicated
 from openpi_train.sharding.tensor import tensor_dim
 
@@ -64,7 +64,7 @@ class ShardingConfig:
     # What is kept in host memory between steps: the optimizer's moments, or also the average of the parameters.
     offload: Offload = "none"
     # The type in which devices send gradients and sum them; bfloat16 sends half as much, and rounds every sum.
-    reduce_dtype: ReduceDtype = "float32"
+    reduce_dtype: ReduceDtype = setting("float32", on_resume="warn")
 
     def plan(self, mesh: Mesh | AbstractMesh, strategy: Strategy) -> "Plan":
         """The plan of these settings for a mesh, under the strategy that was chosen."""

@@ -28,6 +28,8 @@ from openpi_train.tools.requests import CompileRequest
 
 def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> int:
     """Compile and print the account. Raises UsageError for conflicting flags."""
+    if request.dump is not None:
+        request.dump.parent.mkdir(parents=True, exist_ok=True)
     chosen, compiled, found = compiled_program(experiment, machine, request)
     if request.dump is not None:
         request.dump.write_text(compiled.as_text())

@@ -204,7 +204,7 @@ def test_devices_of_a_tensor_group_have_the_same_rows():
         ({"fp16.enabled": "auto"}, "--sharding", "--model.dtype"),
         ({"fp16.loss_scale": 128}, "--loss-scaling.initial 128.0 --loss-scaling.minimum 128.0", "interval 1000"),
         ({"fp16": None, "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "--optimizer.moment-dtype", "fp16"),
-        ({"communication_data_type": "bf16"}, "--sharding.reduce-dtype bfloat16", "float32"),
+        ({"communication_data_type": "BF16"}, "--sharding.reduce-dtype bfloat16", "float32"),
         ({"communication_data_type": "fp32", "fp32_allreduce": True}, "--sharding.reduce-dtype float32", "bfloat16"),
         ({"communication_data_type": "fp16"}, "--sharding.strategy", "--sharding.reduce-dtype"),
         ({"gradient_clipping": 0}, "--optimizer.clip-gradient-norm 1000000000.0", "norm 1.0"),
@@ -225,6 +225,13 @@ def test_other_keys_become_flags(changes, words, absent):
 
 
 @pytest.mark.slow
+def test_null_is_deepspeeds_default():
+    given = {"train_batch_size": 32, "communication_data_type": None, "gradient_clipping": None}
+    found = translate(given, 1)
+    assert found.command_line == translate({"train_batch_size": 32}, 1).command_line
+    assert sum("null: DeepSpeed's default" in line for line in found.lines) == 2
+
+
 def test_schedules_are_deepspeeds(tmp_path):
     """The formulas of its `lr_schedules.py`; its cosine ends one step earlier."""
     warm = {"warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 110}

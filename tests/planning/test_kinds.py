@@ -43,6 +43,13 @@ def test_an_unknown_kind_is_refused_with_the_closest_and_all_that_there_are():
     assert all(kind.name in text for kind in KINDS)
 
 
+@pytest.mark.parametrize("name", ["h1000", "NVIDIA RTX A1000", "NVIDIA A400", "B2000"])
+def test_a_kind_whose_name_contains_another_is_not_that_one(name):
+    assert kind_of(name) is UNKNOWN
+    with pytest.raises(UsageError, match="is unknown"):
+        find_kind(name)
+
+
 def test_every_row_is_whole_and_found_by_its_own_name():
     for kind in KINDS:
         assert min(kind.memory_gib, kind.memory_gb_s, kind.peak_tflops, kind.link_gb_s) > 0 and kind.source

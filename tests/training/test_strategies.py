@@ -218,6 +218,17 @@ def test_a_device_sends_its_gradients_in_the_type_of_the_plan(layout, accum, unr
         np.testing.assert_array_equal(gradient, 8.0 if sums == "bfloat16" else 8.0 * (1 + 2.0**-12), err_msg=path)
 
 
+@pytest.mark.parametrize("layout", [("zero1", 8), ("zero2", 8), ("zero3", 8), ("hsdp", 4)], ids=str)
+def test_gradients_in_bfloat16_have_its_range_where_layers_compute_in_float16(layout):
+    strategy, fsdp = layout
+    plan = Plan(mesh=make_mesh(fsdp, jax.devices()[:8]), strategy=strategy, min_shard_mib=0, reduce_dtype="bfloat16")
+    run, params = gradient_of_scaled(plan, "float16", unrolled=True)
+    with jax.set_mesh(plan.real_mesh):
+        found = run(params, np.full(8, 2.0**17, np.float32))
+    for path, gradient in found.items():
+        np.testing.assert_array_equal(gradient, 2.0**20, err_msg=path)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_unrolled_layers_gather_each_entry_that_products_read_by_itself(strategy):
     """Otherwise each is copied out of what was gathered: 4 ms of full pi0's step on 8 H100."""

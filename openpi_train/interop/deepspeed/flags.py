@@ -222,9 +222,10 @@ def _precision(file: ConfigFile) -> None:
 def _sums(file: ConfigFile) -> None:
     key, older_key = "communication_data_type", "fp32_allreduce"
     known = {None: None, "fp32": "float32", "bf16": "bfloat16", "fp16": None}
-    dtype = file.text(key)
+    given = file.text(key)
+    dtype = given and given.lower()  # as DeepSpeed reads it
     if dtype not in known:
-        raise UsageError(f"{key} is {dtype!r}; allowed: fp32, fp16, bf16")
+        raise UsageError(f"{key} is {given!r}; allowed: fp32, fp16, bf16")
     file.flag("sharding.reduce-dtype", known[dtype], key)
     if dtype == "fp16":
         file.note("gradients are not summed in float16, in which sums overflow", key)

@@ -165,5 +165,5 @@ def target_of(kind: DeviceKind) -> GpuTarget:
     names = ", ".join(target.kind for target in TARGETS)
     raise UsageError(
         f"there is no description of {kind.name} for XLA's GPU compiler; there are {names}. Take the nearest, with "
-        "--device-gib, or --compiler cpu"
+        "--device-gib, or `plan --compiler cpu`"
     )
