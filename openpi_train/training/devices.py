@@ -233,7 +233,7 @@ class Devices:
     @property
     def _reduce_dtype(self) -> Any:
         """The type in which gradients are sent and summed."""
-        return jnp.dtype(self.plan.reduce_dtype)
+        return jnp.dtype(getattr(jnp, self.plan.reduce_dtype))
 
 
 def _micros(batch: Any, num_micros: int) -> Any:
