@@ -67,7 +67,7 @@ _PCIE_5, _PCIE_4 = ("PCIe 5.0 x16", 63.0), ("PCIe 4.0 x16", 31.5)
 # are NVIDIA's, from the named document; if it gives peaks with sparsity, half of that. The first matching row counts.
 # Bridges between pairs of cards (H100 NVL, A6000, 3090) are not counted: a ring over more than two goes through PCIe.
 KINDS = (
-    _kind("b200", r"B200", (179.0, 8000), 2250, _NVLINK_5, "HGX B200 data sheet"),
+    _kind("b200", r"G?B200", (179.0, 8000), 2250, _NVLINK_5, "HGX B200 data sheet"),
     _kind("gh200", r"GH200", (95.6, 4000), 989, _NVLINK_4, "GH200 Grace Hopper Superchip data sheet"),
     _kind("h200", r"H200", (140.4, 4800), 989, _NVLINK_4, "H200 Tensor Core GPU data sheet"),
     _kind("h100-nvl", r"H100.*NVL", (93.6, 3900), 835, _PCIE_5, "H100 NVL GPU product brief"),

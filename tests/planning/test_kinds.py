@@ -20,6 +20,7 @@ from openpi_train.runtime.exits import UsageError
         ("4090", "rtx4090"),
         # What drivers report.
         ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "b200"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 NVL", "h100-nvl"),
