@@ -3,6 +3,7 @@
 Read next: `attention.py`, then `siglip.py` and `gemma.py`, which use these.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -129,27 +130,57 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     there. Left to itself XLA puts the products for gradients of weights off, and keeps what they read, and sums most
     gradients over the devices at the end of the step (jaxlib 0.10.2).
 
+    Layers read their shards from the stack: of its parts, which the backward pass keeps, XLA would make copies, in
+    float32 and in the order in which they are gathered.
+
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
     the batch last in those of a SigLIP and transposes between its products.
     """
 
+    def read(index: Any, carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+        return step(carry, _read_shards(layers, index, layer), extra)
+
     # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
-    recomputed = _recomputed(step, remat, fetches, prevent_cse=True)
+    recomputed = _recomputed(read, remat, fetches, prevent_cse=True)
 
     def turn(state: Any, inputs: Any) -> Any:
-        (carry, layer), (following, extra) = state, inputs
+        (carry, layer), (index, following, extra) = state, inputs
         # Those that are fixed do not pass: the function would give them gradients, of zeros.
         trained = jax.tree.map(lambda leaf: None if _is_fixed(leaf) else leaf, following, is_leaf=_is_variable)
         carry, trained = _with_gradients_at_once((jax.tree.map(_in_order, carry), trained))
         following = jax.tree.map(
             lambda one, given: given if one is None else one, trained, following, is_leaf=_is_variable_or_none
         )
-        carry, output = recomputed(carry, _with_copies(layer), extra)
+        carry, output = recomputed(index, carry, _with_copies(layer), extra)
         return (carry, following), output
 
     first, later = jax.tree.transpose(jax.tree.structure(layers), None, jax.tree.map(_first_and_later, layers))
-    (carry, last), outputs = jax.lax.scan(turn, (carry, first), (later, per_layer), unroll=True)
+    indices = jnp.arange(len(jax.tree.leaves(later)[0]))
+    (carry, last), outputs = jax.lax.scan(turn, (carry, first), (indices, later, per_layer), unroll=True)
     return carry, outputs, last
+
+
+def _read_shards(stack: Any, index: Any, layer: Any) -> Any:
+    """The parameters of the layer with this index; shards that are gathered again in the backward pass are read from
+    the stack, with gradients to the layer's own."""
+
+    def read(one: Any, of_all: Any) -> Any:
+        value = one.get_value() if _is_variable(one) else None
+        if not isinstance(value, Shard) or value.is_kept:
+            return one
+        return one.replace(dataclasses.replace(value, part=_read_entry(of_all.get_value().part, index, value.part)))
+
+    return jax.tree.map(read, layer, stack, is_leaf=_is_variable)
+
+
+def _entry(stack: Array, index: Array, entry: Array) -> Array:
+    """The entry of a stack with this index, which is `entry` and gets the gradient."""
+    del entry
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+_read_entry = jax.custom_vjp(_entry)
+_read_entry.defvjp(lambda *inputs: (_entry(*inputs), None), lambda _, gradient: (None, None, gradient))
 
 
 @jax.custom_vjp

@@ -107,6 +107,17 @@ def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stac
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+def test_one_layer_can_be_unrolled(remat):
+    one = stack_layers(Layer, 1, nnx.Rngs(0))
+
+    def run(stacked, x):
+        return scan_layers(stacked, body, x, jnp.arange(1.0), remat=remat)[0].sum()
+
+    looped, unrolled = (value_and_gradient(one, run, unrolled=unrolled)[1] for unrolled in (False, True))
+    jax.tree.map(assert_rounded_otherwise, looped, unrolled)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_and_not_for_its_own(stacked, remat):
     graph, params = nnx.split(stacked)
 
