@@ -97,13 +97,15 @@ dist:
 	$(DIST)/bin/python scripts/build_dist.py $(DIST_FLAGS)
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
-# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. GPU_SETS: attention, strategies, layers, flags, sampling, programs, families.
+# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. All sets take two cores about an hour and a half;
+# GPU_SETS=attention takes six minutes.
 GPU := .venv-gpu
-GPU_SETS ?= attention
+GPU_SETS ?= attention strategies layers flags sampling programs families
+GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
-	$(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --json $(GPU)/gpu_compile.json
+	$(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --processes $(GPU_COMPILATIONS) --json $(GPU)/gpu_compile.json
 
 # What a GPU says, in pieces of less than ten minutes each (docs/benchmarks.md); tables and traces go to $(GPU_OUT). Without
 # a network: GPU_PYTHON=python3, of an environment that has what pyproject.toml names. A piece that fails does not keep

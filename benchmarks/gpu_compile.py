@@ -5,6 +5,7 @@ by the verb `compile`. Nothing is run, and no figure is a speed. Read next: `pla
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -175,6 +176,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_compile", description=__doc__)
     parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=["attention"], help="which steps to compile")
     parser.add_argument("--device-kind", default="h100")
+    parser.add_argument("--processes", type=int, default=1, help="compile so many steps at a time (5 GB each)")
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     return parser.parse_args(argv)
 
@@ -192,8 +194,7 @@ def main(argv: Sequence[str]) -> list[Table]:
             continue
         rows: list[list[Cell]] = []
         problems: list[str] = []
-        for case in cases:
-            found, problem = _compiled(case, args.device_kind)
+        for case, (found, problem) in zip(cases, _all_compiled(cases, args), strict=True):
             devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
             said = f"{case.flags} {case.xla}".strip()
             for sizes in (_QWEN_7B, _QWEN_7B_ALONE):
@@ -205,6 +206,12 @@ def main(argv: Sequence[str]) -> list[Table]:
         notes = ["Bounds by the compiled program on one device, not measured.", *problems]
         tables.append(Table(title, COLUMNS, rows, notes, "; ".join(problems)))
     return tables
+
+
+def _all_compiled(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """What the verb `compile` says of each step, in order, as soon as it is known."""
+    with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
+        yield from pool.map(lambda case: _compiled(case, args.device_kind), cases)
 
 
 def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]:
