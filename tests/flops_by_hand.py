@@ -51,10 +51,12 @@ def pi0(config, cameras, draws=1, fixed_prefix=False):
 
 
 def dead_prefix(config, cameras, draws=1, fixed_prefix=False):
-    """What openpi computes beyond it: the prefix in the last layer, past its keys and values."""
+    """What openpi computes beyond it: the prefix in the last layer, past its keys and values; and in all layers the
+    products of its queries with the suffix's keys, which are masked."""
     language, prefix = config.experts["language"], prefix_tokens(config, cameras)
     suffix = 0 if fixed_prefix else draws * config.action_horizon + (not config.pi05)
-    return prefix * all_but_keys_and_values(language) + attention(language, prefix, prefix + suffix)
+    masked = attention(language, prefix, suffix) * language.depth
+    return prefix * all_but_keys_and_values(language) + attention(language, prefix, prefix) + masked
 
 
 def pi0_with_the_last_prefix(config, cameras, draws, fixed_prefix=False):

@@ -1,7 +1,8 @@
 """Gemma's decoder (Gemma Team 2024) for one or more experts whose tokens interact only in attention.
 
 Each expert has its own width and weights; in every layer all experts' tokens are projected to heads of one shape,
-attend jointly, and are projected back (pi0, Black et al. 2024, appendix B; openpi `models/gemma.py`).
+attend to those of their own and of earlier experts, and are projected back (pi0, Black et al. 2024, appendix B; openpi
+`models/gemma.py`).
 A tensor group splits heads and the MLP's width (`sharding/tensor.py`): weights then hold a device's own part.
 
 Read next: `models/pi0.py`, which defines the experts' inputs.
@@ -85,11 +86,6 @@ def _spans(tokens: Tokens, names: Sequence[str]) -> dict[str, slice]:
     return spans
 
 
-def _rows_of(names: Sequence[str], spans: Mapping[str, slice], x: Array) -> Array:
-    """The entries of `x` "b t ..." that belong to the tokens of these experts."""
-    return jnp.concatenate([x[:, spans[name]] for name in names], axis=1)
-
-
 def _residual(x: Array, update: Array, gate: Array | None) -> Array:
     return x + update if gate is None else x + update * gate
 
@@ -124,43 +120,43 @@ class GemmaLayer(nnx.Module):
     ) -> tuple[Tokens, Cache]:
         """The experts' tokens after this layer, and their keys and values; tokens also attend to cached ones.
 
+        Each expert's queries are multiplied with the keys up to its own last token: none attends to a later expert's.
         For experts that are not `wanted` (None: all are) only keys and values are computed.
         """
         spans = _spans(tokens, self.names)
         wanted = [name for name in spans if wanted is None or name in wanted]
-        queries, keys, values, gates = [], [], [], {}
+        queries, keys, values, gates = {}, [], [], {}
         for name in spans:
             normed, gates[name] = self.experts[name].attention_norm(tokens[name], conditions.get(name))
             query, key, value = self.experts[name].heads(normed, with_queries=name in wanted)
-            # Before the experts' heads are joined: XLA for GPUs then rotates and joins them in one kernel.
+            # Before the experts' keys are joined: XLA for GPUs then rotates and joins them in one kernel.
             own_angles = [angle[:, spans[name]] for angle in angles]
-            queries += [rotate(query, *own_angles)] if query is not None else []
+            if query is not None:
+                queries[name] = rotate(query, *own_angles)
             keys.append(rotate(key, *own_angles))
             values.append(value)
-        key, value = jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1)
-        own = key, value
-        if not wanted:
-            return {}, own
+        key, value = own = jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1)
+        num_cached = 0
         if cache is not None:
+            num_cached = cache[0].shape[1]
             key, value = jnp.concatenate([cache[0], key], axis=1), jnp.concatenate([cache[1], value], axis=1)
-        if len(wanted) < len(spans):
-            mask = _rows_of(wanted, spans, mask)
-        query = jnp.concatenate(queries, axis=1)
 
-        def seen(x: Array) -> Array:
-            return spread(own_heads(keep(x), query.shape[2], self.queries_per_key), query)
-
-        attended = attend(keep(query), seen(key), seen(value), mask, self.attention)
-
-        result, start = {}, 0
+        result = {}
         for name in wanted:
-            expert, x = self.experts[name], tokens[name]
-            stop = start + x.shape[1]
-            x = keep(_residual(x, expert.from_heads(attended[:, start:stop]), gates[name]))
+            expert, x, span = self.experts[name], tokens[name], spans[name]
+            attended = self._attend(queries[name], key, value, mask[:, span, : num_cached + span.stop])
+            x = keep(_residual(x, expert.from_heads(attended), gates[name]))
             normed, gate = expert.mlp_norm(x, conditions.get(name))
             result[name] = _residual(x, expert.mlp(normed), gate)
-            start = stop
         return result, own
+
+    def _attend(self, query: Array, key: Array, value: Array, mask: Bool[Array, "b t s"]) -> Array:
+        """Attention to the first s of the keys."""
+
+        def seen(x: Array) -> Array:
+            return spread(own_heads(keep(x[:, : mask.shape[2]]), query.shape[2], self.queries_per_key), query)
+
+        return attend(keep(query), seen(key), seen(value), mask, self.attention)
 
 
 class Gemma(nnx.Module):
@@ -226,7 +222,8 @@ class Gemma(nnx.Module):
         Args:
             tokens: "b t_i d_i" by expert; the t_i add up to t. An absent expert costs nothing.
             positions: one per token, over the experts in order.
-            mask: which of the s keys (cached ones first) each token attends to.
+            mask: which of the s keys (cached ones first) each token attends to. Nothing is read of it for keys of an
+                expert after the token's own, to which none attends.
             conditions: "b r c" for each adaptive expert.
             cache: result of `keys_and_values` for earlier tokens.
             wanted: experts whose outputs are needed (None: all present ones). The last layer computes no others.

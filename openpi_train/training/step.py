@@ -138,9 +138,12 @@ class Trainer:
 
     def param_norm(self, state: TrainState) -> Float[Array, ""]:
         """The norm over all kernels, trainable or not (openpi's `param_norm`), float32."""
+        # Behind a barrier, because XLA for GPUs else sums squares in a kernel that updates the average, and the other
+        # arrays of a parameter in another: two passes over them in place of one.
+        params = jax.lax.optimization_barrier(state.params)
         kernels = {
             path: leaf.astype(jnp.float32)
-            for path, leaf in {**state.frozen, **state.params}.items()
+            for path, leaf in {**state.frozen, **params}.items()
             if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.public_name(path))
         }
         return optax.tree.norm(kernels)

@@ -179,6 +179,18 @@ def test_an_update_with_nan_is_not_applied():
         np.testing.assert_array_equal(ours, old)
 
 
+def test_squares_of_parameters_are_summed_behind_a_barrier_and_frozen_ones_are_not_copied():
+    config = toy.LinearConfig(low_rank=True)
+    plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="zero3", min_shard_mib=0)
+    trainer, layout = make_trainer(config, plan, AdamW(), SCHEDULE, objective=FlowMatching(augment=False))
+    with jax.set_mesh(plan.real_mesh):
+        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
+    [barrier] = [
+        one for one in jax.make_jaxpr(trainer.param_norm)(state).eqns if one.primitive.name == "optimization_barrier"
+    ]
+    assert sorted(var.aval.shape for var in barrier.invars) == sorted(leaf.shape for leaf in state.params.values())
+
+
 @pytest.mark.slow
 def test_frozen_leaves_are_bfloat16_and_never_change():
     config = toy.LinearConfig(low_rank=True)
