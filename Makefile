@@ -100,7 +100,7 @@ dist:
 # The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. All sets take two cores about an hour and a half;
 # GPU_SETS=attention takes six minutes.
 GPU := .venv-gpu
-GPU_SETS ?= attention strategies layers flags sampling programs families
+GPU_SETS ?= attention strategies layers openpi flags sampling programs families
 GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)

@@ -105,6 +105,17 @@ SETS = {
         )
         for layers in ("--unroll-layers False", "--unroll-layers True")
     ],
+    # Beside openpi, which always pads to three cameras and 48 tokens: with 48 tokens, and with 24, which hold the
+    # prompts of BridgeData's sample; and with 4 rows a device.
+    "openpi": [
+        Case(
+            _PI0,
+            "--sharding.strategy zero1 --sharding.reduce-dtype bfloat16 --model.remat dots --model.attention cudnn "
+            f"--model.max-token-len {tokens} {more}",
+        )
+        for more in ("", f"--cameras {','.join(OPENPI_SLOTS)}", "--batch-size 32")
+        for tokens in (48, 24)
+    ],
     # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
     "flags": [
         Case(_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn {rows}", devices, hosts, xla)
