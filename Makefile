@@ -97,10 +97,10 @@ dist:
 	$(DIST)/bin/python scripts/build_dist.py $(DIST_FLAGS)
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
-# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. All sets take two cores about an hour and a half;
-# GPU_SETS=attention takes six minutes.
+# The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. It takes two cores more than an hour; GPU_SETS=attention
+# takes six minutes, and GPU_SETS=flags compares XLA's flags.
 GPU := .venv-gpu
-GPU_SETS ?= attention strategies layers openpi flags sampling programs families
+GPU_SETS ?= openpi families strategies attention programs sampling layers
 GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
