@@ -33,6 +33,8 @@ class Case:
     devices: int = 8
     hosts: int = 1
     xla: str = ""
+    # Whether the step does openpi's work (`reference.py`).
+    is_reference: bool = False
 
 
 # Sizes of Qwen2.5-7B, as in its config.json.
@@ -105,16 +107,19 @@ SETS = {
         )
         for layers in ("--unroll-layers False", "--unroll-layers True")
     ],
-    # Beside openpi, which always pads to three cameras and 48 tokens: with 48 tokens, and with 24, which hold the
-    # prompts of BridgeData's sample; and with 4 rows a device.
+    # openpi's work, and beside it ours. openpi always pads to three cameras and 48 tokens; 24 tokens hold the prompts
+    # of BridgeData's sample. The last two steps have 4 rows a device.
     "openpi": [
-        Case(
-            _PI0,
-            "--sharding.strategy zero1 --sharding.reduce-dtype bfloat16 --model.remat dots --model.attention cudnn "
-            f"--model.max-token-len {tokens} {more}",
-        )
-        for more in ("", f"--cameras {','.join(OPENPI_SLOTS)}", "--batch-size 32")
-        for tokens in (48, 24)
+        Case(_PI0, f"{_ZERO3} --model.remat full", is_reference=True),
+        *(
+            Case(
+                _PI0,
+                "--sharding.strategy zero1 --sharding.reduce-dtype bfloat16 --model.remat dots --model.attention cudnn "
+                f"--model.max-token-len {tokens} {more}",
+            )
+            for more in ("", f"--cameras {','.join(OPENPI_SLOTS)}", "--batch-size 32")
+            for tokens in (48, 24)
+        ),
     ],
     # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
     "flags": [
@@ -207,7 +212,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         problems: list[str] = []
         for case, (found, problem) in zip(cases, _all_compiled(cases, args), strict=True):
             devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
-            said = f"{case.flags} {case.xla}".strip()
+            said = f"{case.flags} {case.xla}".strip() + (", openpi's work" if case.is_reference else "")
             for sizes in (_QWEN_7B, _QWEN_7B_ALONE):
                 said = said.replace(sizes, "(sizes of Qwen2.5-7B)")
             told: list[Cell] = [case.experiment, said, devices]
@@ -227,7 +232,8 @@ def _all_compiled(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[t
 
 def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]:
     """What the verb `compile` says of one step, or why it cannot be compiled."""
-    command = [sys.executable, "-m", "openpi_train", "compile", case.experiment, "--device-kind", device_kind, "--json"]
+    program = ("benchmarks.gpu_reference",) if case.is_reference else ("openpi_train", "compile")
+    command = [sys.executable, "-m", *program, case.experiment, "--device-kind", device_kind, "--json"]
     command += ["--devices", str(case.devices), "--hosts", str(case.hosts), *case.flags.split()]
     environ = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla}".strip()}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)

@@ -4,8 +4,9 @@ Layers, loss, optimizer and augmentation are this project's. The step differs fr
 15a9616 does: every robot has three cameras (absent ones are black, masked pictures); the last layer is
 computed for all tokens; attention is einsum and softmax; prompts are padded to the model's limit; every update is
 applied without a NaN check. openpi also recomputes every layer in the backward pass (`remat` "full"), and its layers
-are a loop, as here. Other differences of openpi are not included: its modules, its loader, its compiler version, its
-three resamplings of images.
+are a loop, as here. openpi also multiplies the prefix's queries with the suffix's keys, and masks the products, 0.2 %
+of all, which the reference does not. Other differences of openpi are not included: its modules, its loader, its
+compiler version, its three resamplings of images.
 """
 
 import dataclasses
@@ -23,16 +24,19 @@ from openpi_train.training.step import Metrics, Trainer
 
 def reference(trial: Trial, remat: str) -> Trial:
     """The same run doing openpi's work. The states of both have the same layout, so both can use one state."""
-    experiment = trial.experiment
-    model: Any = dataclasses.replace(experiment.model, remat=remat, attention="xla")  # pyright: ignore[reportCallIssue]
-    objective = ReferenceFlowMatching(**vars(experiment.objective))
-    trainer = trial.prepared.trainer
+    trainer = reference_of(trial.prepared.trainer, remat)
+    experiment = dataclasses.replace(trial.experiment, model=trainer.model, objective=trainer.objective)
+    return Trial(experiment, dataclasses.replace(trial.prepared, trainer=trainer))
+
+
+def reference_of(trainer: Trainer, remat: str) -> "ReferenceTrainer":
+    """A trainer that does openpi's work in place of this one's."""
+    ours: Any = trainer.model
+    model = dataclasses.replace(ours, remat=remat, attention="xla")
+    objective = ReferenceFlowMatching(**vars(trainer.objective))
     changes = {"model": model, "objective": objective, "graphdef": _graph(model), "unroll_layers": False}
     fields = {field.name: getattr(trainer, field.name) for field in dataclasses.fields(trainer)}
-    return Trial(
-        dataclasses.replace(experiment, model=model, objective=objective),
-        dataclasses.replace(trial.prepared, trainer=ReferenceTrainer(**{**fields, **changes})),
-    )
+    return ReferenceTrainer(**{**fields, **changes})
 
 
 class ReferenceFlowMatching(FlowMatching):
