@@ -141,22 +141,21 @@ class GemmaLayer(nnx.Module):
             num_cached = cache[0].shape[1]
             key, value = jnp.concatenate([cache[0], key], axis=1), jnp.concatenate([cache[1], value], axis=1)
 
+        if wanted:
+            key, value = (self._seen(x, queries[wanted[0]]) for x in (key, value))
         result = {}
         for name in wanted:
             expert, x, span = self.experts[name], tokens[name], spans[name]
-            attended = self._attend(queries[name], key, value, mask[:, span, : num_cached + span.stop])
+            stop = num_cached + span.stop
+            attended = attend(keep(queries[name]), key[:, :stop], value[:, :stop], mask[:, span, :stop], self.attention)
             x = keep(_residual(x, expert.from_heads(attended), gates[name]))
             normed, gate = expert.mlp_norm(x, conditions.get(name))
             result[name] = _residual(x, expert.mlp(normed), gate)
         return result, own
 
-    def _attend(self, query: Array, key: Array, value: Array, mask: Bool[Array, "b t s"]) -> Array:
-        """Attention to the first s of the keys."""
-
-        def seen(x: Array) -> Array:
-            return spread(own_heads(keep(x[:, : mask.shape[2]]), query.shape[2], self.queries_per_key), query)
-
-        return attend(keep(query), seen(key), seen(value), mask, self.attention)
+    def _seen(self, x: Array, query: Array) -> Array:
+        """Keys or values as the device's query heads need them, whichever expert's."""
+        return spread(own_heads(keep(x), query.shape[2], self.queries_per_key), query)
 
 
 class Gemma(nnx.Module):
