@@ -78,40 +78,16 @@ class Layer(nnx.Module):
         return x + jnp.tanh(self.dense(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backward_pass(remat):
+def gradient_of_a_cut_stack(remat, *, unrolled):
+    """The gradient in a kernel that is cut over four devices, with its arguments; checked against the uncut one's."""
     graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
     params = nnx.to_pure_dict(params)["dense"]
     rows = NUMBERS.normal(size=(16, 8)).astype(np.float32)
 
     def loss(params, rows):
         stacked = nnx.merge(graph, {"dense": params})
-        return jnp.sum(scan_layers(stacked, lambda layer, x, _: (layer(x), None), rows, remat=remat)[0])
-
-    def cut(params, rows):
-        def on_device(kernel):
-            return loss({**params, "kernel": Shard(kernel, -1, "fsdp", jnp.float32)}, rows)
-
-        return jax.grad(on_device)(params["kernel"])
-
-    specs = {"kernel": P(None, None, "fsdp"), "bias": P()}
-    run = on_four(cut, (specs, P("fsdp")), specs["kernel"])
-    expected = jax.grad(loss)(params, rows)["kernel"]
-    np.testing.assert_allclose(run(params, rows), expected, rtol=1e-5, atol=1e-5)
-    text = run.lower(params, rows).compile().as_text()
-    assert "f32[3,8,8]" not in text
-
-
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it(remat):
-    graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
-    params = nnx.to_pure_dict(params)["dense"]
-    rows = NUMBERS.normal(size=(16, 8)).astype(np.float32)
-
-    def loss(params, rows):
-        stacked = nnx.merge(graph, {"dense": params})
-        mark_unrolled(stacked)
+        if unrolled:
+            mark_unrolled(stacked)
         return jnp.sum(scan_layers(stacked, lambda layer, x, _: (layer(x), None), rows, remat=remat)[0])
 
     def cut(params, rows):
@@ -123,7 +99,20 @@ def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it
     specs = {"kernel": P(None, None, "fsdp"), "bias": P()}
     run = on_four(cut, (specs, P("fsdp")), specs["kernel"])
     np.testing.assert_allclose(run(params, rows), jax.grad(loss)(params, rows)["kernel"], rtol=1e-5, atol=1e-5)
-    [mapped] = bodies(jax.make_jaxpr(run)(params, rows).eqns[0])[0].eqns
+    return run, params, rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backward_pass(remat):
+    run, *inputs = gradient_of_a_cut_stack(remat, unrolled=False)
+    assert "f32[3,8,8]" not in run.lower(*inputs).compile().as_text()
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it(remat):
+    run, *inputs = gradient_of_a_cut_stack(remat, unrolled=True)
+    [mapped] = bodies(jax.make_jaxpr(run)(*inputs).eqns[0])[0].eqns
     scans = [one for one in bodies(mapped)[0].eqns if one.primitive.name == "scan"]
     forward, backward = ([var.aval.shape for var in one.outvars] for one in scans)
     assert (2, 8, 2) not in forward, "parts of shards were kept"
