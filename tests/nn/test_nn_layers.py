@@ -92,8 +92,10 @@ def run_with_sums(stacked, x, *, remat):
     return carry.sum() + (sums**2).sum()
 
 
-@pytest.mark.parametrize(("remat", "barriers"), [("none", 3), ("dots", 5), ("attention", 5), ("full", 5)])
-def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, barriers):
+@pytest.mark.parametrize(
+    ("remat", "of_a_layer", "others"), [("none", 1, 2), ("dots", 2, 3), ("attention", 2, 3), ("full", 2, 3)]
+)
+def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, of_a_layer, others):
     """The code of all layers but the last has a barrier behind its gradients; both have one before what is recomputed;
     and the stack of each weight's gradients has one, so that what reads it reads no single gradients."""
     run = functools.partial(run_with_sums, remat=remat)
@@ -101,7 +103,8 @@ def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stac
     jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
     assert " while(" in looped[0] and " while(" not in unrolled[0]
     assert unrolled[0].count(" tanh(") == (3 if remat == "none" else 6)
-    assert unrolled[2].count("stablehlo.optimization_barrier") == barriers
+    # jax 0.10 writes the code of the two layers before the last once and calls it, jax 0.12 writes it twice.
+    assert unrolled[2].count("stablehlo.optimization_barrier") in (of_a_layer + others, 2 * of_a_layer + others)
     stacks = [line for line in unrolled[2].splitlines() if "concatenate" in line and "-> tensor<3x4x4xf32>" in line]
     assert len(stacks) == 1
 
