@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.models.model_config import PolicyConfig
-from openpi_train.nn.layers import LayerNorm, scan_layers, stack_layers
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.nn.norms import LayerNorm
 from openpi_train.nn.shard import Gathering, take_rows
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.sampling.action_sampler import OwnSampler

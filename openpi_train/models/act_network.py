@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.dropout import RowKeys, dropped, numbered
-from openpi_train.nn.layers import keep, scan_layers, stack_layers
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.nn.remat import keep
 from openpi_train.nn.resnet import TORCH_INIT, ResNet18
 from openpi_train.nn.shard import as_varied
 from openpi_train.nn.siglip import float_images, normalize_images

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from openpi_train.fields import setting
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.attention import Attention
-from openpi_train.nn.layers import Remat, RematChoice
+from openpi_train.nn.remat import Remat, RematChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class ComputeConfig(ModelConfig):
 
     # Type of the activations. Parameters are float32.
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    # What the backward pass recomputes: nothing; all but the products with weights; all but attention; whole layers.
+    # What the backward pass recomputes: nothing; what is neither input nor output of a product with weights; all but
+    # these outputs; all but attention; whole layers.
     # auto: the one with the shortest step of those with which the run fits its devices, by the plan.
     remat: RematChoice = setting("auto", on_resume="accept")
 

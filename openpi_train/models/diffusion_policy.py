@@ -17,7 +17,7 @@ from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, 
 from openpi_train.models.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import RowTransform
-from openpi_train.nn.layers import Remat, RematChoice
+from openpi_train.nn.remat import Remat, RematChoice
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 
 

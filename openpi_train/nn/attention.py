@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.nn.layers import keep
+from openpi_train.nn.remat import keep
 from openpi_train.runtime.exits import UsageError
 
 Attention = Literal["auto", "xla", "cudnn"]
@@ -67,7 +67,7 @@ def attend(
 ) -> Float[Array, "b t n c"]:
     """Values averaged by softmax(query . key * scale); `n / k` query heads share a key head. Softmax in float32.
 
-    Its output is kept for the backward pass (`layers.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
+    Its output is kept for the backward pass (`remat.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
     products to that size, by cap * tanh(product / cap) (Gemma 2).
 
     Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
@@ -168,7 +168,7 @@ def flash_attend(
     """`attend` by cuDNN's fused kernels, which never write the weights "b n t s" to memory.
 
     cuDNN adds the mask to the products, and jax has it compute the gradient of that sum too ("b 1 t s" in 16 bits).
-    Its output is kept for the backward pass by the kernels' own name (`layers.py`), so it is not named again.
+    Its output is kept for the backward pass by the kernels' own name (`remat.py`), so it is not named again.
     """
     t, c = query.shape[1], query.shape[3]
     if mask is not None:

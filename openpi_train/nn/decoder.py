@@ -21,8 +21,10 @@ from openpi_train.nn.attention import Attention, attend, rotate
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.key_value_cache import KeyValueCache
-from openpi_train.nn.layers import Remat, RMSNorm, each_layer, keep, scan_layers, stack_layers
+from openpi_train.nn.layers import each_layer, scan_layers, stack_layers
 from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
+from openpi_train.nn.norms import RMSNorm, residual
+from openpi_train.nn.remat import Remat, keep, keep_input
 from openpi_train.nn.rotary_frequencies import angles_at
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import Head, TokenScores, logits, remat_of, token_scores
@@ -147,13 +149,13 @@ class LanguageLayer(nnx.Module):
 
     def heads(self, x: Float[Array, "b t d"], angles: Angles) -> tuple[Array, Array, Array]:
         """Queries, keys and values of the tokens."""
-        return self.attention.heads(self.attention_norm(x)[0], angles)
+        return self.attention.heads(keep_input(self.attention_norm(x)[0]), angles)
 
     def heads_across(
         self, x: Float[Array, "b t d"], seen: tuple[Array, Array], angles: Angles
     ) -> tuple[Array, Array, Array]:
         """Queries of the tokens; keys and values of what is `seen`, for a layer that has its width."""
-        return self.attention.heads_across(self.attention_norm(x)[0], seen, angles)
+        return self.attention.heads_across(keep_input(self.attention_norm(x)[0]), seen, angles)
 
     def after(self, x: Float[Array, "b t d"], query: Array, key: Array, value: Array, mask: Array) -> Array:
         """The layer's output for tokens that attend to these keys and values where `mask` "b t s" is set."""
@@ -163,9 +165,9 @@ class LanguageLayer(nnx.Module):
 
         attended = attend(keep(query), seen(key), seen(value), mask, self.kind, scale=self.scale, cap=self.cap)
         update = self.attention.from_heads(attended)
-        x = keep(x + (self.attention_post_norm(update)[0] if self.has_post_norms else update))
-        update = self.mlp(self.mlp_norm(x)[0])
-        return x + (self.mlp_post_norm(update)[0] if self.has_post_norms else update)
+        x = keep(residual(x, self.attention_post_norm(update)[0] if self.has_post_norms else update))
+        update = self.mlp(keep_input(self.mlp_norm(x)[0]))
+        return residual(x, self.mlp_post_norm(update)[0] if self.has_post_norms else update)
 
 
 class Decoder(nnx.Module):

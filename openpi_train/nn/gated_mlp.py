@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.lora import LoraWeight
+from openpi_train.nn.remat import keep_input
 from openpi_train.nn.shard import spread, summed
 
 # gelu is the tanh approximation, as in all Gemma models.
@@ -39,5 +40,5 @@ class GatedMlp(nnx.Module):
         x = spread(x, self.gate_up.part)
         gate = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=0)
         up = self.gate_up(x, "btd,dm->btm", "btd,dl->btl", "btl,lm->btm", index=1)
-        wide = _ACTIVATIONS[self.activation](gate) * up
+        wide = keep_input(_ACTIVATIONS[self.activation](gate) * up)
         return summed(self.down(wide, "btm,md->btd", "btm,ml->btl", "btl,ld->btd"))

@@ -19,8 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import Remat, RMSNorm, keep, scan_all_but_last, scan_layers, scan_to_last, stack_layers
+from openpi_train.nn.layers import scan_all_but_last, scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.lora import LoraWeight
+from openpi_train.nn.norms import RMSNorm, residual
+from openpi_train.nn.remat import Remat, keep, keep_input
 from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits, remat_of
 
@@ -58,16 +60,16 @@ class Expert(nnx.Module):
     @jax.named_scope("attention")
     def heads(self, x: Float[Array, "b t d"], *, with_queries: bool = True) -> tuple[Array | None, Array, Array]:
         """Queries "b t n c" (None without `with_queries`), keys and values "b t k c"."""
-        several = ("btd,pkdc->pbtkc", "btd,pkdl->pbtkl", "pbtkl,pklc->pbtkc")
+        several = ("btd,pkdc->btpkc", "btd,pkdl->btpkl", "btpkl,pklc->btpkc")
         one = ("btd,ndc->btnc", "btd,ndl->btnl", "btnl,nlc->btnc")
         own = spread(x, (self.query_key_value if self.fused else self.query).weight[...])
         if self.fused and with_queries:
-            query, key, value = self.query_key_value(own, *several)
+            query, key, value = jnp.moveaxis(self.query_key_value(own, *several), 2, 0)
             return query, key, value
         if self.fused:
             return None, self.query_key_value(own, *one, index=1), self.query_key_value(own, *one, index=2)
         # Key heads that are too few to split are computed by all devices: from `x`, whose gradient is then not summed.
-        key, value = self.key_value(own if varies(self.key_value.weight[...]) else x, *several)
+        key, value = jnp.moveaxis(self.key_value(own if varies(self.key_value.weight[...]) else x, *several), 2, 0)
         return self.query(own, *one) if with_queries else None, key, value
 
     @jax.named_scope("attention")
@@ -86,8 +88,8 @@ def _spans(tokens: Tokens, names: Sequence[str]) -> dict[str, slice]:
     return spans
 
 
-def _residual(x: Array, update: Array, gate: Array | None) -> Array:
-    return x + update if gate is None else x + update * gate
+def _gated(update: Array, gate: Array | None) -> Array:
+    return update if gate is None else update * gate
 
 
 class GemmaLayer(nnx.Module):
@@ -128,7 +130,7 @@ class GemmaLayer(nnx.Module):
         queries, keys, values, gates = {}, [], [], {}
         for name in spans:
             normed, gates[name] = self.experts[name].attention_norm(tokens[name], conditions.get(name))
-            query, key, value = self.experts[name].heads(normed, with_queries=name in wanted)
+            query, key, value = self.experts[name].heads(keep_input(normed), with_queries=name in wanted)
             # Before the experts' keys are joined: XLA for GPUs then rotates and joins them in one kernel.
             own_angles = [angle[:, spans[name]] for angle in angles]
             if query is not None:
@@ -148,9 +150,9 @@ class GemmaLayer(nnx.Module):
             expert, x, span = self.experts[name], tokens[name], spans[name]
             stop = num_cached + span.stop
             attended = attend(keep(queries[name]), key[:, :stop], value[:, :stop], mask[:, span, :stop], self.attention)
-            x = keep(_residual(x, expert.from_heads(attended), gates[name]))
+            x = keep(residual(x, _gated(expert.from_heads(attended), gates[name])))
             normed, gate = expert.mlp_norm(x, conditions.get(name))
-            result[name] = _residual(x, expert.mlp(normed), gate)
+            result[name] = residual(x, _gated(expert.mlp(keep_input(normed)), gate))
         return result, own
 
     def _seen(self, x: Array, query: Array) -> Array:

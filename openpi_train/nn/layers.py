@@ -1,55 +1,21 @@
-"""Blocks that several networks share: layer stacks that are scanned, RMS norms, the encoding of flow time.
+"""Stacks of layers, run in a loop or one after the other, and how devices that shard them gather each.
 
-Read next: `attention.py`, then `siglip.py` and `gemma.py`, which use these.
+Read next: `remat.py`, then `siglip.py` and `gemma.py`, which use these.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from openpi_train.nn.params import FIXED, UNROLLED
+from openpi_train.nn.remat import Remat, recomputed
 from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
-
-# What is stored for the backward pass in addition to a layer's input: everything; products with weights and outputs of
-# attention; inputs and outputs of attention; nothing. Each stores less than the one before and recomputes more.
-Remat = Literal["none", "dots", "attention", "full"]
-# Or the policy that recomputes least of those that fit the devices of a run.
-RematChoice = Literal["auto", "none", "dots", "attention", "full"]
-
-_KEPT = "attention"
-
-
-def keep(x: Array) -> Array:
-    """Mark `x` as an input or output of attention, which all policies but `full` store."""
-    return checkpoint_name(x, _KEPT)
-
-
-def _flash_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether this is cuDNN's attention, whose softmax statistics have no name (jax 0.10.2: `jax/_src/cudnn`)."""
-    return primitive.name == "dot_product_attention_fwd_wrapper"
-
-
-_keep_attention = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(_KEPT), _flash_attention
-)
-_POLICIES = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _keep_attention
-    ),
-    "attention": _keep_attention,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-_WITHOUT_ARITHMETIC = frozenset(
-    "linear_call convert_element_type slice dynamic_slice squeeze reshape transpose pvary".split()
-)
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -106,7 +72,7 @@ def scan_layers(
         return _loop(step, carry, params, per_layer, remat, fetches)
     before, last_extra = (jax.tree.map(lambda x, part=part: x[part], per_layer) for part in (slice(-1), -1))
     carry, outputs, last = _unrolled(step, carry, params, before, remat, fetches)
-    run_last = _recomputed(step, remat, fetches, prevent_cse=True)
+    run_last = recomputed(step, remat, fetches, prevent_cse=True)
     carry, output = run_last(jax.tree.map(_in_order, carry), _with_copies(last), last_extra)
     return carry, jax.tree.map(lambda rest, one: jnp.concatenate([rest, one[None]]), outputs, output)
 
@@ -118,8 +84,8 @@ _Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 def _loop(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> tuple[Any, Any]:
     """`jax.lax.scan` over the layers with what `remat` recomputes in the backward pass."""
     # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
-    recomputed = _recomputed(step, remat, fetches, prevent_cse=False)
-    return jax.lax.scan(lambda carry, inputs: recomputed(carry, *inputs), carry, (layers, per_layer))
+    run = recomputed(step, remat, fetches, prevent_cse=False)
+    return jax.lax.scan(lambda carry, inputs: run(carry, *inputs), carry, (layers, per_layer))
 
 
 def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> Any:
@@ -130,7 +96,7 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     there. Left to itself XLA puts the products for gradients of weights off, and keeps what they read, and sums most
     gradients over the devices at the end of the step (jaxlib 0.10.2).
 
-    Layers read their shards from the stack: of its parts, which the backward pass keeps, XLA would make copies, in
+    Layers read shards and vectors from the stack: of what the backward pass keeps XLA would make copies, of shards in
     float32 and in the order in which they are gathered.
 
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
@@ -138,10 +104,10 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     """
 
     def read(index: Any, carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
-        return step(carry, _read_shards(layers, index, layer), extra)
+        return step(carry, _read_from(layers, index, layer), extra)
 
     # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
-    recomputed = _recomputed(read, remat, fetches, prevent_cse=True)
+    run = recomputed(read, remat, fetches, prevent_cse=True)
 
     def turn(state: Any, inputs: Any) -> Any:
         (carry, layer), (index, following, extra) = state, inputs
@@ -151,7 +117,7 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
         following = jax.tree.map(
             lambda one, given: given if one is None else one, trained, following, is_leaf=_is_variable_or_none
         )
-        carry, output = recomputed(index, carry, _with_copies(layer), extra)
+        carry, output = run(index, carry, _with_copies(layer), extra)
         return (carry, following), output
 
     first, later = jax.tree.transpose(jax.tree.structure(layers), None, jax.tree.map(_first_and_later, layers))
@@ -160,12 +126,15 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     return carry, outputs, last
 
 
-def _read_shards(stack: Any, index: Any, layer: Any) -> Any:
-    """The parameters of the layer with this index; shards that are gathered again in the backward pass are read from
-    the stack, with gradients to the layer's own."""
+def _read_from(stack: Any, index: Any, layer: Any) -> Any:
+    """The parameters of the layer with this index; shards that are gathered again in the backward pass, and vectors,
+    are read from the stack, with gradients to the layer's own."""
 
     def read(one: Any, of_all: Any) -> Any:
         value = one.get_value() if _is_variable(one) else None
+        if isinstance(value, jax.Array) and value.ndim == 1:
+            read_entry = _entry if _is_fixed(one) else _read_entry  # which would compute a gradient
+            return one.replace(read_entry(of_all.get_value(), index, value))
         if not isinstance(value, Shard) or value.is_kept:
             return one
         return one.replace(dataclasses.replace(value, part=_read_entry(of_all.get_value().part, index, value.part)))
@@ -192,15 +161,25 @@ def _with_gradients_at_once(inputs: Any) -> Any:
 
 def _gradients_at_once(_: None, gradients: Any) -> Any:
     leaves, tree = jax.tree.flatten(gradients)
+    waiting = jax.tree.leaves(jax.tree.map(_as_sent, gradients, is_leaf=is_shard))
     # In a tensor group some vary over its devices: jax 0.10 gives all that pass a barrier the type of those.
     groups: dict[Any, list[int]] = {}
-    for n, leaf in enumerate(leaves):
+    for n, leaf in enumerate(waiting):
         if leaf.dtype != jax.dtypes.float0:
             groups.setdefault(_axes(leaf), []).append(n)
     for numbers in groups.values():
-        for n, leaf in zip(numbers, jax.lax.optimization_barrier([_in_order(leaves[n]) for n in numbers]), strict=True):
-            leaves[n] = leaf
+        passed = jax.lax.optimization_barrier([_in_order(waiting[n]) for n in numbers])
+        for n, leaf in zip(numbers, passed, strict=True):
+            leaves[n] = leaf.astype(leaves[n].dtype)
     return (jax.tree.unflatten(tree, leaves),)
+
+
+def _as_sent(gradient: Any) -> Any:
+    """A gradient in the type in which it was sent, if it was: its values are of that type. It waits in it, and is
+    widened when it is written to the stack."""
+    if not is_shard(gradient):
+        return gradient
+    return dataclasses.replace(gradient, part=gradient.part.astype(gradient.reduce_dtype))
 
 
 def _axes(x: Array) -> frozenset[str]:
@@ -291,25 +270,9 @@ def each_layer(stacked: M) -> list[M]:
     return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
 
 
-def _recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, prevent_cse: bool) -> Callable[..., Any]:
-    """The step of a scan over layers, with what `remat` recomputes in the backward pass.
-
-    Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept.
-    """
-    if remat == "none" and not fetches:
-        return step
-    policy = _all_but_weights if remat == "none" else _POLICIES[remat]
-    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
-
-
 def _has_shards(params: Any) -> bool:
     """Whether some of these parameters are shards."""
     return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard)))
-
-
-def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether the primitive does arithmetic. A gathered weight only passes through others before its product."""
-    return primitive.name not in _WITHOUT_ARITHMETIC
 
 
 def scan_to_last(
@@ -391,85 +354,3 @@ def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], car
 
     depth = len(jax.tree.leaves(params)[0])
     return *jax.lax.scan(lambda carry, index: body(layer(index), carry), carry, jnp.arange(depth - 1)), layer(-1)
-
-
-class LayerNorm(nnx.Module):
-    """Layer norm, computed in float32 and returned in the type of its input.
-
-    flax's own (`nnx.LayerNorm` at 0.12.8) first rounds its parameters to bfloat16, unlike openpi's tower.
-    """
-
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
-
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.maximum(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) - jnp.square(mean), 0.0)
-        factor = jax.lax.rsqrt(variance + 1e-6) * self.scale[...]
-        return ((wide - mean) * factor + self.bias[...]).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm, computed in float32; with `condition_width` its scale, shift and gate are predicted.
-
-    The predicted form is the adaptive norm that conditions pi0.5 on the flow time (as in DiT, Peebles & Xie 2023,
-    section 3.2, "adaLN-zero"): it starts as the plain norm with a closed gate.
-    Plain norms multiply by `offset` plus the trained scale: Gemma's by 1 + scale, Llama's by the scale itself.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        condition_width: int | None = None,
-        *,
-        dtype: Any,
-        rngs: nnx.Rngs,
-        offset: float = 1.0,
-        eps: float = 1e-6,
-    ):
-        self.adaptive = condition_width is not None
-        self.offset, self.eps = offset, eps
-        if condition_width is None:
-            self.scale = nnx.Param(jnp.full(width, 1.0 - offset, jnp.float32))
-        else:
-            zeros = nnx.initializers.zeros_init()
-            self.modulation = nnx.Linear(condition_width, 3 * width, kernel_init=zeros, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "b t *n d"], condition: Float[Array, "b r c"] | None = None
-    ) -> tuple[Float[Array, "b t *n d"], Float[Array, "b t d"] | None]:
-        """The normed tokens (or heads of tokens), and the gate for the residual branch (None in the plain form).
-
-        The tokens are r groups of equal size, one after the other; each has its own condition.
-        """
-        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-        normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + self.eps)
-        if not self.adaptive:
-            return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype), None
-        if condition is None:
-            raise ValueError("this norm is adaptive and needs a condition; give one for each of its experts")
-        modulation = self.modulation(condition)
-        modulation = jnp.repeat(modulation, x.shape[1] // condition.shape[1], axis=1)  # b t 3d
-        scale, shift, gate = jnp.split(modulation, 3, axis=-1)
-        scale, shift = scale.astype(jnp.float32), shift.astype(jnp.float32)
-        return (normed * (1 + scale) + shift).astype(x.dtype), gate
-
-
-def sincos_encoding(
-    position: Float[Array, "*n"], width: int, min_period: float, max_period: float
-) -> Float[Array, "*n width"]:
-    """Sines, then cosines, of `position` at `width / 2` periods spaced evenly in logarithm, in float32.
-
-    Angles reach hundreds of turns, where float32 rounding matters: the order of operations is openpi's, on purpose, and
-    what does not depend on `position` is computed here as XLA does on CPUs, not by the device. A GPU's powers differ in
-    the last bit, which an angle multiplies.
-    """
-    single, last = np.float32, max(width // 2 - 1, 1)
-    fraction = np.arange(width // 2, dtype=single) * single(1 / last)
-    fraction[last:] = 1
-    power = np.power(max_period / min_period, fraction, dtype=np.float64).astype(single)
-    frequency = single(1) / (single(min_period) * power) * single(2) * single(np.pi)
-    angle = position.astype(jnp.float32)[..., None] * frequency
-    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

@@ -4,6 +4,7 @@ Read next: `lora.py` and `siglip.py`, which use them.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,18 +26,18 @@ def product(equation: str, x: Float[Array, "*n"], weight: Float[Array, "*m"]) ->
     (of_x, of_weight), of_result = _letters(equation)
     sums_one = (set(of_x) ^ set(of_weight)) - set(of_result)
     if weight.dtype.itemsize <= x.dtype.itemsize or sums_one:
-        return jnp.einsum(equation, x, weight.astype(x.dtype))
+        return _as_matrices(equation, x, weight.astype(x.dtype))
     return _product(equation, weight.dtype, as_varied(x, weight), as_varied(weight, x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, dtype: Any, x: Array, weight: Array) -> Array:
-    return jnp.einsum(equation, x, weight.astype(x.dtype))
+    return _as_matrices(equation, x, weight.astype(x.dtype))
 
 
 def _forward(equation: str, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     narrow = weight.astype(x.dtype)
-    return jnp.einsum(equation, x, narrow), (x, narrow)
+    return _as_matrices(equation, x, narrow), (x, narrow)
 
 
 def _backward(equation: str, dtype: Any, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
@@ -45,6 +46,17 @@ def _backward(equation: str, dtype: Any, kept: tuple[Array, Array], gradient: Ar
     in_x = jnp.einsum(f"{of_result},{of_weight}->{of_x}", gradient, narrow)
     in_weight = jnp.einsum(f"{of_x},{of_result}->{of_weight}", x, gradient, preferred_element_type=dtype)
     return in_x, in_weight
+
+
+def _as_matrices(equation: str, x: Array, weight: Array) -> Array:
+    """The einsum as a product of two matrices, if it sums the last axes of `x` and the first ones of `weight`."""
+    (of_x, of_weight), of_result = _letters(equation)
+    summed = next((of_x[n:] for n in range(len(of_x)) if of_weight.startswith(of_x[n:])), "")
+    if not summed or of_x.removesuffix(summed) + of_weight.removeprefix(summed) != of_result:
+        return jnp.einsum(equation, x, weight)
+    size = math.prod(weight.shape[: len(summed)])
+    rows = x.reshape(-1, size) @ weight.reshape(size, -1)
+    return rows.reshape(*x.shape[: x.ndim - len(summed)], *weight.shape[len(summed) :])
 
 
 def _letters(equation: str) -> tuple[list[str], str]:

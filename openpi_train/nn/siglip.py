@@ -14,8 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from openpi_train.nn.attention import Attention, flash_attend, uses_cudnn
-from openpi_train.nn.layers import LayerNorm, Remat, keep, scan_layers, stack_layers
+from openpi_train.nn.layers import scan_layers, stack_layers
+from openpi_train.nn.norms import LayerNorm
 from openpi_train.nn.products import product
+from openpi_train.nn.remat import Remat, keep, keep_input
 from openpi_train.nn.shard import spread, summed, varies
 
 
@@ -79,8 +81,8 @@ class PatchEmbedding(nnx.Module):
         return x.reshape(b, -1, x.shape[-1])
 
 
-def _linear(layer: nnx.Linear | nnx.LinearGeneral, x: Array) -> Array:
-    """The layer's product with the tokens `x`, and its bias; parts are summed before a whole bias is added.
+def _linear(layer: nnx.Linear | nnx.LinearGeneral, x: Float[Array, "*n"]) -> Float[Array, "r *m"]:
+    """The layer's product with tokens, as rows, and its bias; parts are summed before a whole bias is added.
 
     Heads and their dims are one axis of the product: XLA for GPUs then adds the bias within it, and else writes a bias
     as large as the tokens first.
@@ -88,10 +90,9 @@ def _linear(layer: nnx.Linear | nnx.LinearGeneral, x: Array) -> Array:
     assert layer.bias is not None
     kernel, bias = layer.kernel[...], layer.bias[...].astype(layer.dtype)
     inputs, outputs = math.prod(kernel.shape[: kernel.ndim - bias.ndim]), bias.size
-    x = x.reshape(*x.shape[:2], inputs).astype(layer.dtype)
-    found = product("bti,io->bto", x, kernel.reshape(inputs, outputs))
+    found = product("ri,io->ro", x.reshape(-1, inputs).astype(layer.dtype), kernel.reshape(inputs, outputs))
     found = (found if varies(bias) else summed(found)) + bias.reshape(outputs)
-    return found.reshape(*x.shape[:2], *bias.shape)
+    return found.reshape(-1, *bias.shape)
 
 
 class SelfAttention(nnx.Module):
@@ -112,10 +113,10 @@ class SelfAttention(nnx.Module):
         self.out = nnx.LinearGeneral(heads, config.width, axis=(-2, -1), kernel_init=xavier, dtype=dtype, rngs=rngs)
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = spread(x, self.query.kernel[...])
-        heads = (self.query, self.key, self.value)
-        query, key, value = (keep(_linear(layer, x)) for layer in heads)  # b t n c
+    def __call__(self, rows: Float[Array, "r d"], num_tokens: int) -> Float[Array, "r d"]:
+        rows = spread(rows, self.query.kernel[...])
+        heads = (_linear(layer, rows) for layer in (self.query, self.key, self.value))
+        query, key, value = (keep(one.reshape(-1, num_tokens, *one.shape[1:])) for one in heads)  # b t n c
         if uses_cudnn(self.attention, query.shape[-1], query.dtype):
             return _linear(self.out, flash_attend(query, key, value, None))
         query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
@@ -153,13 +154,17 @@ class SiglipMlp(nnx.Module):
         self.down = dense(config.mlp_dim, config.width)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        hidden = gelu(_linear(self.up, spread(x, self.up.kernel[...])))
+    def __call__(self, x: Float[Array, "r d"]) -> Float[Array, "r d"]:
+        hidden = keep_input(gelu(_linear(self.up, spread(x, self.up.kernel[...]))))
         return _linear(self.down, hidden)
 
 
 class SiglipLayer(nnx.Module):
-    """One pre-norm transformer layer."""
+    """One pre-norm transformer layer, of the tokens of all images as rows: its products read and write these.
+
+    XLA for GPUs then adds within a product what is added to it, and else copies the tokens first, to overwrite that
+    (jaxlib 0.10.2).
+    """
 
     def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.width)
@@ -167,9 +172,9 @@ class SiglipLayer(nnx.Module):
         self.mlp_norm = LayerNorm(config.width)
         self.mlp = SiglipMlp(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        x = keep(x + self.attention(self.attention_norm(x)))
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Float[Array, "r d"], num_tokens: int) -> Float[Array, "r d"]:
+        x = keep(x + self.attention(keep_input(self.attention_norm(x)), num_tokens))
+        return x + self.mlp(keep_input(self.mlp_norm(x)))
 
 
 class Siglip(nnx.Module):
@@ -210,6 +215,9 @@ class Siglip(nnx.Module):
         """One token per patch, row by row, in `dtype`; images are float32 in [-1, 1]."""
         x = self.patch_embedding(images)
         x = (x + self.position_embedding[...]).astype(self.dtype)
-        x, _ = scan_layers(self.layers, lambda layer, x, _: (layer(x), None), x, remat=self.remat)
-        x = self.norm(x)
+        num_tokens, rows = x.shape[1], x.reshape(-1, x.shape[-1])
+        rows, _ = scan_layers(
+            self.layers, lambda layer, rows, _: (layer(rows, num_tokens), None), rows, remat=self.remat
+        )
+        x = self.norm(rows.reshape(x.shape))
         return x if self.head is None else self.head(x)

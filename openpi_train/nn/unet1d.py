@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.layers import sincos_encoding
 from openpi_train.nn.resnet import TORCH_INIT
+from openpi_train.nn.sincos import sincos_encoding
 from openpi_train.nn.wide_norms import WideGroupNorm, wide_mish
 
 _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)

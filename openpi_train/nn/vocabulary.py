@@ -17,8 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
-from openpi_train.nn.layers import Remat
 from openpi_train.nn.params import LEARNING
+from openpi_train.nn.remat import Remat
 from openpi_train.nn.shard import Shard
 from openpi_train.types import pytree, tree_of
 
@@ -101,7 +101,7 @@ def token_scores(
     rows = table.part if isinstance(table, Shard) else table
     narrow = jax.lax.stop_gradient(rows).astype(x.dtype)  # once, and not in every chunk
     score = functools.partial(_scores, table, narrow, head, with_entropy, with_mean)
-    return score(x, tokens) if remat in ("none", "dots") else in_chunks(score, x, tokens)
+    return score(x, tokens) if remat in ("none", "products", "dots") else in_chunks(score, x, tokens)
 
 
 def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.experiment import Experiment
-from openpi_train.planning.flops import product_flops
+from openpi_train.planning.flops import product_flops, rewritten_bytes
 from openpi_train.planning.forecast import ActivationMoment, RematCost
 from openpi_train.planning.kinds import product_rate
 from openpi_train.planning.live_bytes import Moment, moments
@@ -70,6 +70,7 @@ def cost(
         activation_bytes_per_row=found[0].bytes_per_row,
         moments=found,
         summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
+        rewritten_bytes_per_row=rewritten_bytes(gradient.jaxpr, bytes_per_row),
         batch_bytes_per_row=sum(bytes_per_row(var.aval) for var in gradient.jaxpr.invars),
         product_rate=product_rate(np.dtype(gradient.experiment.model.compute_dtype).itemsize),
     )

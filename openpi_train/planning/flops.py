@@ -1,8 +1,10 @@
-"""Count the FLOPs of a traced program. Read next: `training/program.py`, the caller."""
+"""Count the FLOPs of a traced program, and what it writes again. Read next: `training/program.py`, the caller."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from openpi_train.nn.remat import INPUT
 from openpi_train.planning.jaxprs import bodies, devices, turns
 
 # jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).
@@ -32,6 +34,17 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
             total += 2 * _ATTENTION[equation.primitive.name][recomputed] * _weights_times_width(equation)
         for body in bodies(equation):
             total += turns(equation) * devices(equation) * product_flops(body, recomputed=recomputed)
+    return total
+
+
+def rewritten_bytes(jaxpr: Any, size_of: Callable[[Any], float]) -> float:
+    """Bytes, by `size_of`, of the inputs of products with weights that the backward pass computes, and so writes,
+    again: it takes them from no product, so that no FLOPs say so."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == INPUT and _RECOMPUTED in str(equation.source_info.name_stack):
+            total += sum(size_of(var.aval) for var in equation.outvars)
+        total += turns(equation) * sum(rewritten_bytes(body, size_of) for body in bodies(equation))
     return total
 
 

@@ -98,8 +98,8 @@ class RematCost:
     at once on a device, bytes summed in tensor groups, and bytes of the row itself.
 
     None: the model has no policies. `activation_bytes_per_row` are the most at once, `moments` the times at which
-    memory can be fullest; none: when all gradients are there. `product_rate` is that of products in the model's type,
-    as a share of bfloat16's.
+    memory can be fullest; none: when all gradients are there. `rewritten_bytes_per_row` are written again by the
+    backward pass (`flops.py`). `product_rate` is that of products in the model's type, as a share of bfloat16's.
     """
 
     remat: str | None
@@ -108,6 +108,7 @@ class RematCost:
     activation_bytes_per_row: float
     moments: Sequence[ActivationMoment] = ()
     summed_bytes_per_row: float = 0.0
+    rewritten_bytes_per_row: float = 0.0
     batch_bytes_per_row: float = 0.0
     product_rate: float = 1.0
 
@@ -145,7 +146,8 @@ class Forecast:
 
     @property
     def moving_s(self) -> float:
-        """Writing and reading what is as large as the parameters: state, gradients, copies, and what layers send."""
+        """Writing and reading what is as large as the parameters: state, gradients, copies, and what layers send; and
+        writing what the backward pass computes again."""
         return self.moved_bytes / (MEMORY_SHARE * self.machine.kind.memory_gb_s * 1e9)
 
     @property
@@ -271,7 +273,8 @@ def forecast(
         memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
         beside=layout.beside(grad_accum),
-        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum)),
+        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum))
+        + policy.rewritten_bytes_per_row * rows,
     )
 
 
@@ -310,7 +313,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     shorter = [one for one in forecasts if not one.fits and one.compute_s < best.compute_s]
     policies = dict.fromkeys(str(one.policy.remat) for one in shorter if one.layout is best.layout)
     if policies:
-        why += f"; {' and '.join(policies)} would recompute less and does not fit"
+        why += f"; {', '.join(policies)} would recompute less and {'do' if len(policies) > 1 else 'does'} not fit"
     return best, why
 
 

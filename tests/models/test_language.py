@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.nn.params import gatherings, merge_module, module_params
+from openpi_train.nn.remat import Remat
 from openpi_train.nn.shard import Gathering
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, LossScaling, LRSchedule
@@ -245,4 +246,4 @@ def test_what_cannot_be_is_named():
     )
     (problem,) = MODEL.check_objective("NextToken", frozenset({"logits"}))
     assert "which model LanguageConfig does not provide (it has: token_scores)" in problem
-    assert set(dataclasses.replace(MODEL, remat="auto").remat_choices()) == {"none", "dots", "attention", "full"}
+    assert set(dataclasses.replace(MODEL, remat="auto").remat_choices()) == set(get_args(Remat))

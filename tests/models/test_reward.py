@@ -76,7 +76,7 @@ def test_parts_layers_are_gathered_one_by_one_and_its_groups_are_frozen_by_name(
     assert f"{part}token_embedding" in groups["embeddings"] and f"{part}final_norm/scale" in groups["norms"]
     assert set().union(*groups.values()) == {path for path in paths if path.startswith((part, "score"))}
     assert set(dataclasses.replace(model, **{"language" if model is REWARD else "policy": dataclasses.replace(
-        LANGUAGE, remat="auto")}).remat_choices()) == {"none", "dots", "attention", "full"}  # fmt: skip
+        LANGUAGE, remat="auto")}).remat_choices()) == {"none", "products", "dots", "attention", "full"}  # fmt: skip
     assert model.check_tensor(1) == [] and model.check_tensor(3)
 
 

@@ -176,7 +176,7 @@ def test_a_loop_writes_the_cache_where_it_lies():
     assert compiled.memory_analysis().temp_size_in_bytes < held
 
 
-@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+@pytest.mark.parametrize("remat", ["products", "dots", "attention", "full"])
 @pytest.mark.slow
 def test_recomputing_changes_no_gradient_of_layers_of_two_kinds(remat):
     tokens = tokens_of(2, 8)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.nn.layers import LayerNorm, RMSNorm, scan_layers, scan_to_last, sincos_encoding, stack_layers
+from openpi_train.nn.layers import scan_layers, scan_to_last, stack_layers
+from openpi_train.nn.norms import LayerNorm, RMSNorm, residual
 from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
+from openpi_train.nn.sincos import sincos_encoding
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.jaxprs import bodies
 
@@ -54,7 +56,7 @@ def test_a_stack_that_was_made_otherwise_is_refused():
         scan_layers(stacked, body, jnp.ones((2, 4)), remat="none")
 
 
-@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+@pytest.mark.parametrize("remat", ["products", "dots", "attention", "full"])
 def test_recomputing_changes_no_gradient(stacked, remat):
     graph, params = nnx.split(stacked)
 
@@ -255,6 +257,13 @@ def test_a_fixed_stack_is_not_kept_once_more_for_the_backward_pass(stacked, rema
     program = jax.make_jaxpr(jax.grad(loss, argnums=1))(params, jnp.ones((2, 4))).jaxpr
     scans = [one for one in program.eqns if one.primitive.name == "scan"]
     assert len(scans) == 2 and not [var for one in scans for var in one.outvars if var.aval.shape == (2, 4, 4)]
+
+
+def test_a_residual_is_added_as_a_matrix():
+    x, update = jax.random.normal(jax.random.key(0), (2, 2, 3, 8))
+    np.testing.assert_array_equal(residual(x, update), x + update)
+    [added] = [one for one in jax.make_jaxpr(residual)(x, update).jaxpr.eqns if one.primitive.name == "add"]
+    assert added.outvars[0].aval.shape == (6, 8)
 
 
 def test_layer_norm_equals_flax_in_float32():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from openpi_train.nn.products import product
+from openpi_train.planning.jaxprs import bodies
 
 SIZES = {"b": 2, "t": 5, "d": 8, "n": 3, "c": 4, "p": 2, "k": 1, "l": 3, "m": 6}
 
@@ -27,7 +28,7 @@ def gradients(function, x, weight, cotangent):
     return result, *back(cotangent)
 
 
-@pytest.mark.parametrize("equation", ["btd,pkdc->pbtkc", "btnc,ncd->btd"])
+@pytest.mark.parametrize("equation", ["btd,pkdc->btpkc", "btd,ndc->btnc", "btnc,ncd->btd", "btd,dm->btm"])
 def test_the_gradient_of_a_weight_is_that_of_its_factors_in_float32(equation):
     x, weight, cotangent = factors(equation)
     result, in_x, in_weight = gradients(lambda x, w: product(equation, x, w), x, weight, cotangent)
@@ -51,6 +52,21 @@ def test_a_weight_that_is_no_wider_has_the_gradient_of_einsum(dtype):
     found = gradients(lambda x, w: product("btd,dm->btm", x, w), x, weight, cotangent)
     plain = gradients(lambda x, w: jnp.einsum("btd,dm->btm", x, w.astype(x.dtype)), x, weight, cotangent)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("equation", "rows"), [("btnc,ncd->btd", 10), ("btd,dm->btm", 10), ("btd,ndc->btnc", None)])
+def test_sums_of_last_axes_with_first_ones_are_products_of_matrices(equation, rows, dtype):
+    """To what is added to their results XLA for GPUs adds within the product, without a copy."""
+    x, weight, _ = factors(equation)
+    [dot] = [
+        one
+        for one in jax.make_jaxpr(lambda x, w: product(equation, x, w))(x, weight.astype(dtype)).jaxpr.eqns
+        for one in (one, *(inner for body in bodies(one) for inner in body.eqns))
+        if one.primitive.name == "dot_general"
+    ]
+    shape = dot.outvars[0].aval.shape
+    assert (shape[0] == rows and len(shape) == 2) == (rows is not None)
 
 
 def test_a_sum_over_one_operand_alone_is_differentiated_too():

@@ -78,7 +78,7 @@ class Layer(nnx.Module):
         return x + jnp.tanh(self.dense(x))
 
 
-def gradient_of_a_cut_stack(remat, *, unrolled):
+def gradient_of_a_cut_stack(remat, *, unrolled, reduce_dtype=jnp.float32):
     """The gradient in a kernel that is cut over four devices, with its arguments; checked against the uncut one's."""
     graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
     params = nnx.to_pure_dict(params)["dense"]
@@ -92,13 +92,16 @@ def gradient_of_a_cut_stack(remat, *, unrolled):
 
     def cut(params, rows):
         def on_device(kernel):
-            return loss({**params, "kernel": Shard(kernel, -1, "fsdp", jnp.float32)}, rows)
+            shard = Shard(kernel, -1, "fsdp", jnp.float32, reduce_dtype=reduce_dtype)
+            return loss({**params, "kernel": shard}, rows)
 
         return jax.grad(on_device)(params["kernel"])
 
     specs = {"kernel": P(None, None, "fsdp"), "bias": P()}
     run = on_four(cut, (specs, P("fsdp")), specs["kernel"])
-    np.testing.assert_allclose(run(params, rows), jax.grad(loss)(params, rows)["kernel"], rtol=1e-5, atol=1e-5)
+    precision = 1e-5 if reduce_dtype == jnp.float32 else 4 * 2**-8  # each device's part is rounded, and each sum
+    expected = jax.grad(loss)(params, rows)["kernel"]
+    np.testing.assert_allclose(run(params, rows), expected, rtol=precision, atol=precision)
     return run, params, rows
 
 
@@ -116,7 +119,22 @@ def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it
     scans = [one for one in bodies(mapped)[0].eqns if one.primitive.name == "scan"]
     forward, backward = ([var.aval.shape for var in one.outvars] for one in scans)
     assert (2, 8, 2) not in forward, "parts of shards were kept"
+    assert (2, 8) not in forward, "vectors were kept"
     assert (2, 8, 2) in backward, "gradients of shards were not found"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_unrolled_layers_wait_in_the_type_in_which_they_were_sent(dtype):
+    run, *inputs = gradient_of_a_cut_stack("dots", unrolled=True, reduce_dtype=dtype)
+    looped, *_ = gradient_of_a_cut_stack("dots", unrolled=False, reduce_dtype=dtype)
+    np.testing.assert_allclose(run(*inputs), looped(*inputs), rtol=2**-8 if dtype == jnp.bfloat16 else 1e-5)
+    [mapped] = bodies(jax.make_jaxpr(run)(*inputs).eqns[0])[0].eqns
+    backward = [one for one in bodies(mapped)[0].eqns if one.primitive.name == "scan" and one.params["reverse"]]
+    barriers = [
+        one for scan in backward for one in bodies(scan)[0].eqns if one.primitive.name == "optimization_barrier"
+    ]
+    waiting = [var.aval.dtype for one in barriers for var in one.invars if var.aval.shape == (8, 2)]
+    assert waiting == [dtype]
 
 
 @pytest.mark.slow

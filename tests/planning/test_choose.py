@@ -175,14 +175,14 @@ def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_
     state = predict(layout, Plan(mesh=planned_mesh(1, 1), strategy="replicated"), 0, 0, dtype=jnp.float32).total
     costs = policy_costs(dataclasses.replace(debug, model=AUTO), layout)
     rows = {one.remat: 8 * one.activation_bytes_per_row for one in costs}
-    assert rows["none"] > rows["dots"] > rows["attention"] > rows["full"]
+    assert rows["none"] > rows["products"] > rows["dots"] > rows["attention"] > rows["full"]
     just_enough = (state + rows["attention"] + 1) / USABLE / GIB
     for gib, name in ((100.0, "none"), (just_enough, "attention")):
         caplog.clear()
         _, remat, text = chosen(caplog, gib, remat="auto")
         assert remat == name and f"replicated, remat {name}, grad_accum 1" in text
         assert "else there was: replicated, remat" in text
-    assert "none and dots would recompute less and does not fit" in caplog.text
+    assert "none, products, dots would recompute less and do not fit" in caplog.text
 
 
 def test_where_nothing_fits_it_is_what_needs_least(caplog):

@@ -37,7 +37,7 @@ def test_a_row_costs_three_times_its_forward_products_with_the_cameras_that_the_
 @pytest.mark.slow
 def test_who_keeps_less_recomputes_more_and_the_models_own_work_stays():
     found = list(of_policies(with_model(debug, remat="auto")).values())
-    assert [one.remat for one in found] == ["none", "dots", "attention", "full"]
+    assert [one.remat for one in found] == ["none", "products", "dots", "attention", "full"]
     sizes, work = ([getattr(one, name) for one in found] for name in ("activation_bytes_per_row", "flops_per_row"))
     assert sizes == sorted(sizes, reverse=True) and work == sorted(work)
     assert len({one.model_flops_per_row for one in found}) == 1

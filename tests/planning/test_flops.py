@@ -7,7 +7,8 @@ from flax import nnx
 
 from openpi_train.nn.attention import attend
 from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.planning.flops import product_flops
+from openpi_train.nn.remat import keep_input
+from openpi_train.planning.flops import product_flops, rewritten_bytes
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import TARGETS
 
@@ -64,7 +65,7 @@ def test_recomputed_products_count_again():
     assert (once, again) == (6 * 2 * 4 * 8 * 8, 8 * 2 * 4 * 8 * 8)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
+@pytest.mark.parametrize("remat", ["none", "products", "dots", "attention", "full"])
 def test_the_models_own_products_are_the_same_whatever_is_recomputed(remat):
     def loss(x, weights):
         layer = toy_stack(weights)
@@ -76,6 +77,16 @@ def test_the_models_own_products_are_the_same_whatever_is_recomputed(remat):
     assert product_flops(jaxpr, recomputed=False) == 3 * forward
     again = 1 if remat in ("attention", "full") else 0  # `dots` keeps the products with weights
     assert product_flops(jaxpr) == (3 + again) * forward
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 0), ("products", 0), ("dots", 1), ("attention", 1), ("full", 1)])
+def test_inputs_of_products_are_written_again_where_they_are_not_stored(remat, times):
+    def loss(x, weights):
+        layers = toy_stack(weights)
+        return scan_layers(layers, lambda one, x, _: (one(keep_input(jnp.tanh(x))), None), x, remat=remat)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.zeros((4, 8)), jnp.zeros((5, 8, 8))).jaxpr
+    assert rewritten_bytes(jaxpr, lambda aval: aval.size * aval.dtype.itemsize) == times * 5 * 4 * 8 * 4
 
 
 def toy_stack(weights):

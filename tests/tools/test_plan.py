@@ -126,7 +126,7 @@ def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
     assert flops["none"] == 1
     by_hand = 3 * flops_by_hand.pi0(found.experiment.model, 1)  # inputs have no gradient
     assert found.model_flops_per_row == pytest.approx(by_hand, rel=1e-3)
-    assert list(flops) == ["none", "dots", "attention", "full"]
+    assert list(flops) == ["none", "products", "dots", "attention", "full"]
     assert 1 <= flops["dots"] < flops["attention"] < flops["full"] < 4 / 3
 
 
