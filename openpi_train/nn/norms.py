@@ -62,17 +62,19 @@ class RMSNorm(nnx.Module):
 
         The tokens are r groups of equal size, one after the other; each has its own condition.
         """
-        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-        normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + self.eps)
+        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # in the shape in which `residual` adds them
+        mean_square = jnp.mean(jnp.square(rows), axis=-1, keepdims=True)
+        normed = rows * jax.lax.rsqrt(mean_square + self.eps)
         if not self.adaptive:
-            return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype), None
+            normed = normed * (self.offset + self.scale[...].astype(jnp.float32))
+            return normed.astype(x.dtype).reshape(x.shape), None
         if condition is None:
             raise ValueError("this norm is adaptive and needs a condition; give one for each of its experts")
         modulation = self.modulation(condition)
         modulation = jnp.repeat(modulation, x.shape[1] // condition.shape[1], axis=1)  # b t 3d
         scale, shift, gate = jnp.split(modulation, 3, axis=-1)
         scale, shift = scale.astype(jnp.float32), shift.astype(jnp.float32)
-        return (normed * (1 + scale) + shift).astype(x.dtype), gate
+        return (normed.reshape(x.shape) * (1 + scale) + shift).astype(x.dtype), gate
 
 
 def residual(x: Float[Array, "b t d"], update: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from typing import get_args
 
 import flops_by_hand
 import pytest
@@ -11,6 +12,7 @@ from runs.command import openpi_train
 from openpi_train import cli
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
+from openpi_train.nn.remat import Remat
 from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.strategy import CUT
@@ -51,7 +53,7 @@ def test_what_the_compiler_says_is_told_beside_the_forecast():
     assert done.returncode == DONE, done.stderr
     found = json.loads(done.stdout)
     chosen, compiled = found["recommendation"]["candidate"], found["compiled"]
-    assert [one["strategy"] for one in found["candidates"]] == ["zero3"] * 4
+    assert [one["strategy"] for one in found["candidates"]] == ["zero3"] * len(get_args(Remat))
     assert compiled["num_devices"] == 4 and compiled["program_bytes"] > 0
     # The compiled arguments are the state and the batch: two rows of pictures on each device.
     batch = 2 * (32 * 32 * 3 + 2_000)
@@ -70,7 +72,7 @@ def test_the_tables_end_with_a_recommendation_as_flags(monkeypatch, capsys):
     assert code == DONE
     assert text.startswith("debug on 4 x h100, 2 hosts: batch 8") and "network: 50 GB/s out of a host" in text
     for strategy in CUT:
-        assert len(re.findall(rf"^  {strategy} ", text, re.MULTILINE)) == 1 + 4
+        assert len(re.findall(rf"^  {strategy} ", text, re.MULTILINE)) == 1 + len(get_args(Remat))
     assert text.endswith("--sharding.strategy replicated --model.remat none --grad-accum 1\n")
 
 
@@ -134,8 +136,8 @@ def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
 def test_small_devices_get_more_cutting_recomputation_or_accumulation():
     chosen = {gib: report("pi0_bridge_traj", gib=gib).recommended for gib in (140.0, 24.0, 15.0)}
     found = {gib: (one.layout.strategy, one.policy.remat, one.grad_accum) for gib, one in chosen.items() if one}
-    # XLA for GPUs needs 27.4, 19.7 where jax may take 21.6 of 24, and 11.5 where 15 leave 12.1 to plan with.
-    assert found == {140.0: ("zero3", "dots", 1), 24.0: ("zero3", "dots", 2), 15.0: ("zero3", "full", 1)}
+    # XLA for GPUs needs 35.1, 19.7 where jax may take 21.6 of 24, and 11.5 where 15 leave 12.1 to plan with.
+    assert found == {140.0: ("zero3", "products", 1), 24.0: ("zero3", "dots", 2), 15.0: ("zero3", "full", 1)}
     assert report("pi0_bridge_traj", gib=8.0).recommended is None
 
 
