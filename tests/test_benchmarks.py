@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from benchmarks import __main__ as program
 from benchmarks import (
     closed_loop,
     faults,
+    gpu_compile,
     gpu_steps,
     gpu_times,
     language,
@@ -336,3 +338,19 @@ def test_documented_commands_are_understood():
 def test_a_wrong_command_line_says_what_is_allowed(words, message):
     done = subprocess.run([sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_steps_are_compiled_at_the_same_time_and_told_in_their_order(monkeypatch):
+    both, second_is_done = threading.Barrier(2, timeout=60), threading.Event()
+
+    def compiled(case, device_kind):
+        both.wait()
+        if case.experiment == "first":
+            assert second_is_done.wait(60)
+        second_is_done.set()
+        return None, f"{case.experiment} on {device_kind}"
+
+    monkeypatch.setattr(gpu_compile, "_compiled", compiled)
+    cases = [gpu_compile.Case(name) for name in ("first", "second")]
+    found = gpu_compile._all_compiled(cases, gpu_compile.parse(["--processes", "2", "--device-kind", "a100"]))
+    assert list(found) == [(None, "first on a100"), (None, "second on a100")]
