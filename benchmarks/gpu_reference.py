@@ -7,10 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from openpi_train.command_line import parse_known
 from openpi_train.planning.gpu import plugin
@@ -25,27 +22,23 @@ def main(argv: Sequence[str]) -> None:
     from benchmarks.reference import reference_of
     from openpi_train.cli import parse_experiment
     from openpi_train.planning.device_limits import CLIENT_SHARE
-    from openpi_train.planning.gpu.buffers import recorded_in
-    from openpi_train.planning.gpu.step_account import account
-    from openpi_train.planning.gpu.targets import target_of
     from openpi_train.tools.gpu_programs import Training
+    from openpi_train.tools.gpu_step import compiled_program
     from openpi_train.tools.plan import find_machine
 
     experiment = parse_experiment(request.experiment, ["--exp-name", "compile", *rest])
     machine = find_machine(
         request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
     )
-    target = target_of(machine.kind)
-    with plugin.pretended(target), tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        devices = plugin.devices(
-            target, int(machine.available_bytes / CLIENT_SHARE), machine.num_devices, machine.num_hosts
-        )
+
+    def lower(target):
+        client_bytes = int(machine.available_bytes / CLIENT_SHARE)
+        devices = plugin.devices(target, client_bytes, machine.num_devices, machine.num_hosts)
         ours = Training.of(experiment, machine, devices, OPENPI_SLOTS)
-        training = dataclasses.replace(ours, trainer=reference_of(ours.trainer, remat="full"))
-        compiled = training.step().compile(compiler_options={"xla_dump_to": folder})
-        compile_s, live = time.monotonic() - began, recorded_in(Path(folder))
-    print(json.dumps({"account": account(compiled, live, machine, target, compile_s).as_json()}))
+        return None, dataclasses.replace(ours, trainer=reference_of(ours.trainer, remat="full")).step()
+
+    _, found = compiled_program(machine, lower)
+    print(json.dumps({"account": found.as_json()}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.buffers import recorded_in
 from openpi_train.planning.gpu.step_account import GpuAccount, account
-from openpi_train.planning.gpu.targets import target_of
+from openpi_train.planning.gpu.targets import GpuTarget, target_of
 from openpi_train.runtime.exits import DONE, UsageError
 from openpi_train.tools import gpu_programs, gpu_text
 from openpi_train.tools.plan_text import flags
@@ -30,7 +30,10 @@ def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> i
     """Compile and print the account. Raises UsageError for conflicting flags."""
     if request.dump is not None:
         request.dump.parent.mkdir(parents=True, exist_ok=True)
-    chosen, compiled, found = compiled_program(experiment, machine, request)
+    (chosen, compiled), found = compiled_program(
+        machine,
+        lambda target: gpu_programs.lowered(request.program, experiment, machine, target, request.cameras),
+    )
     if request.dump is not None:
         request.dump.write_text(compiled.as_text())
     if request.json:
@@ -42,16 +45,17 @@ def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> i
 
 
 def compiled_program(
-    experiment: Experiment, machine: Machine, request: CompileRequest
-) -> tuple[Forecast | None, Any, GpuAccount]:
-    """The step's forecast (None of other programs), the program (a `jax.stages.Compiled`), and its account."""
+    machine: Machine, lower: Callable[[GpuTarget], tuple[Forecast | None, Any]]
+) -> tuple[tuple[Forecast | None, Any], GpuAccount]:
+    """What `lower` makes for the machine's kind, as `gpu_programs.lowered` does: a forecast, and the program, compiled
+    (`jax.stages.Compiled`). And its account."""
     target = target_of(machine.kind)
     with plugin.pretended(target), tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        chosen, lowered = gpu_programs.lowered(request.program, experiment, machine, target, request.cameras)
+        chosen, lowered = lower(target)
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         compile_s, live = time.monotonic() - began, recorded_in(Path(folder))
-    return chosen, compiled, account(compiled, live, machine, target, compile_s)
+    return (chosen, compiled), account(compiled, live, machine, target, compile_s)
 
 
 def compile_candidate(words: Sequence[str], chosen: Forecast, machine_flags: Sequence[str]) -> GpuAccount:
