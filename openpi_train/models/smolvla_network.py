@@ -212,7 +212,7 @@ class SmolVla(nnx.Module):
 def encoded_time(time: Float[Array, "*n"], width: int) -> Float[Array, "*n width"]:
     """Sines, then cosines, of flow times at `width / 2` periods, evenly spaced in logarithm, right to the last bits.
 
-    LeRobot computes them in float64 and openpi (`layers.py: sincos_encoding`) in float32, where angles, of up to 250
+    LeRobot computes them in float64 and openpi (`sincos.py`) in float32, where angles, of up to 250
     turns, are off by 1e-4. Here the product of time and frequency is split, so that whole turns are dropped exactly.
     """
     frequency = 1 / (_MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** np.linspace(0.0, 1.0, width // 2))
