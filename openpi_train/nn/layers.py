@@ -4,7 +4,7 @@ Read next: `remat.py`, then `siglip.py` and `gemma.py`, which use these.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -64,11 +64,15 @@ def scan_layers(
     """
     graph, params = _split(stacked)
 
-    def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
-        return body(nnx.merge(graph, _gathered(layer)), carry, extra)
+    fetches, unrolled = _has_shards(params), _is_unrolled(params)
 
-    fetches = _has_shards(params)
-    if not _is_unrolled(params):
+    def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+        layer = _gathered(layer)
+        if unrolled and remat == "full":
+            carry, layer = _with_own_gradients(carry, layer, sent=fetches)
+        return body(nnx.merge(graph, layer), carry, extra)
+
+    if not unrolled:
         return _loop(step, carry, params, per_layer, remat, fetches)
     before, last_extra = (jax.tree.map(lambda x, part=part: x[part], per_layer) for part in (slice(-1), -1))
     carry, outputs, last = _unrolled(step, carry, params, before, remat, fetches)
@@ -126,6 +130,36 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     return carry, outputs, last
 
 
+def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any]:
+    """What a layer reads; the gradient of `carry` waits for those of the layer's trained weights.
+
+    XLA would else put their products off until after the layer before is computed again, and keep what they read. Where
+    gradients are then `sent` it waits for the wide ones alone (metadata `wide`, `gated_mlp.py`), whose products read
+    most: waiting for all would leave less to do while they are sent.
+    """
+
+    def waits(leaf: Any) -> bool:
+        return _is_variable(leaf) and not _is_fixed(leaf) and (not sent or leaf.get_metadata("wide", False))
+
+    own = jax.tree.map(lambda leaf: leaf if waits(leaf) else None, layer, is_leaf=_is_variable)
+    carry, own = _held((carry, own))
+    return carry, jax.tree.map(lambda a, b: b if a is None else a, own, layer, is_leaf=_is_variable_or_none)
+
+
+@jax.custom_vjp
+def _held(inputs: Any) -> Any:
+    """The inputs; what reads the gradient of one of these arrays waits for those of all."""
+    return inputs
+
+
+def _held_backward(_: None, gradients: Any) -> Any:
+    leaves, tree = jax.tree.flatten(gradients)
+    return (jax.tree.unflatten(tree, _together(leaves)),)
+
+
+_held.defvjp(lambda inputs: (inputs, None), _held_backward)
+
+
 def _read_from(stack: Any, index: Any, layer: Any) -> Any:
     """The parameters of the layer with this index; shards that are gathered again in the backward pass, and vectors,
     are read from the stack, with gradients to the layer's own."""
@@ -162,16 +196,24 @@ def _with_gradients_at_once(inputs: Any) -> Any:
 def _gradients_at_once(_: None, gradients: Any) -> Any:
     leaves, tree = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(jax.tree.map(_as_sent, gradients, is_leaf=is_shard))
+    ordered = [leaf if leaf.dtype == jax.dtypes.float0 else _in_order(leaf) for leaf in waiting]
+    passed = [one.astype(leaf.dtype) for one, leaf in zip(_together(ordered), leaves, strict=True)]
+    return (jax.tree.unflatten(tree, passed),)
+
+
+def _together(gradients: Sequence[Array]) -> list[Array]:
+    """The gradients; what reads one of them waits for all."""
+    found = list(gradients)
     # In a tensor group some vary over its devices: jax 0.10 gives all that pass a barrier the type of those.
     groups: dict[Any, list[int]] = {}
-    for n, leaf in enumerate(waiting):
-        if leaf.dtype != jax.dtypes.float0:
-            groups.setdefault(_axes(leaf), []).append(n)
+    for n, gradient in enumerate(gradients):
+        if gradient.dtype != jax.dtypes.float0:
+            groups.setdefault(_axes(gradient), []).append(n)
     for numbers in groups.values():
-        passed = jax.lax.optimization_barrier([_in_order(waiting[n]) for n in numbers])
-        for n, leaf in zip(numbers, passed, strict=True):
-            leaves[n] = leaf.astype(leaves[n].dtype)
-    return (jax.tree.unflatten(tree, leaves),)
+        passed = jax.lax.optimization_barrier([gradients[n] for n in numbers])
+        for n, gradient in zip(numbers, passed, strict=True):
+            found[n] = gradient
+    return found
 
 
 def _as_sent(gradient: Any) -> Any:

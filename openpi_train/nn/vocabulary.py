@@ -122,7 +122,26 @@ def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens
     def chunk(_, part):
         return None, score(*part)
 
-    return jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1])
+    return _before_gradients(jax.tree.map(joined, jax.lax.scan(chunk, None, (chunks(x), chunks(tokens)))[1]))
+
+
+@jax.custom_vjp
+def _before_gradients(found: Any) -> Any:
+    """What was found; its gradients wait until it is there. XLA would put off what only a loss or a metric reads, and
+    keep the logits of a few tokens for it through the backward pass."""
+    return found
+
+
+def _after_found(found: Any, gradients: Any) -> tuple[Any]:
+    leaves, tree = jax.tree.flatten(gradients)
+    real = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    passed, _ = jax.lax.optimization_barrier(([leaves[n] for n in real], found))
+    for n, gradient in zip(real, passed, strict=True):
+        leaves[n] = gradient
+    return (jax.tree.unflatten(tree, leaves),)
+
+
+_before_gradients.defvjp(lambda found: (found, found), _after_found)
 
 
 def _scores(

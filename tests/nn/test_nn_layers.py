@@ -95,11 +95,12 @@ def run_with_sums(stacked, x, *, remat):
 
 
 @pytest.mark.parametrize(
-    ("remat", "of_a_layer", "others"), [("none", 1, 2), ("dots", 2, 3), ("attention", 2, 3), ("full", 2, 3)]
+    ("remat", "of_a_layer", "others"), [("none", 1, 2), ("dots", 2, 3), ("attention", 2, 3), ("full", 3, 4)]
 )
 def test_unrolled_layers_compute_what_a_loop_computes_and_recompute_as_much(stacked, remat, of_a_layer, others):
     """The code of all layers but the last has a barrier behind its gradients; both have one before what is recomputed;
-    and the stack of each weight's gradients has one, so that what reads it reads no single gradients."""
+    and the stack of each weight's gradients has one, so that what reads it reads no single gradients. With `full` each
+    layer has one for its own gradients."""
     run = functools.partial(run_with_sums, remat=remat)
     looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
     jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
@@ -122,6 +123,15 @@ def test_one_layer_can_be_unrolled(remat):
     jax.tree.map(assert_rounded_otherwise, looped, unrolled)
 
 
+def backward_bodies(jaxpr):
+    """What the loops of the backward pass repeat."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["reverse"]:
+            yield equation.params["jaxpr"].jaxpr
+        for inner in bodies(equation):
+            yield from backward_bodies(inner)
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_and_not_for_its_own(stacked, remat):
     graph, params = nnx.split(stacked)
@@ -131,14 +141,7 @@ def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_an
         mark_unrolled(module)
         return run_with_sums(module, x, remat=remat)
 
-    def backward(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "scan" and equation.params["reverse"]:
-                yield equation.params["jaxpr"].jaxpr
-            for inner in bodies(equation):
-                yield from backward(inner)
-
-    (body_of_layer,) = backward(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
+    (body_of_layer,) = backward_bodies(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
     (barrier,) = (one for one in body_of_layer.eqns if one.primitive.name == "optimization_barrier")
     of_input, *of_weights = barrier.invars
     assert of_input.aval.shape == (2, 4) and of_input not in body_of_layer.invars
@@ -151,6 +154,36 @@ def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_an
         return var
 
     assert all(source(var) in body_of_layer.invars for var in of_weights)
+
+
+@pytest.mark.parametrize(
+    ("remat", "fixed", "expected"),
+    [
+        ("full", (), [(2, 4), (4,), (4, 4)]),
+        ("full", ("dense/bias",), [(2, 4), (4, 4)]),
+        ("attention", (), None),
+    ],
+)
+def test_with_full_the_gradient_of_an_unrolled_layers_input_waits_for_the_layers_own(stacked, remat, fixed, expected):
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x):
+        module = nnx.merge(graph, params)
+        mark_fixed(module, fixed)
+        mark_unrolled(module)
+        return run_with_sums(module, x, remat=remat)
+
+    (body_of_layer,) = backward_bodies(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
+    [recomputed] = (bodies(one)[0] for one in body_of_layer.eqns if one.primitive.name in ("remat2", "checkpoint"))
+    barriers = [one for one in recomputed.eqns if one.primitive.name == "optimization_barrier"]
+    if expected is None:
+        assert not barriers
+        return
+    [barrier] = barriers
+    assert sorted(var.aval.shape for var in barrier.invars) == sorted(expected)
+    assert set(barrier.outvars) <= set(recomputed.outvars)
+    made = {var: one for one in recomputed.eqns for var in one.outvars}
+    assert all(var in made for var in barrier.invars), "it waits for what other layers gave"
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

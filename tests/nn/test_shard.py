@@ -78,9 +78,11 @@ class Layer(nnx.Module):
         return x + jnp.tanh(self.dense(x))
 
 
-def gradient_of_a_cut_stack(remat, *, unrolled, reduce_dtype=jnp.float32):
+def gradient_of_a_cut_stack(remat, *, unrolled, reduce_dtype=jnp.float32, wide=False):
     """The gradient in a kernel that is cut over four devices, with its arguments; checked against the uncut one's."""
-    graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
+    stack = stack_layers(Layer, 3, nnx.Rngs(0))
+    stack.dense.kernel.set_metadata(wide=wide)
+    graph, params = nnx.split(stack)
     params = nnx.to_pure_dict(params)["dense"]
     rows = NUMBERS.normal(size=(16, 8)).astype(np.float32)
 
@@ -121,6 +123,16 @@ def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it
     assert (2, 8, 2) not in forward, "parts of shards were kept"
     assert (2, 8) not in forward, "vectors were kept"
     assert (2, 8, 2) in backward, "gradients of shards were not found"
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_with_full_the_gradient_of_a_layers_input_waits_for_wide_ones_alone_before_they_are_sent(wide):
+    run, *inputs = gradient_of_a_cut_stack("full", unrolled=True, wide=wide)
+    [mapped] = bodies(jax.make_jaxpr(run)(*inputs).eqns[0])[0].eqns
+    [backward] = (one for one in bodies(mapped)[0].eqns if one.primitive.name == "scan" and one.params["reverse"])
+    [layer] = (one for one in bodies(backward)[0].eqns if bodies(one))
+    [barrier] = (one for one in bodies(layer)[0].eqns if one.primitive.name == "optimization_barrier")
+    assert [var.aval.shape for var in barrier.invars] == [(4, 8), *([(8, 8)] if wide else [])]  # the whole kernel's
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -138,6 +138,20 @@ def test_the_backward_pass_keeps_no_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * CHUNK_TOKENS * size * 4
 
 
+def test_the_backward_pass_begins_when_all_scores_are_there():
+    def loss(table):
+        found = token_scores(X, table, TOKENS)
+        return found.log_prob.sum(), found.is_best
+
+    program = jax.make_jaxpr(jax.grad(loss, has_aux=True))(TABLE).jaxpr
+    [barrier] = (one for one in program.eqns if one.primitive.name == "optimization_barrier")
+    waits = [var.aval.dtype for var in barrier.invars]
+    assert waits.count(jnp.bool_) == 1, "what only a metric reads is not waited for"
+    [forward, backward] = (one for one in program.eqns if one.primitive.name == "scan")
+    order = [program.eqns.index(one) for one in (forward, barrier, backward)]
+    assert order == sorted(order)
+
+
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_table_cut_by_rows_gives_the_same_and_its_gradient(head):
     def chunked(part, x, tokens, weights):
